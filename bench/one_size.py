@@ -17,7 +17,8 @@ from cloze.bench.result import COMPARED, ONE_LENGTH, Cell
 from cloze.bench.sizes import SIZES, flops, random_bundle, squad_lengths
 from cloze.bench.throughput import batches_for, cut_batches, rounds_per_s, run_all
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.embedding import HEAD
 from cloze.service.batching.cost import BatchCostModel, measure_cost
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine
@@ -162,7 +163,7 @@ class SizeBenchmark:
             outputs = self._engine.run(batch)
         else:
             outputs = [self._engine.run([encoding])[0] for encoding in batch]
-        ours = np.array([output[HEAD.name].embedding for output in outputs])
+        ours = np.array([output[HEAD.name].array for output in outputs])
         return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
     def _alike(self) -> tuple[int, list[list[Encoding]]]:
@@ -175,7 +176,7 @@ class SizeBenchmark:
         """Return sequences of random tokens, one per length."""
         rng = np.random.default_rng(1)
         vocabulary = SIZES[self._name].vocab_size
-        requests = {HEAD.name: EmbeddingRequest()}
+        requests = {HEAD.name: HeadRequest()}
         return [
             Encoding(
                 rng.integers(5, vocabulary, length, dtype=np.int32),

@@ -26,7 +26,8 @@ from starlette.types import ASGIApp, Message
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import HEAD, EmbeddingResult
+from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.embedding import HEAD
 from cloze.model_store.manifest import Precision
 from cloze.service.app import single_process
 from cloze.service.core import Device, RequestedPrecision
@@ -51,7 +52,7 @@ class Instant:
         assert bundle.manifest.embedding is not None
         dimensions = bundle.manifest.embedding.dimensions
         vector = np.random.default_rng(0).normal(size=dimensions).astype(np.float32)
-        self._outputs = {HEAD.name: EmbeddingResult(vector)}
+        self._outputs = {HEAD.name: ArrayResult(vector)}
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
         """Return the constant vector for each encoding; see `Engine`."""

@@ -16,7 +16,7 @@ from cloze.export.heads.head import HeadSetup
 from cloze.export.heads.masked_lm import MaskedLMHead
 from cloze.export.heads.next_sentence import NextSentenceHead
 from cloze.export.heads.span import SpanHead
-from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, PackedBatch
 from cloze.model_store.heads import HEADS, GraphSpec
 from cloze.model_store.layouts import Layout
 
@@ -99,8 +99,9 @@ class TorchScorer:
         """Return the results of encodings of one length, in order."""
         self._model.eval()
         states = hidden_states(self._model, batch, self._device)
-        outputs = torch_outputs(self._model, self._recipe, states, batch, self._codec)
-        return self._codec.unpack(batch, outputs)
+        packed = self._codec.pack(batch)
+        outputs = torch_outputs(self._model, self._recipe, states, packed, tuple(packed.requests))
+        return packed.unpack(outputs)
 
 
 def hidden_states(
@@ -118,18 +119,18 @@ def torch_outputs(
     model: Model,
     recipe: EmbeddingRecipe,
     states: torch.Tensor,
-    batch: Sequence[Encoding],
-    codec: BatchCodec,
+    batch: PackedBatch,
+    heads: Sequence[str],
 ) -> dict[str, NDArray[Any]]:
-    """Return the outputs that a graph should compute for a batch, by output name."""
-    placement = codec.placement(batch)
+    """Return the outputs of heads that a graph should compute for a batch, by output name."""
+    nothing = [None] * len(batch.placement.lengths)
     outputs: dict[str, NDArray[Any]] = {}
-    for name in codec.head_names:
+    for name in heads:
         export_head = EXPORT_HEADS[name]
         module = head_module(model, recipe, name)
         if module is None:
             continue
-        requests = requests_of(batch, export_head.head)
-        reference = export_head.reference(module, states, requests, placement)
+        requests = batch.requests.get(name, nothing)
+        reference = export_head.reference(module, states, requests, batch.placement)
         outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
     return outputs

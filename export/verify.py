@@ -154,13 +154,14 @@ def _make_case(
     rng: np.random.Generator, subject: GraphUnderTest, sizes: Int32, asked: Collection[str]
 ) -> _Case:
     """Return a batch of random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs."""
-    checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
+    checkpoint, spec = subject.checkpoint, subject.spec
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
     # In the packed layout each sequence runs alone, so the reference does not depend on the others.
     calls = [batch] if subject.graph.layout is Layout.DENSE else [[one] for one in batch]
     states = torch.cat([hidden_states(checkpoint.model, call) for call in calls], dim=1)
-    expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, batch, codec)
-    return _Case(codec.pack(batch), expected)
+    packed = BatchCodec(spec).pack(batch)
+    expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, packed, spec.heads)
+    return _Case(packed.feeds, expected)
 
 
 def _random_encoding(

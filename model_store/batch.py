@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.model_store import tensors
-from cloze.model_store.heads import HEADS, GraphSpec, Head, HeadRequest
+from cloze.model_store.heads import HEADS, GraphSpec, HeadRequest
 from cloze.model_store.layouts import Feeds, Int32, Placement
 
 HeadOutputs = Mapping[str, Any]
@@ -43,61 +43,66 @@ class Encoding:
         return sum(request.vocabulary_rows for request in self.requests.values())
 
 
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch as a graph reads it.
+
+    Attributes:
+        feeds: the graph's inputs.
+        outputs: names of the outputs that the batch asks for; if none, all names.
+        placement: the rows of the batch's tokens.
+        requests: by the name of each head that the batch asks, the request of each encoding; None
+            if the encoding does not ask the head.
+    """
+
+    feeds: Feeds
+    outputs: list[str]
+    placement: Placement
+    requests: Mapping[str, Sequence[HeadRequest | None]]
+
+    def unpack(self, outputs: dict[str, NDArray[Any]]) -> list[HeadOutputs]:
+        """Return each encoding's results from the graph's outputs."""
+        results: list[dict[str, Any]] = [{} for _ in self.placement.lengths]
+        for name, requests in self.requests.items():
+            values = HEADS[name].unpack(requests, self.placement, outputs)
+            for result, value in zip(results, values, strict=True):
+                if value is not None:
+                    result[name] = value
+        return list(results)
+
+
 class BatchCodec:
-    """Packs encodings into one graph's inputs and unpacks its outputs.
+    """Packs encodings into one graph's inputs.
 
     Args:
         graph: the graph's inputs. In the dense layout all encodings of a batch have one length.
+
+    Attributes:
+        heads: the graph's heads.
     """
 
     def __init__(self, graph: GraphSpec) -> None:
         self._graph = graph
-        self._heads = [HEADS[name] for name in graph.heads]
+        self.heads = [HEADS[name] for name in graph.heads]
+        nothing = Placement.of(graph.layout, [])
+        self._unasked = {head.name: head.pack([], nothing, graph) for head in self.heads}
 
-    @property
-    def head_names(self) -> tuple[str, ...]:
-        """Names of the graph's heads."""
-        return self._graph.heads
-
-    def outputs(self, batch: Sequence[Encoding]) -> list[str]:
-        """Return the names of the outputs that the batch asks for; if none, all names."""
-        asked = [head for head in self._heads if any(head.name in e.requests for e in batch)]
-        return [tensor.name for head in asked or self._heads for tensor in head.outputs]
-
-    def placement(self, batch: Sequence[Encoding]) -> Placement:
-        """Return the rows of the batch's tokens."""
-        return Placement.of(self._graph.layout, np.fromiter(map(len, batch), np.int32, len(batch)))
-
-    def pack(self, batch: Sequence[Encoding]) -> Feeds:
+    def pack(self, batch: Sequence[Encoding]) -> PackedBatch:
         """Return the graph's inputs for a batch of at least one encoding."""
-        placement = self.placement(batch)
+        lengths = np.fromiter(map(len, batch), np.int32, len(batch))
+        placement = Placement.of(self._graph.layout, lengths)
         feeds: Feeds = {tensors.INPUT_IDS.name: placement.join([e.input_ids for e in batch])}
         if self._graph.token_types:
             types = placement.join([e.token_type_ids for e in batch])
             feeds[tensors.TOKEN_TYPE_IDS.name] = types
         feeds |= placement.feeds()
-        for head in self._heads:
-            feeds |= head.pack(requests_of(batch, head), placement, self._graph)
-        return feeds
-
-    def unpack(
-        self, batch: Sequence[Encoding], outputs: dict[str, NDArray[Any]]
-    ) -> list[HeadOutputs]:
-        """Return each encoding's results from the graph's outputs."""
-        placement = self.placement(batch)
-        results: list[dict[str, Any]] = [{} for _ in batch]
-        for head in self._heads:
-            requests = requests_of(batch, head)
-            if all(request is None for request in requests):
-                continue
-            for result, value in zip(
-                results, head.unpack(requests, placement, outputs), strict=True
-            ):
-                if value is not None:
-                    result[head.name] = value
-        return list(results)
-
-
-def requests_of(batch: Sequence[Encoding], head: Head) -> list[HeadRequest | None]:
-    """Return each encoding's request to a head; None if an encoding does not ask the head."""
-    return [encoding.requests.get(head.name) for encoding in batch]
+        asked: dict[str, list[HeadRequest | None]] = {}
+        for head in self.heads:
+            requests = [encoding.requests.get(head.name) for encoding in batch]
+            if any(request is not None for request in requests):
+                asked[head.name] = requests
+                feeds |= head.pack(requests, placement, self._graph)
+            else:
+                feeds |= self._unasked[head.name]
+        names = [tensor.name for name in asked or self._unasked for tensor in HEADS[name].outputs]
+        return PackedBatch(feeds, names, placement, asked)

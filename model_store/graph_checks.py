@@ -75,14 +75,14 @@ class ExpectedTensors:
 def expected_tensors(manifest: BundleSpec, layout: Layout) -> ExpectedTensors:
     """Return the inputs and outputs of a bundle's graph in a layout."""
     one_word = Encoding(np.zeros(3, np.int32), np.zeros(3, np.int32))
-    packed = BatchCodec(manifest.graph_spec(layout)).pack([one_word])
+    feeds = BatchCodec(manifest.graph_spec(layout)).pack([one_word]).feeds
     inputs = {spec.name: _expect(spec, layout, {}) for spec in TRUNK_INPUTS}
     outputs: dict[str, ExpectedTensor] = {}
     for head in manifest.graph_heads:
         sizes = head.model_sizes(manifest.sizes)
         inputs |= {spec.name: _expect(spec, layout, sizes) for spec in head.inputs}
         outputs |= {spec.name: _expect(spec, layout, sizes) for spec in head.outputs}
-    return ExpectedTensors({name: inputs[name] for name in packed}, outputs)
+    return ExpectedTensors({name: inputs[name] for name in feeds}, outputs)
 
 
 def _expect(spec: TensorSpec, layout: Layout, sizes: Mapping[str, int]) -> ExpectedTensor:

@@ -49,7 +49,9 @@ class Placement:
     def of(cls, layout: Layout, lengths: Sequence[int] | Int32) -> "Placement":
         """Return the placement of sequences with these lengths."""
         sizes = np.asarray(lengths, np.int32)
-        return cls(layout, sizes, starts_of(sizes))
+        starts = np.zeros(len(sizes) + 1, np.int32)
+        np.cumsum(sizes, out=starts[1:])
+        return cls(layout, sizes, starts)
 
     def join(self, sequences: Sequence[Int32]) -> Int32:
         """Return the tokens of all sequences in the layout's shape: [B, S] or [T]."""
@@ -70,10 +72,3 @@ class Placement:
                 [cells[real.ravel()], cells[~real.ravel()]]
             ).reshape(real.shape),
         }
-
-
-def starts_of(lengths: Sequence[int] | Int32) -> Int32:
-    """Return the row at which each of B sequences starts, then the number of rows: [B + 1]."""
-    starts = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return starts

@@ -1,26 +1,7 @@
 """The values that the parts of the service exchange, and the errors that the parts raise.
 
-`http.errors` maps each error to its HTTP status:
-
-    ServiceError
-    +-- RequestError            the request is wrong; a retry of the same request fails again
-    |   +-- MalformedRequest    the body is not JSON
-    |   +-- SlowRequest         the body did not arrive in time
-    |   +-- InvalidRequest      a value is malformed or out of its limits
-    |   +-- EmptyRequest        the request has no text, or an empty one
-    |   +-- RequestTooLarge     the body has more bytes than the limit
-    |   +-- Unauthorized        the request has no valid API key
-    |   +-- Forbidden           the key lacks the scope, or the host is another
-    |   +-- ReloadRefused       the store, the keys or the certificate cannot be served
-    |   +-- UnknownModel        the request names a model that is not served
-    |   +-- WrongTask           the model has no head for the task
-    +-- Overloaded              the wait would be too long; retry after `retry_after_s`
-    +-- DeadlineExceeded        the request timed out
-    +-- ClientGone              the client closed its connection
-    +-- ShuttingDown            the server is draining; retry on another replica
-    +-- EngineFailed            the engine raised on this input alone
-    +-- EngineDead              no engine runs
-    StartupError                the server cannot start; clients never receive this error
+Each `ServiceError` ends one request, and `http.errors` maps it to a status. A `RequestError` is
+the client's: a retry of the same request fails again. `StartupError` ends the server.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -54,10 +35,7 @@ class ServiceError(Exception):
 
 
 class Location(tuple[str | int, ...]):
-    """A place in a request: names of fields, and numbers of elements.
-
-    As text it is like ``inputs[3].question``.
-    """
+    """A place in a request: names of fields, and numbers, like ``inputs[3].question``."""
 
     __slots__ = ()
 
@@ -74,9 +52,7 @@ class RequestError(ServiceError):
     """The request is wrong; a retry of the same request fails again.
 
     Attributes:
-        problem: what is wrong.
-        at: the place of what is wrong, with which the message begins; None: there is no single
-            place.
+        at: the place of the problem, with which the message begins; None: there is no single one.
         lead: words of the message before the place.
     """
 
@@ -151,7 +127,6 @@ class Overloaded(ServiceError):
 
     Attributes:
         retry_after_s: seconds until the server is likely to admit the request.
-        reason: why the server refuses the request.
     """
 
     def __init__(
@@ -184,13 +159,9 @@ class EngineDead(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a reload changed.
+    """What a reload changed: full names of models.
 
-    Attributes:
-        added: full names of the models that are served from now on. A bundle that was replaced
-            under the same version is named here and under `removed`.
-        removed: full names of the models that are served no more.
-        kept: full names of the models that stay as they were.
+    A bundle that was replaced under the same version was added and removed.
     """
 
     added: list[str]
@@ -199,12 +170,7 @@ class Changes:
 
     @classmethod
     def between(cls, before: Mapping[str, object], after: Mapping[str, object]) -> Self:
-        """Return how what is served differs.
-
-        Args:
-            before: what was served, by full name.
-            after: what is served from now on; what is equal stays as it was.
-        """
+        """Return how what is served differs, by full name; what is equal stays as it was."""
         return cls(
             added=[name for name, model in after.items() if before.get(name) != model],
             removed=[name for name, model in before.items() if after.get(name) != model],
@@ -224,18 +190,14 @@ BUSY: Final = "another reload is under way, or its old models still answer reque
 
 
 class StartupError(Exception):
-    """The server cannot start because of a setting, a bundle, a device or a port.
-
-    The message is one line.
-    """
+    """The server cannot start because of a setting, a bundle, a device or a port; one line."""
 
 
 # Values that every request creates are tuples: a frozen dataclass takes three times as long.
 class BatchResult(NamedTuple):
-    """The result of a request's encodings.
+    """The results of a request's encodings, in their order.
 
     Attributes:
-        outputs: one element per encoding, in the request's order.
         queue_s: seconds from admission until the first encoding ran.
         inference_s: seconds from the start of the first encoding to the end of the last.
     """
@@ -252,8 +214,7 @@ class Submission(NamedTuple):
         deadline: `time.monotonic` time after which nothing of the request starts. All processes of
             a machine share the clock.
         encodings: at least one when the queue gets them; none before the texts are tokenized.
-        client: the client, which shares the engines with other clients.
-        timeout_s: the time limit that the request states, in seconds; None: it states none.
+        timeout_s: the time limit that the request states, if any.
         trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
         returning: whether the request comes back when a refusal said so. It goes before new ones,
             but not before what was accepted.
@@ -290,12 +251,7 @@ class ExpectedWait(NamedTuple):
 
 
 class QueueState(NamedTuple):
-    """What waits in a queue.
-
-    Attributes:
-        tokens: number of tokens that wait.
-        backlog_s: seconds in which all of them will have started, at the measured rate.
-    """
+    """The tokens that wait, and the seconds in which they start at the measured rate."""
 
     tokens: int
     backlog_s: float
@@ -308,7 +264,6 @@ class Timings(NamedTuple):
     """The time of each part of a request, in seconds.
 
     Attributes:
-        tokenize_s: tokenization.
         queue_s: from then until a worker takes the first encoding, summed over all rounds.
         inference_s: from then until the last output, summed over all rounds.
         began: `time.monotonic` time at which the tokenization began.
@@ -333,15 +288,7 @@ class BatchFill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """The size and the duration of one batch.
-
-    Attributes:
-        sequences: number of sequences in the batch.
-        tokens: number of real tokens in the batch.
-        seconds: duration of the run.
-        fill: what kept more out of the batch.
-        traces: the W3C ``traceparent`` of each traced request in the batch.
-    """
+    """The size and the duration of one batch, and the ``traceparent`` of each traced request."""
 
     sequences: int
     tokens: int
@@ -366,8 +313,6 @@ class Engine(Protocol):
     """The interface between scheduler and runtime. Several threads call ``run`` at once.
 
     Attributes:
-        device: the device that the engine runs on.
-        precision: the precision of the engine's graph.
         reason: why the engine chose that graph, for the log.
         supports_varlen: whether the encodings of a batch may differ in length.
     """
@@ -388,7 +333,6 @@ class Engine(Protocol):
         Raises:
             Exception: any error of the runtime.
         """
-        ...
 
     def probe(self) -> None:
         """Run a golden batch.
@@ -396,7 +340,6 @@ class Engine(Protocol):
         Raises:
             Exception: the run fails, or an output is outside the tolerance.
         """
-        ...
 
 
 class Queue(Protocol):
@@ -405,17 +348,14 @@ class Queue(Protocol):
     @property
     def state(self) -> QueueState:
         """What waits."""
-        ...
 
     @property
     def dead(self) -> str | None:
         """Why no engine runs; None while one runs."""
-        ...
 
     @property
     def draining(self) -> bool:
         """Whether the queue refuses new requests."""
-        ...
 
     def submit(self, submission: Submission) -> Future[BatchResult]:
         """Admit all encodings of a request or none.
@@ -429,7 +369,6 @@ class Queue(Protocol):
             ShuttingDown: the queue drains.
             EngineDead: no engine runs.
         """
-        ...
 
     def expected_wait(
         self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
@@ -439,18 +378,15 @@ class Queue(Protocol):
         Args:
             client: the client of the request.
             tokens: number of its tokens, or an estimate.
-            timeout_s: the time limit that the request states; None: it states none.
+            timeout_s: the time limit that the request states, if any.
             unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
         """
-        ...
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""
-        ...
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests with `ShuttingDown` and end the threads within ``timeout_s``."""
-        ...
 
 
 def first_line(error: Exception) -> str:

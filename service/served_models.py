@@ -10,9 +10,9 @@ from functools import partial
 from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
+from cloze.service.batching.admission import Activity, SchedulerLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
-from cloze.service.batching.measures import Activity
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchReport,
     Device,

@@ -8,10 +8,7 @@ import numpy as np
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
-from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.model_store.heads.next_sentence import NextSentenceRequest
-from cloze.model_store.heads.span import SpanRequest
 from cloze.service.core import BatchResult, Queue, Submission
 
 
@@ -31,11 +28,11 @@ def encoding(
     if masks:
         requests["masked_lm"] = MaskedLMRequest(list(masks), top_k, list(targets))
     if pair:
-        requests["next_sentence"] = NextSentenceRequest()
+        requests["next_sentence"] = HeadRequest()
     if embed:
-        requests["embedding"] = EmbeddingRequest()
+        requests["embedding"] = HeadRequest()
     if span:
-        requests["span"] = SpanRequest()
+        requests["span"] = HeadRequest()
     types = np.zeros(len(input_ids)) if token_type_ids is None else token_type_ids
     return Encoding(np.asarray(input_ids, np.int32), np.asarray(types, np.int32), requests)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import HEAD, EmbeddingResult
+from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.embedding import HEAD
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
 
@@ -43,7 +44,7 @@ class FakeEngine:
             raise RuntimeError("a poisoned encoding")
         self.batches.append(list(batch))
         sums = [np.array([encoding.input_ids.sum()], np.float32) for encoding in batch]
-        return [{HEAD.name: EmbeddingResult(total)} for total in sums]
+        return [{HEAD.name: ArrayResult(total)} for total in sums]
 
     def probe(self) -> None:
         """Raise if the engine is broken."""

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.lines import LineKey, PendingRequest
-from cloze.service.batching.scheduler import SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import LineKey, PendingRequest
 from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
@@ -314,13 +314,13 @@ class Schedule:
         self._work_off()
         assert not any(request.is_pending for request in self.requests), "a request is lost"
         queue = self.scheduler._queue
-        assert (len(queue), queue.tokens, queue._clients) == (0, 0, {})
+        assert (queue.tokens, queue._clients) == (0, {})
         for kind in ("drain", "close"):
             self.make((kind, 0))
         self._work_off()
         assert all(worker.ended for worker in self.workers)
         assert all(request.ends == (request.future is not None) for request in self.requests)
-        assert not self.scheduler._watchdog.busy
+        assert not self.scheduler._watchdog._runs
 
     def _work_off(self) -> None:
         while steps := [step for step in self.possible() if step[0] in ("look", "run")]:
@@ -344,7 +344,7 @@ def check_outcome(request: ExpectedRequest, future: PendingRequest) -> None:
     if request.outcome == CANCELLED:
         assert future.cancelled()
     elif request.outcome == RESULT:
-        outputs = [output["embedding"].embedding[0] for output in future.result(0).outputs]
+        outputs = [output["embedding"].array[0] for output in future.result(0).outputs]
         value = outputs[0] / request.lengths[0]
         assert outputs == [value * length for length in request.lengths], "outputs change places"
     elif request.outcome is not None:

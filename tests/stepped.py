@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cloze.service.batching.fair_queue import Taken
-from cloze.service.batching.lines import QueuedEncoding
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import Batch, QueuedEncoding
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchFill
 from tests.fake_engine import FakeEngine
 
@@ -41,7 +41,7 @@ class Worker:
 
     Attributes:
         number: the worker's number.
-        take: waits for a batch and returns it; an empty one when the scheduler closes.
+        take: waits for a batch and returns it; None when the scheduler closes.
         batch: the encodings that the worker holds.
         condition: what the worker waits for.
         was_idle: whether the scheduler counts the worker as idle, until the worker looks again.
@@ -49,7 +49,7 @@ class Worker:
     """
 
     number: int
-    take: Callable[[], Taken]
+    take: Callable[[], Batch | None]
     batch: list[QueuedEncoding] = field(default_factory=list)
     condition: Condition | None = None
     was_idle: bool = False
@@ -100,8 +100,9 @@ class SteppedScheduler(Scheduler):
         idle = self._idle_workers
         self._looking = worker
         try:
-            worker.batch = worker.take().batch
-            worker.ended = not worker.batch
+            batch = worker.take()
+            worker.batch = batch.encodings if batch else []
+            worker.ended = batch is None
         except Waits:
             pass
         finally:

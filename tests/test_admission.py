@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.measures import DrainRate
+from cloze.service.batching.admission import DrainRate
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from tests.encodings import submit

@@ -17,8 +17,7 @@ from cloze.export.errors import ExportError
 from cloze.export.heads import NEXT_SENTENCE
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.heads import Head
-from cloze.model_store.heads.next_sentence import NextSentenceRequest
+from cloze.model_store.heads import Head, HeadRequest
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine
 from cloze.service.tokenizer import Tokenizer
@@ -214,7 +213,7 @@ def test_one_token_type_is_enough(tmp_path: Path) -> None:
     bundle = export(str(folder), "one", Store(tmp_path / "store"))
     encoding = Tokenizer(bundle).pair([5, 6], [7], 20)
     assert not encoding.token_type_ids.any()
-    asking = replace(encoding, requests={NEXT_SENTENCE: NextSentenceRequest()})
+    asking = replace(encoding, requests={NEXT_SENTENCE: HeadRequest()})
     OnnxEngine(bundle, Device.CPU).run([asking])
 
 

@@ -14,7 +14,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import StartupError
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder

@@ -95,7 +95,7 @@ class TestOnGpu:
         for one, other in zip(before, engine.run(small), strict=True):
             assert one.keys() == other.keys()
             if "embedding" in one:
-                expected, actual = one["embedding"].embedding, other["embedding"].embedding
+                expected, actual = one["embedding"].array, other["embedding"].array
                 np.testing.assert_allclose(actual, expected, atol=1e-3)
 
     @pytest.mark.parametrize(

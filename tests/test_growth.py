@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.embedding import HEAD
 from cloze.service.app import Registries
 from cloze.service.protocols import PROTOCOLS
 from cloze.service.server import serve_in_one_process
@@ -48,7 +49,7 @@ def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedReque
     encodings, truncated = [], 0
     for ids in context.tokenizer.ids([text for _, text in texts]):
         encoding = context.tokenizer.encode(ids, context.limits.max_tokens)
-        encoding.requests = {HEAD.name: EmbeddingRequest()}
+        encoding.requests = {HEAD.name: HeadRequest()}
         encodings.append(encoding)
         truncated += len(encoding) < len(ids) + 2
     return PreparedRequest(encodings, None, truncated=truncated)
@@ -57,7 +58,7 @@ def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedReque
 def decode(_: None, outputs: Sequence[HeadOutputs], __: TaskContext) -> list[Length]:
     if len(outputs) == BUG:
         raise RuntimeError("a bug")
-    vectors = [output[HEAD.name].embedding for output in outputs]
+    vectors = [output[HEAD.name].array for output in outputs]
     return [Length(float((vector @ vector) ** 0.5)) for vector in vectors]
 
 

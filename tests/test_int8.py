@@ -33,8 +33,7 @@ from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store import Store, processor, tensors
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads import HEADS, embedding
-from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads import HEADS, ArrayResult, embedding
 from cloze.model_store.manifest import Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
 from cloze.service.core import Device, RequestedPrecision, StartupError
@@ -284,11 +283,11 @@ class OneBadText(TorchScorer):
         self.calls += 1
         results = super().run(batch)
         if self.calls == 3:
-            vector = results[0][EMBEDDING].embedding
+            vector = results[0][EMBEDDING].array
             other = np.roll(vector, 1)
             other -= (other @ vector) / (vector @ vector) * vector
             other *= np.linalg.norm(vector) / np.linalg.norm(other)
-            results = [{EMBEDDING: EmbeddingResult(0.97 * vector + (1 - 0.97**2) ** 0.5 * other)}]
+            results = [{EMBEDDING: ArrayResult(0.97 * vector + (1 - 0.97**2) ** 0.5 * other)}]
         return results
 
 
@@ -314,7 +313,7 @@ class Spoilt(TorchScorer):
         if self.calls != 3:
             return results
         return [
-            {EMBEDDING: EmbeddingResult(result[EMBEDDING].embedding * np.float32(np.nan))}
+            {EMBEDDING: ArrayResult(result[EMBEDDING].array * np.float32(np.nan))}
             for result in results
         ]
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.batching.lines import LineKey
-from cloze.service.batching.measures import Demand
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchResult,
     DeadlineExceeded,
@@ -63,12 +62,12 @@ class Server:
 
     def run_until(self, time: float) -> None:
         """Run batches until none waits, or until a time."""
-        while self.scheduler._queue and self.clock.now < time:
-            batch = self.scheduler._take_now().batch
+        while self.scheduler._queue.tokens and self.clock.now < time:
+            batch = self.scheduler._take_now().encodings
             if batch:
                 tokens = sum(queued.tokens for queued in batch)
                 self.clock.now += tokens / self.rate
-                self.scheduler._deliver(batch, [{}] * len(batch), self.rate)
+                self.scheduler._deliver(batch, [{}] * len(batch), tokens / self.rate)
         self.clock.now = max(self.clock.now, time if time < math.inf else 0.0)
 
 
@@ -196,23 +195,25 @@ def add(queue: FairQueue, client: str, length: int) -> None:
 
 
 def test_a_client_that_returns_while_its_requests_run_owes_what_it_received() -> None:
-    queue = FairQueue(varlen=False, max_dropped_tokens=1000)
+    queue = FairQueue(varlen=False)
     add(queue, "greedy", 50)
     for length in (30, 31, 32):
         add(queue, "polite", length)
-    assert len(queue.take(5).batch[0].encoding) == 50  # runs on, twice what was due to the client
+    assert (
+        len(queue.take(5).encodings[0].encoding) == 50
+    )  # runs on, twice what was due to the client
     add(queue, "greedy", 7)
-    assert [len(queue.take(5).batch[0].encoding) for _ in range(3)] == [30, 31, 7]
+    assert [len(queue.take(5).encodings[0].encoding) for _ in range(3)] == [30, 31, 7]
 
 
 def test_a_line_that_returns_owes_what_it_received() -> None:
-    queue = FairQueue(varlen=False, max_dropped_tokens=1000)
+    queue = FairQueue(varlen=False)
     add(queue, "a", 50)
     for length in (30, 31, 32):
         queue.add(Submission(math.inf, [sized(length)], "a"), LineKey(1, 0))
-    assert len(queue.take(5).batch[0].encoding) == 50
+    assert len(queue.take(5).encodings[0].encoding) == 50
     add(queue, "a", 51)
-    assert [len(queue.take(5).batch[0].encoding) for _ in range(3)] == [30, 31, 51]
+    assert [len(queue.take(5).encodings[0].encoding) for _ in range(3)] == [30, 31, 51]
 
 
 dues = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), max_size=20)

@@ -35,7 +35,7 @@ from cloze.model_store.heads import (
     token_embedding,
 )
 from cloze.model_store.heads.embedding import pool
-from cloze.model_store.layouts import Feeds, Layout, Placement, starts_of
+from cloze.model_store.layouts import Feeds, Layout, Placement
 from cloze.model_store.manifest import Precision, Weights
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine
@@ -113,7 +113,7 @@ def test_folding_biases_is_exact(
     if model.config.type_vocab_size:
         feeds[tensors.TOKEN_TYPE_IDS.name] = types
     hidden = open_packed(tmp_path / "g.onnx", on_cuda).run(["hidden"], feeds)[0]
-    for begin, end in pairwise(starts_of(lengths)):
+    for begin, end in pairwise(Placement.of(Layout.PACKED, lengths).starts):
         one, its_types = (torch.from_numpy(array[begin:end])[None] for array in (ids, types))
         np.testing.assert_allclose(hidden[begin:end], model(one, its_types)[0].numpy(), atol=2e-5)
 
@@ -171,7 +171,7 @@ def test_what_is_pooled_is_the_sequence(lengths: list[int], seed: int, pooling: 
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(sum(lengths), 5)).astype(np.float32)
     chosen = rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]
-    sizes, starts = np.array(lengths, np.int32), starts_of(lengths)
+    sizes, starts = np.array(lengths, np.int32), Placement.of(Layout.PACKED, lengths).starts
     feeds = pool(starts[chosen], sizes[chosen], pooling)
     rows = hidden[feeds[embedding.POOL_ROWS.name]]
     pooled = (
@@ -274,11 +274,11 @@ def test_all_tasks_are_in_one_packed_batch(bert: Checkpoint, on_cuda: bool, tmp_
     session = open_packed(tmp_path / graph.file, on_cuda)
     rng = np.random.default_rng(3)
     lengths = np.array([5, 33, 12, 7], np.int32)
-    starts = starts_of(lengths)
+    starts = Placement.of(Layout.PACKED, lengths).starts
     ids = rng.integers(0, bert.tokenizer.size, starts[-1], dtype=np.int32)
 
     def run(ids: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-        starts = starts_of(lengths)[:-1]
+        starts = Placement.of(Layout.PACKED, lengths).starts[:-1]
         feeds = {
             tensors.INPUT_IDS.name: ids,
             tensors.TOKEN_TYPE_IDS.name: np.zeros_like(ids),

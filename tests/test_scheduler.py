@@ -18,8 +18,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching import watchdog
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching import scheduler as scheduler_module
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.core import (
     BatchReport,
     BatchResult,
@@ -66,7 +67,7 @@ def running(
 
 
 def sums(future: "Future[BatchResult]") -> list[float]:
-    return [float(output["embedding"].embedding[0]) for output in future.result(WAIT_S).outputs]
+    return [float(output["embedding"].array[0]) for output in future.result(WAIT_S).outputs]
 
 
 requests = st.lists(
@@ -288,7 +289,10 @@ def test_what_is_cancelled_does_not_pile_up() -> None:
         assert engine.entered.wait(WAIT_S)
         for _ in range(200):
             submit(scheduler, [sized(10), sized(11)], later()).cancel()
-        assert len(scheduler._queue) <= 12
+        lines = [
+            line for client in scheduler._queue._clients.values() for line in client.lines.values()
+        ]
+        assert sum(len(group) for line in lines for group in line.groups.values()) <= 12
         engine.gate.set()
         sums(first)
 
@@ -341,7 +345,7 @@ def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
 
     with running(LongTextsWait(), workers=2, max_batch_tokens=10) as scheduler:
         long = [submit(scheduler, [sized(20 + i)], later()) for i in range(4)]
-        wait_until(lambda: len(scheduler._watchdog.busy) == 2)
+        wait_until(lambda: len(scheduler._watchdog._runs) == 2)
         for value in (1, 2):
             assert sums(submit(scheduler, [sized(5, value)], later())) == [5.0 * value]
         assert not any(future.done() for future in long)
@@ -354,9 +358,9 @@ def test_short_texts_alone_get_no_more_workers() -> None:
     engine.gate.clear()
     with running(engine, workers=2, max_batch_tokens=10) as scheduler:
         futures = [submit(scheduler, [sized(5 + i)], later()) for i in range(4)]
-        wait_until(lambda: len(scheduler._watchdog.busy) == 2)
+        wait_until(lambda: len(scheduler._watchdog._runs) == 2)
         time.sleep(0.05)
-        assert len(scheduler._watchdog.busy) == 2
+        assert len(scheduler._watchdog._runs) == 2
         engine.gate.set()
         assert [sums(future) for future in futures] == [[5.0], [6.0], [7.0], [8.0]]
 
@@ -525,9 +529,9 @@ def test_time_in_which_the_process_was_stopped_does_not_count(
     """The run still lasts when the process goes on after an hour; it hangs only after its limit."""
     stopped_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s)
-    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(scheduler_module, "time", clock)
     hung: list[str] = []
-    watch = watchdog.Watchdog(1.0, hung.append)
+    watch = Watchdog(1.0, hung.append)
     thread = threading.Thread(target=watch.watch)
     thread.start()
     watch.began(0, 0.0)

@@ -66,7 +66,7 @@ def test_every_link_of_a_page_leads_to_a_file_of_the_site(site: Path) -> None:
 
 def test_the_docstrings_are_on_the_pages(site: Path) -> None:
     text = (site / "docs" / "internals" / "batching.html").read_text()
-    assert "Clients are served by turns, and the lines of a client too" in text
+    assert "Clients are served by turns, and so are the lines of a client" in text
     assert "cloze.service.batching.scheduler.Scheduler.submit" in text
 
 

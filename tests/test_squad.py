@@ -23,7 +23,7 @@ from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
 from cloze.export.train.windows import Window, answers_of, guess, make_windows
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads.span import SpanResult
+from cloze.model_store.heads import ArrayResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
 from tests.training import STORIES
 
@@ -143,7 +143,7 @@ class Oracle:
         self._by_ids = {window.input_ids.tobytes(): window for window in windows}
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        return [{SPAN: SpanResult(self._logits(encoding.input_ids))} for encoding in batch]
+        return [{SPAN: ArrayResult(self._logits(encoding.input_ids))} for encoding in batch]
 
     def _logits(self, input_ids: np.ndarray) -> np.ndarray:
         window = self._by_ids[input_ids.astype(np.int64).tobytes()]

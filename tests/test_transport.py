@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.embedding import HEAD
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchResult,
     EngineDead,
@@ -50,7 +52,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 def encode(*lengths: int) -> list[Encoding]:
     """Encodings of so many ones each."""
-    requests = {HEAD.name: EmbeddingRequest()}
+    requests = {HEAD.name: HeadRequest()}
     return [Encoding(np.ones(n, np.int32), np.zeros(n, np.int32), requests) for n in lengths]
 
 
@@ -85,7 +87,7 @@ async def outcome(future: Future[BatchResult]) -> BatchResult:
 
 
 def sums(result: BatchResult) -> list[float]:
-    return [float(output[HEAD.name].embedding[0]) for output in result.outputs]
+    return [float(output[HEAD.name].array[0]) for output in result.outputs]
 
 
 class Engine:

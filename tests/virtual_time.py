@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from cloze.service.batching import admission, fair_queue, lines, scheduler
+from cloze.service.batching import admission, fair_queue, scheduler
 
 
 class Clock:
@@ -22,6 +22,6 @@ class Clock:
 def virtual_time(clock: Clock) -> Iterator[None]:
     """Give the classes of the scheduler a virtual time until the context ends."""
     with ExitStack() as stack:
-        for module in (admission, fair_queue, lines, scheduler):
+        for module in (admission, fair_queue, scheduler):
             stack.enter_context(patch.object(module, "time", clock))
         yield

@@ -17,11 +17,13 @@ import numpy as np
 
 from cloze.model_store import Store
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import EMBEDDINGS, HEAD, EmbeddingRequest
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.embedding import EMBEDDINGS, HEAD
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchResult,
     Device,
@@ -52,8 +54,7 @@ class Instant:
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
         """Return constant vectors; see `Engine`."""
-        self._codec.pack(batch)
-        return self._codec.unpack(batch, {EMBEDDINGS.name: self._rows[: len(batch)]})
+        return self._codec.pack(batch).unpack({EMBEDDINGS.name: self._rows[: len(batch)]})
 
     def probe(self) -> None:
         """Do nothing; see `Engine`."""
@@ -77,7 +78,7 @@ def microseconds(length: int) -> float:
 def _message(length: int) -> bytes:
     """Return the message of one request, as a front end sends them."""
     rng = np.random.default_rng(0)
-    requests = {HEAD.name: EmbeddingRequest()}
+    requests = {HEAD.name: HeadRequest()}
     encodings = [
         Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), requests)
         for _ in range(TEXTS)
@@ -94,7 +95,7 @@ def _round_s(scheduler: Scheduler, message: bytes) -> float:
         scheduler.submit(run.submission).add_done_callback(_encode_answer)
     while scheduler.state.tokens:
         taken = scheduler._take_now()
-        scheduler._run(0, taken.batch, taken.fill)
+        scheduler._run(0, taken.encodings, taken.fill)
     return time.thread_time() - began
 
 

@@ -23,10 +23,7 @@ from cloze.model_store.heads import (
     next_sentence,
     span,
 )
-from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceRequest
-from cloze.model_store.heads.span import SpanRequest
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -54,9 +51,9 @@ class GraphScorer:
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return the results of encodings of one length, in order."""
-        names = self._codec.outputs(batch)
-        outputs = self._session.run(names, self._codec.pack(batch))
-        return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
+        packed = self._codec.pack(batch)
+        outputs = self._session.run(packed.outputs, packed.feeds)
+        return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
 
 
 def score_masks(
@@ -99,25 +96,25 @@ def score_masks(
 def next_sentence_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
     """Return the logits [B, 2] of pairs ``[B, S]``: "is next", "is not next"."""
     name = next_sentence.HEAD.name
-    requests = [{name: NextSentenceRequest()}] * len(input_ids)
+    requests = [{name: HeadRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    return np.stack([output[name].logits for output in outputs])
+    return np.stack([output[name].array for output in outputs])
 
 
 def span_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
     """Return the start and end logits [B, S, 2] of ``[B, S]``."""
     name = span.HEAD.name
-    requests = [{name: SpanRequest()}] * len(input_ids)
+    requests = [{name: HeadRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    return np.stack([output[name].logits for output in outputs])
+    return np.stack([output[name].array for output in outputs])
 
 
 def embeddings(scorer: Scorer, input_ids: Ids) -> Floats:
     """Return the embeddings [B, D] of ``[B, S]``, not normalised."""
     name = embedding.HEAD.name
-    requests = [{name: EmbeddingRequest()}] * len(input_ids)
+    requests = [{name: HeadRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, np.zeros_like(input_ids), requests))
-    return np.stack([output[name].embedding for output in outputs])
+    return np.stack([output[name].array for output in outputs])
 
 
 def encodings(

@@ -12,9 +12,8 @@ from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer, embeddings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
+from cloze.export.heads.head import ExportHead, HeadGraph
 from cloze.model_store.heads import Pooling, embedding
-from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement
 
 _PAIR_TOKENS = 128
@@ -76,10 +75,6 @@ def _reference(
     return {embedding.EMBEDDINGS.name: torch.cat([*pooled, no_rows])}
 
 
-def _sample(_: np.random.Generator, __: SampleSizes) -> EmbeddingRequest:
-    return EmbeddingRequest()
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the cosines of both models' embeddings, and with scored pairs the change of STS."""
     cosines = []
@@ -106,7 +101,6 @@ EXPORT_HEAD: Final = ExportHead(
     module=None,
     write=_write,
     reference=_reference,
-    sample=_sample,
     measure=_measure,
     limits={
         "embedding_cosine_mean": 0.995,

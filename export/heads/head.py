@@ -141,9 +141,9 @@ class ExportHead:
     module: Callable[[HeadSetup], nn.Module] | None
     write: Callable[[Any, HeadGraph], None]
     reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
-    sample: Callable[[np.random.Generator, SampleSizes], HeadRequest]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
+    sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
     module_of: str | None = None
     by_default: bool = True
     fine_tuned: bool = False

@@ -92,7 +92,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     pairs = []
     for ids in texts.sentences():
         batch = encodings(ids, np.zeros_like(ids), [{name: request}])
-        one, other = (scorer.run(batch)[0][name].vectors for scorer in (checkpoint, graph))
+        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
         pairs.append((one, other))
     by_layer = [mean_cosine([(a[[n]], b[[n]]) for a, b in pairs]) for n in states]
     return {"layer_embedding_cosine_mean": float(np.min(by_layer))}

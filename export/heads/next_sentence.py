@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 from torch import Tensor, nn
 
 from cloze.export.evaluation.scorer import Scorer, next_sentence_logits
@@ -13,12 +12,10 @@ from cloze.export.heads.head import (
     ExportHead,
     HeadGraph,
     HeadSetup,
-    SampleSizes,
     agreement,
     cls_rows,
 )
 from cloze.model_store.heads import next_sentence
-from cloze.model_store.heads.next_sentence import NextSentenceRequest
 from cloze.model_store.layouts import Placement
 
 
@@ -53,10 +50,6 @@ def _reference(
     return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
 
 
-def _sample(_: np.random.Generator, __: SampleSizes) -> NextSentenceRequest:
-    return NextSentenceRequest()
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of pairs, neighbours and others, for which both models choose one label."""
     labels = [
@@ -74,7 +67,6 @@ EXPORT_HEAD: Final = ExportHead(
     module=NextSentenceHead,
     write=_write,
     reference=_reference,
-    sample=_sample,
     measure=_measure,
     promised_by=("ForNextSentencePrediction", "ForPreTraining"),
     limits={"nsp_agreement": 0.95},

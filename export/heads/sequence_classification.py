@@ -11,12 +11,9 @@ from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, cls_rows
-from cloze.model_store.heads import sequence_classification
-from cloze.model_store.heads.sequence_classification import (
-    SequenceClassificationRequest,
-    SequenceLabels,
-)
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows
+from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Placement
 
 _DEFAULT_LABELS = 2
@@ -60,10 +57,6 @@ def _reference(
     rows = states[-1]
     logits = head(rows[cls_rows(requests, placement)])
     return {sequence_classification.CLASS_LOGITS.name: logits}
-
-
-def _sample(_: np.random.Generator, __: SampleSizes) -> SequenceClassificationRequest:
-    return SequenceClassificationRequest()
 
 
 def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
@@ -131,9 +124,9 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 
 def _logits(scorer: Scorer, ids: Any, types: Any) -> Floats:
     name = sequence_classification.HEAD.name
-    requests = [{name: SequenceClassificationRequest()}] * len(ids)
+    requests = [{name: HeadRequest()}] * len(ids)
     outputs = scorer.run(encodings(ids, types, requests))
-    return np.stack([output[name].logits for output in outputs])
+    return np.stack([output[name].array for output in outputs])
 
 
 EXPORT_HEAD: Final = ExportHead(
@@ -141,7 +134,6 @@ EXPORT_HEAD: Final = ExportHead(
     module=SequenceClassificationHead,
     write=_write,
     reference=_reference,
-    sample=_sample,
     measure=_measure,
     promised_by=("ForSequenceClassification",),
     limits={"text_classification_agreement": 0.95},

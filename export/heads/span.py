@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 from torch import Tensor, nn
 
 from cloze.export.evaluation.scorer import Scorer, span_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, agreement
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, agreement
 from cloze.model_store.heads import span
-from cloze.model_store.heads.span import SpanRequest
 from cloze.model_store.layouts import Placement
 
 
@@ -40,10 +38,6 @@ def _reference(
     return {span.SPAN_LOGITS.name: head(rows)}
 
 
-def _sample(_: np.random.Generator, __: SampleSizes) -> SpanRequest:
-    return SpanRequest()
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of (question, context) pairs for which both models choose the same span."""
     best = [
@@ -60,7 +54,6 @@ EXPORT_HEAD: Final = ExportHead(
     module=SpanHead,
     write=_write,
     reference=_reference,
-    sample=_sample,
     measure=_measure,
     promised_by=("ForQuestionAnswering",),
     limits={"qa_span_agreement": 0.95},

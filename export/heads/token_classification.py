@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, token_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, token_rows
 from cloze.export.heads.sequence_classification import read_labels, write_labels
-from cloze.model_store.heads import token_classification
-from cloze.model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
+from cloze.model_store.heads import HeadRequest, token_classification
+from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.layouts import Placement
 
 
@@ -44,10 +44,6 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: SampleSizes) -> TokenClassificationRequest:
-    return TokenClassificationRequest()
-
-
 def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
     return TokenLabels(labels=read_labels(settings))
 
@@ -61,8 +57,8 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     name = token_classification.HEAD.name
     same = []
     for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: TokenClassificationRequest()}])
-        one, other = (scorer.run(batch)[0][name].logits for scorer in (checkpoint, graph))
+        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
+        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
         same.append(one.argmax(1) == other.argmax(1))
     return {"token_classification_agreement": float(np.concatenate(same).mean())}
 
@@ -72,7 +68,6 @@ EXPORT_HEAD: Final = ExportHead(
     module=TokenClassificationHead,
     write=_write,
     reference=_reference,
-    sample=_sample,
     measure=_measure,
     promised_by=("ForTokenClassification",),
     limits={"token_classification_agreement": 0.95},

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine, token_rows
-from cloze.model_store.heads import token_embedding
-from cloze.model_store.heads.token_embedding import TokenEmbeddingRequest
+from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine, token_rows
+from cloze.model_store.heads import HeadRequest, token_embedding
 from cloze.model_store.layouts import Placement
 
 
@@ -26,17 +25,13 @@ def _reference(
     return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
 
 
-def _sample(_: np.random.Generator, __: SampleSizes) -> TokenEmbeddingRequest:
-    return TokenEmbeddingRequest()
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of both models' hidden states, token by token."""
     name = token_embedding.HEAD.name
     pairs = []
     for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: TokenEmbeddingRequest()}])
-        one, other = (scorer.run(batch)[0][name].embeddings for scorer in (checkpoint, graph))
+        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
+        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
         pairs.append((one, other))
     return {"token_embedding_cosine_mean": mean_cosine(pairs)}
 
@@ -46,7 +41,6 @@ EXPORT_HEAD: Final = ExportHead(
     module=None,
     write=_write,
     reference=_reference,
-    sample=_sample,
     measure=_measure,
     limits={"token_embedding_cosine_mean": 0.98},
 )

@@ -17,7 +17,7 @@ from cloze.model_store.heads import (
     token_classification,
     token_embedding,
 )
-from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
+from cloze.model_store.heads.head import ArrayResult, GraphSpec, Head, HeadRequest, Pooling
 
 _MODULES = (
     masked_lm,
@@ -48,4 +48,4 @@ def heads_of_tasks(tasks: Collection[str]) -> tuple[Head, ...]:
     return tuple(head for head in HEADS.values() if head.task in tasks)
 
 
-__all__ = ["HEADS", "GraphSpec", "Head", "HeadRequest", "Pooling", "heads_of_tasks"]
+__all__ = ["HEADS", "ArrayResult", "GraphSpec", "Head", "HeadRequest", "Pooling", "heads_of_tasks"]

@@ -1,16 +1,17 @@
 """Embedding: the hidden states of a sequence pooled into one vector.
 
+The result is the embedding [D].
+
 Source: Reimers & Gurevych 2019, section 3.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling, Requests
+from cloze.model_store.heads.head import GraphSpec, Head, Pooling, Requests
 from cloze.model_store.heads.rows import unpack_rows
 from cloze.model_store.layouts import Feeds, Int32, Layout, Placement
 from cloze.model_store.tensors import TensorSpec
@@ -35,18 +36,6 @@ POOL_WEIGHTS: Final = TensorSpec(
 EMBEDDINGS: Final = TensorSpec(
     "embeddings", "float32", ("E", "D"), "one vector of D numbers each, not normalised"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequest(HeadRequest):
-    """Embed a sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingResult:
-    """The embedding [D] float32 of one sequence, not normalised."""
-
-    embedding: NDArray[np.float32]
 
 
 def _pack(requests: Requests, placement: Placement, graph: GraphSpec) -> Feeds:
@@ -90,10 +79,7 @@ HEAD: Final = Head(
     task="embed",
     inputs=(EMBED_SEQUENCES, POOL_ROWS, POOL_WEIGHTS),
     outputs=(EMBEDDINGS,),
-    request=EmbeddingRequest,
-    result=EmbeddingResult,
     pack=_pack,
-    unpack=unpack_rows(EMBEDDINGS, EmbeddingResult),
-    largest_request=lambda _: EmbeddingRequest(),
+    unpack=unpack_rows(EMBEDDINGS),
     model_sizes=lambda sizes: {"D": sizes.dimensions} if sizes.dimensions else {},
 )

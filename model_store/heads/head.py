@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
@@ -70,13 +71,19 @@ class ModelSizes(NamedTuple):
     options: Mapping[str, Frozen]
 
 
+@dataclass(frozen=True, slots=True)
 class HeadRequest:
-    """What one encoding asks of one head. Each head derives a frozen dataclass from this class."""
-
-    __slots__ = ()
+    """What one encoding asks of one head. A head with parameters derives a frozen dataclass."""
 
     vocabulary_rows: ClassVar[int] = 0
     """Rows that the head expands to the size of the vocabulary. A batch limits their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayResult:
+    """The result of a head that computes one array for an encoding; the head has its shape."""
+
+    array: NDArray[np.float32]
 
 
 Outputs = dict[str, NDArray[Any]]
@@ -93,12 +100,10 @@ class Head:
     Attributes:
         name: the head's name in encodings and in the torch model.
         task: the head's name in manifests and in `cloze export --task`.
-        inputs: the graph inputs that the head adds.
-        outputs: the graph outputs that the head adds.
-        request: the dataclass of one encoding's request.
-        result: the dataclass of one encoding's result.
         pack: (requests, placement, graph) -> the head's graph inputs; zero rows without requests.
         unpack: (requests, placement, outputs) -> one result per request, None for None.
+        request: the dataclass of one encoding's request.
+        result: the dataclass of one encoding's result.
         largest_request: (largest number of vocabulary rows) -> the request that needs the most
             memory.
         ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
@@ -111,11 +116,11 @@ class Head:
     task: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    request: type[HeadRequest]
-    result: type
     pack: Callable[[Requests, Placement, GraphSpec], Feeds]
     unpack: Callable[[Requests, Placement, Outputs], list[Any]]
-    largest_request: Callable[[int], HeadRequest]
+    request: type[HeadRequest] = HeadRequest
+    result: type = ArrayResult
+    largest_request: Callable[[int], HeadRequest] = lambda _: HeadRequest()
     ranked: Mapping[str, str] = field(default_factory=dict)
     options: type[Frozen] | None = None
     model_sizes: Callable[[ModelSizes], Mapping[str, int]] = lambda _: {}

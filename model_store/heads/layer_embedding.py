@@ -1,6 +1,7 @@
 """Layer embedding: the hidden states of chosen layers, pooled into vectors.
 
 A vector is a weighted sum of a sequence's hidden states, layer by layer, pooled over its tokens.
+The result is the vectors [n, H] of a sequence, in the order of the request.
 
 Source: Devlin et al. 2019, table 7, which compares layers.
 """
@@ -10,10 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cloze.model_store.heads.embedding import pool
-from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs, Pooling
+from cloze.model_store.heads.head import ArrayResult, GraphSpec, Head, HeadRequest, Outputs, Pooling
 from cloze.model_store.layouts import Feeds, Placement
 from cloze.model_store.tensors import TensorSpec
 
@@ -47,13 +47,6 @@ class LayerEmbeddingRequest(HeadRequest):
     pooling: Pooling
 
 
-@dataclass(frozen=True, slots=True)
-class LayerEmbeddingResult:
-    """The vectors [n, H] float32 of one sequence, in the order of the request."""
-
-    vectors: NDArray[np.float32]
-
-
 def _pack(
     requests: Sequence[LayerEmbeddingRequest | None], placement: Placement, graph: GraphSpec
 ) -> Feeds:
@@ -85,8 +78,8 @@ def _pack(
 
 def _unpack(
     requests: Sequence[LayerEmbeddingRequest | None], _: Placement, outputs: Outputs
-) -> list[LayerEmbeddingResult | None]:
-    results: list[LayerEmbeddingResult | None] = []
+) -> list[ArrayResult | None]:
+    results: list[ArrayResult | None] = []
     first = 0
     for request in requests:
         if request is None:
@@ -94,7 +87,7 @@ def _unpack(
             continue
         end = first + len(request.vectors)
         output = LAYER_MAXIMA if request.pooling is Pooling.MAX else LAYER_SUMS
-        results.append(LayerEmbeddingResult(outputs[output.name][first:end]))
+        results.append(ArrayResult(outputs[output.name][first:end]))
         first = end
     return results
 
@@ -105,7 +98,6 @@ HEAD: Final = Head(
     inputs=(LAYER_ROWS, LAYER_ROW_WEIGHTS, LAYER_WEIGHTS),
     outputs=(LAYER_SUMS, LAYER_MAXIMA),
     request=LayerEmbeddingRequest,
-    result=LayerEmbeddingResult,
     pack=_pack,
     unpack=_unpack,
     largest_request=lambda _: LayerEmbeddingRequest([{0: 1.0}] * 4, Pooling.MEAN),

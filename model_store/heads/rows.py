@@ -1,38 +1,63 @@
-"""Packs and unpacks one row per sequence, or one row per token, for several heads."""
+"""Heads that compute one row per sequence, or one row per token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from cloze.model_store.heads.head import GraphSpec, Outputs, Requests
+from cloze.model_store.heads.head import (
+    ArrayResult,
+    Frozen,
+    GraphSpec,
+    Head,
+    ModelSizes,
+    Outputs,
+    Requests,
+)
 from cloze.model_store.layouts import Feeds, Placement
 from cloze.model_store.tensors import TensorSpec
 
+Sizes = Callable[[ModelSizes], Mapping[str, int]]
 
-def pack_first_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpec], Feeds]:
-    """Return a `Head.pack` that selects the ``[CLS]`` row of each encoding with a request."""
+
+def per_sequence(
+    name: str,
+    task: str,
+    rows: TensorSpec,
+    output: TensorSpec,
+    options: type[Frozen] | None = None,
+    model_sizes: Sizes = lambda _: {},
+) -> Head:
+    """Return a head that computes a row of `output` from the ``[CLS]`` row of each sequence."""
 
     def pack(requests: Requests, placement: Placement, _: GraphSpec) -> Feeds:
         return {rows.name: placement.starts[:-1][[request is not None for request in requests]]}
 
-    return pack
+    unpack = unpack_rows(output)
+    return Head(
+        name, task, (rows,), (output,), pack, unpack, options=options, model_sizes=model_sizes
+    )
 
 
-def unpack_rows(
-    output: TensorSpec, result: Callable[[Any], Any]
-) -> Callable[[Requests, Placement, Outputs], list[Any]]:
+def unpack_rows(output: TensorSpec) -> Callable[[Requests, Placement, Outputs], list[Any]]:
     """Return a `Head.unpack` that gives each request the next row of ``output``."""
 
     def unpack(requests: Requests, _: Placement, outputs: Outputs) -> list[Any]:
         rows = iter(outputs[output.name])
-        return [None if request is None else result(next(rows)) for request in requests]
+        return [None if request is None else ArrayResult(next(rows)) for request in requests]
 
     return unpack
 
 
-def pack_token_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpec], Feeds]:
-    """Return a `Head.pack` that selects every row of each encoding with a request."""
+def per_token(
+    name: str,
+    task: str,
+    rows: TensorSpec,
+    output: TensorSpec,
+    options: type[Frozen] | None = None,
+    model_sizes: Sizes = lambda _: {},
+) -> Head:
+    """Return a head that computes a row of `output` from the row of each token of a sequence."""
 
     def pack(requests: Requests, placement: Placement, _: GraphSpec) -> Feeds:
         starts = placement.starts
@@ -43,23 +68,12 @@ def pack_token_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpe
         ]
         return {rows.name: np.concatenate(asked) if asked else np.zeros(0, np.int32)}
 
-    return pack
-
-
-def unpack_token_rows(
-    output: TensorSpec, result: Callable[[Any], Any]
-) -> Callable[[Requests, Placement, Outputs], list[Any]]:
-    """Return a `Head.unpack` that gives each request one row of ``output`` per token."""
-
     def unpack(requests: Requests, placement: Placement, outputs: Outputs) -> list[Any]:
-        results: list[Any] = []
-        first = 0
-        for request, length in zip(requests, placement.lengths.tolist(), strict=True):
-            if request is None:
-                results.append(None)
-                continue
-            results.append(result(outputs[output.name][first : first + length]))
-            first += length
-        return results
+        asked = [request is not None for request in requests]
+        ends = np.cumsum(placement.lengths * asked).tolist()
+        parts = np.split(outputs[output.name], ends[:-1])
+        return [ArrayResult(part) if one else None for part, one in zip(parts, asked, strict=True)]
 
-    return unpack
+    return Head(
+        name, task, (rows,), (output,), pack, unpack, options=options, model_sizes=model_sizes
+    )

@@ -1,17 +1,16 @@
 """Sequence classification: one logit per label for a text or a pair of texts.
 
+The result is the logits [L] of a sequence.
+
 Source: Devlin et al. 2019, section 4.1.
 """
 
-from dataclasses import dataclass
 from typing import Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.model_store.heads.head import Frozen, Head, HeadRequest, ModelSizes
-from cloze.model_store.heads.rows import pack_first_rows, unpack_rows
+from cloze.model_store.heads.head import Frozen, ModelSizes
+from cloze.model_store.heads.rows import per_sequence
 from cloze.model_store.tensors import TensorSpec
 
 CLASS_ROWS: Final = TensorSpec(
@@ -42,28 +41,11 @@ def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     return {"L": len(options.labels)}
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceClassificationRequest(HeadRequest):
-    """Classify a sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceClassificationResult:
-    """The logits [L] float32 of one sequence."""
-
-    logits: NDArray[np.float32]
-
-
-HEAD: Final = Head(
-    name="sequence_classification",
-    task="text-classification",
-    inputs=(CLASS_ROWS,),
-    outputs=(CLASS_LOGITS,),
-    request=SequenceClassificationRequest,
-    result=SequenceClassificationResult,
-    pack=pack_first_rows(CLASS_ROWS),
-    unpack=unpack_rows(CLASS_LOGITS, SequenceClassificationResult),
-    largest_request=lambda _: SequenceClassificationRequest(),
+HEAD: Final = per_sequence(
+    "sequence_classification",
+    "text-classification",
+    CLASS_ROWS,
+    CLASS_LOGITS,
     options=SequenceLabels,
     model_sizes=_model_sizes,
 )

@@ -1,17 +1,15 @@
 """Extractive question answering: a start and an end logit per token.
 
+The result is the logits [S, 2] of a sequence: start, end.
+
 Source: Devlin et al. 2019, section 4.2. The graph always scores all tokens of a batch. The
 projection has only two columns, so a gather of the requested rows would cost as much.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs, Requests
-from cloze.model_store.layouts import Feeds, Placement
+from cloze.model_store.heads.head import ArrayResult, Head, Outputs, Requests
+from cloze.model_store.layouts import Placement
 from cloze.model_store.tensors import TensorSpec
 
 SPAN_LOGITS: Final = TensorSpec(
@@ -19,26 +17,10 @@ SPAN_LOGITS: Final = TensorSpec(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRequest(HeadRequest):
-    """Score every token of a sequence as the start and as the end of an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpanResult:
-    """The logits [S, 2] float32 of one sequence: start, end."""
-
-    logits: NDArray[np.float32]
-
-
-def _pack(_: Requests, __: Placement, ___: GraphSpec) -> Feeds:
-    return {}
-
-
-def _unpack(requests: Requests, placement: Placement, outputs: Outputs) -> list[SpanResult | None]:
+def _unpack(requests: Requests, placement: Placement, outputs: Outputs) -> list[ArrayResult | None]:
     logits, starts = outputs[SPAN_LOGITS.name], placement.starts.tolist()
     return [
-        None if request is None else SpanResult(logits[starts[i] : starts[i + 1]])
+        None if request is None else ArrayResult(logits[starts[i] : starts[i + 1]])
         for i, request in enumerate(requests)
     ]
 
@@ -48,9 +30,6 @@ HEAD: Final = Head(
     task="qa",
     inputs=(),
     outputs=(SPAN_LOGITS,),
-    request=SpanRequest,
-    result=SpanResult,
-    pack=_pack,
+    pack=lambda *_: {},
     unpack=_unpack,
-    largest_request=lambda _: SpanRequest(),
 )

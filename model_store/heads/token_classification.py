@@ -1,17 +1,16 @@
 """Token classification: one logit per label for every token of a sequence.
 
+The result is the logits [S, L] of a sequence.
+
 Source: Devlin et al. 2019, section 5.3 (named-entity recognition).
 """
 
-from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.model_store.heads.head import Frozen, Head, HeadRequest, ModelSizes
-from cloze.model_store.heads.rows import pack_token_rows, unpack_token_rows
+from cloze.model_store.heads.head import Frozen, ModelSizes
+from cloze.model_store.heads.rows import per_token
 from cloze.model_store.tensors import TensorSpec
 
 TOKEN_ROWS: Final = TensorSpec(
@@ -38,28 +37,11 @@ def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     return {"L": len(options.labels)}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenClassificationRequest(HeadRequest):
-    """Classify every token of a sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenClassificationResult:
-    """The logits [S, L] float32 of one sequence."""
-
-    logits: NDArray[np.float32]
-
-
-HEAD: Final = Head(
-    name="token_classification",
-    task="token-classification",
-    inputs=(TOKEN_ROWS,),
-    outputs=(TOKEN_LOGITS,),
-    request=TokenClassificationRequest,
-    result=TokenClassificationResult,
-    pack=pack_token_rows(TOKEN_ROWS),
-    unpack=unpack_token_rows(TOKEN_LOGITS, TokenClassificationResult),
-    largest_request=lambda _: TokenClassificationRequest(),
+HEAD: Final = per_token(
+    "token_classification",
+    "token-classification",
+    TOKEN_ROWS,
+    TOKEN_LOGITS,
     options=TokenLabels,
     model_sizes=_model_sizes,
 )

@@ -7,17 +7,20 @@ times at which refused requests may come back.
 docs/decisions/0017-admission-by-time.md has the alternatives.
 """
 
+import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.batching.lines import LineKey, due_time
-from cloze.service.batching.measures import Activity, DrainRate
-from cloze.service.core import ExpectedWait, Overloaded, Rejection, Submission
+from cloze.service.batching.fair_queue import FairQueue, LineKey, due_time
+from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection, Submission
 
-_WEIGHT = 0.1
-"""Weight of the newest value in exponential moving averages."""
+_MIN_WINDOW_S = 0.25
+"""Shortest time over which a rate is measured; a batch takes about 20 ms."""
+
+_MAX_WINDOW_S = 10.0
+"""Longest time between two batches of a busy queue; a batch of one long text takes seconds."""
 
 _LEAST_RATE_SHARE = 0.2
 """Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
@@ -44,51 +47,114 @@ _LATE_S = 3.0
 """How much later than told a client may come: a whole second of rounding, and its own delay."""
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The limits of a scheduler.
+
+    Attributes:
+        max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
+        max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
+        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
+        stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
+            that, the engine hangs.
+        batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
+    """
+
+    workers: int
+    max_batch_tokens: int
+    max_queue_tokens: int
+    stall_timeout_s: float
+    batch_latency_s: float = 0.0
+    max_wait_s: float = 0.0
+
+
+class Activity:
+    """Counts the busy workers of all schedulers of a process. Any thread may call `add`.
+
+    A lone batch can use all cores; others share them.
+
+    Attributes:
+        busy: number of workers that look for work or run a batch.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.busy = 0
+
+    def add(self, workers: int) -> None:
+        """Count workers that become busy; negative: those that begin to wait, or end."""
+        with self._lock:
+            self.busy += workers
+
+
+class DrainRate:
+    """The rate at which a queue drains, of all workers together, while others wait.
+
+    What is counted are the tokens of batches, or anything else that is worked off. The duration of
+    batches alone would overestimate the rate: between batches, workers wait for each other, for the
+    interpreter and for cores. All models of a process share the cores, so the rate falls at once
+    when another model begins to work, before a window has measured it.
+
+    Attributes:
+        per_s: the measured rate; 0.0 until the queue was busy for long enough.
+    """
+
+    def __init__(self) -> None:
+        self.per_s = 0.0
+        self._busy = 0.0  # busy workers of the process at the measured rate
+        self._since: float | None = None
+        self._tokens = 0
+        self._busy_tokens = 0  # each token times the workers that were busy
+
+    def among(self, busy: int) -> float:
+        """Return the rate while so many workers of the process are busy.
+
+        With more than were measured, each gets less; with fewer, the rate stays until it is
+        measured, because these workers may have had cores of their own.
+        """
+        return self.per_s * min(1.0, self._busy / busy) if busy else self.per_s
+
+    def batch_ended(self, now: float, tokens: int, *, waiting: bool, busy: int = 1) -> None:
+        """Count a batch that ends now, while others wait, and with so many busy workers."""
+        if self._since is not None:
+            self._tokens += tokens
+            self._busy_tokens += tokens * busy
+            seconds = now - self._since
+            if _MIN_WINDOW_S <= seconds <= _MAX_WINDOW_S:
+                weight = 0.3 if self.per_s else 1.0  # a moving average
+                self.per_s += weight * (self._tokens / seconds - self.per_s)
+                self._busy += weight * (self._busy_tokens / self._tokens - self._busy)
+            if seconds >= _MIN_WINDOW_S:  # too long: others were cancelled, or nothing ran
+                self._since = None
+        if not waiting:
+            self._since = None
+        elif self._since is None:
+            self._since, self._tokens, self._busy_tokens = now, 0, 0
+
+
 class Admission:
     """The admission of one scheduler, whose lock guards it.
-
-    Args:
-        queue: the requests that wait.
-        activity: counts the busy workers of the process.
-        workers: number of threads that run batches.
-        max_queue_tokens: most tokens that may wait.
-        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
 
     Attributes:
         tokens_per_s: mean rate of one worker while its batches run; 0.0 before the first batch.
     """
 
-    def __init__(
-        self,
-        queue: FairQueue,
-        activity: Activity,
-        workers: int,
-        max_queue_tokens: int,
-        max_wait_s: float,
-    ) -> None:
-        self._queue, self._activity = queue, activity
-        self._workers = workers
-        self._max_queue_tokens, self._max_wait_s = max_queue_tokens, max_wait_s
+    def __init__(self, queue: FairQueue, activity: Activity, limits: SchedulerLimits) -> None:
+        self._queue, self._activity, self._limits = queue, activity, limits
         self._drain_rate = DrainRate()
         self.tokens_per_s = 0.0
 
     def batch_ended(self, tokens: int, tokens_per_s: float) -> None:
         """Note a batch and its rate."""
-        weight = _WEIGHT if self.tokens_per_s else 1.0
+        weight = 0.1 if self.tokens_per_s else 1.0  # a moving average
         self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
         busy, waiting = self._activity.busy, self._queue.tokens > 0
         self._drain_rate.batch_ended(time.monotonic(), tokens, busy=busy, waiting=waiting)
 
     @property
-    def backlog_s(self) -> float:
-        """The seconds in which all that waits will have started; 0.0 before the first batch."""
-        rate = self.rate
-        return self._queue.tokens / rate if rate else 0.0
-
-    @property
     def rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
-        batches = self.tokens_per_s * self._workers  # while batches run
+        batches = self.tokens_per_s * self._limits.workers  # while batches run
         drained = self._drain_rate.among(self._activity.busy)
         return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
 
@@ -98,13 +164,13 @@ class Admission:
         """Return the wait of a request that arrives now; see `core.Queue`."""
         rate = self.rate
         if not rate:
-            return ExpectedWait(0.0, 0.0)
-        share = self._queue.share(client, LineKey.of(tokens, timeout_s))
+            return NO_WAIT
+        ahead, lines, clients = self._queue.share(client, LineKey.of(tokens, timeout_s))
         # Other lines of the client go on, so all of them count; other clients only as they wait.
-        own = (share.ahead + unsubmitted) * share.lines
+        own = (ahead + unsubmitted) * lines
         waiting = self._queue.tokens + unsubmitted
-        wait = min(own * share.clients, max(own, waiting))
-        each = min(tokens * share.lines * share.clients, waiting + tokens)
+        wait = min(own * clients, max(own, waiting))
+        each = min(tokens * lines * clients, waiting + tokens)
         return ExpectedWait(wait / rate, each / rate)
 
     def check(self, submission: Submission) -> None:
@@ -119,13 +185,13 @@ class Admission:
             return
         now, rate = time.monotonic(), self.rate
         tokens, client, timeout_s = submission.tokens, submission.client, submission.timeout_s
-        ahead = queue.share(client, LineKey.of(tokens, timeout_s)).ahead
-        free = self._max_queue_tokens - queue.tokens
+        ahead, _, _ = queue.share(client, LineKey.of(tokens, timeout_s))
+        most, waiting = self._limits.max_queue_tokens, queue.tokens
+        free = most - waiting
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
             raise Overloaded(
-                f"the queue holds {queue.tokens} tokens, {ahead} of them like this request's "
-                f"{tokens}; together they would be more than the {free} that are left of the "
-                f"limit of {self._max_queue_tokens}",
+                f"the queue holds {waiting} tokens, {ahead} of them like this request's {tokens}; "
+                f"together they would be more than the {free} that are left of the limit of {most}",
                 (ahead + tokens - free) / rate if rate else 1.0,
                 Rejection.QUEUE_FULL,
             )
@@ -134,13 +200,11 @@ class Admission:
         wait = self.expected_wait(client, tokens, timeout_s)
         end_s, left_s = wait.seconds + wait.per_request_s, submission.deadline - now
         factor = _RETURNING if submission.returning else 1.0
-        limit_s = factor * longest_wait_s(timeout_s, self._max_wait_s)
+        limit_s = factor * longest_wait_s(timeout_s, self._limits.max_wait_s)
         if wait.seconds > limit_s:
             raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
-        late_s = end_s - factor * _SHARE_OF_TIME * left_s
-        late_s = max(
-            late_s, -queue.demand.slack_s(now, rate, due_time(now, submission.deadline), tokens)
-        )
+        slack_s = queue.demand.slack_s(now, rate, due_time(now, submission.deadline), tokens)
+        late_s = max(end_s - factor * _SHARE_OF_TIME * left_s, -slack_s)
         if late_s > 0:
             raise Overloaded(
                 f"the request would end in about {end_s:.1f} s beside what was accepted before it, "
@@ -151,12 +215,7 @@ class Admission:
 
 
 def longest_wait_s(timeout_s: float | None, max_wait_s: float) -> float:
-    """Return the longest expected wait with which a request is admitted, in seconds.
-
-    Args:
-        timeout_s: the time limit that the request states; None: it states none.
-        max_wait_s: longest wait of a request that states none; 0: no such limit.
-    """
+    """Return the longest wait with which a request is admitted; without limits, infinity."""
     if timeout_s is not None:
         return _SHARE_OF_TIME * timeout_s
     return max_wait_s or float("inf")
@@ -206,14 +265,16 @@ class Promises:
             wait_s: seconds until the line would admit the request if nothing was promised.
             each_s: seconds in which the line works off one such request.
         """
-        times = self._outstanding(line, now)
+        times = self.outstanding(line, now)
         at = now + wait_s
         if times:
             at = max(at, times[-1] + each_s)
         if at > now + _LONGEST_PROMISE_S:
             return _LONGEST_PROMISE_S
         if self._count >= _MOST_PROMISES // 2 and now > self._swept + 1:
-            self._sweep(now)
+            self._swept = now
+            for each in list(self._times):
+                self.outstanding(each, now)
         if len(times) < _MOST_PROMISES - self._count:
             self._times[line] = times
             times.append(at)
@@ -222,19 +283,15 @@ class Promises:
 
     def redeem(self, line: PromiseKey, now: float) -> bool:
         """Return whether a request of a line comes back as told, and take its time away."""
-        times = self._outstanding(line, now)
+        times = self.outstanding(line, now)
         if not times or times[0] - _EARLY_S > now:
             return False
         times.popleft()
         self._count -= 1
         return True
 
-    def outstanding(self, line: PromiseKey, now: float) -> bool:
-        """Return whether requests of a line may still come back."""
-        return bool(self._outstanding(line, now))
-
-    def _outstanding(self, line: PromiseKey, now: float) -> deque[float]:
-        """Return the times of a line that have not passed."""
+    def outstanding(self, line: PromiseKey, now: float) -> deque[float]:
+        """Return the times of a line that have not passed: of requests that may still come back."""
         times = self._times.get(line)
         if times is None:
             return deque()
@@ -244,8 +301,3 @@ class Promises:
         if not times:
             del self._times[line]
         return times
-
-    def _sweep(self, now: float) -> None:
-        self._swept = now
-        for line in list(self._times):
-            self._outstanding(line, now)

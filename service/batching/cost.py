@@ -37,11 +37,7 @@ log = logging.getLogger("cloze")
 class BatchCostModel:
     """Seconds per batch: ``fixed + per_token * tokens + per_square * sum(length ** 2)``.
 
-    Attributes:
-        fixed: seconds per batch.
-        per_token: seconds per token.
-        per_square: seconds per pair of tokens of one sequence.
-        max_tokens: number of tokens of the largest batch that ran.
+    `max_tokens` is the number of tokens of the largest batch that ran.
     """
 
     fixed: float
@@ -61,9 +57,6 @@ class BatchCostModel:
 
         The limit is the smaller of two sizes: the size at which the fixed part is a small share of
         a batch's time, and the largest size that runs within the objective.
-
-        Args:
-            objective_s: longest duration of a batch, in seconds.
         """
         per_token = self.per_token + self.per_square * _TYPICAL_LENGTH
         if per_token <= 0:  # only the fixed part was measurable
@@ -83,10 +76,11 @@ def measure_cost(
     """Run batches of several sizes and lengths, and fit a cost model to their durations.
 
     The largest batch runs first. The runtime keeps the memory of that batch, and allocates no
-    further memory while the service runs.
+    further memory while the service runs. Sizes that exceed the engine's memory are logged and
+    skipped.
 
     Args:
-        engine: the engine to measure; batch sizes that exceed its memory are logged and skipped.
+        engine: the engine to measure.
         heads: the heads of the engine's graph.
         max_tokens: tokens of the longest sequence that the engine accepts.
         clock: returns the time in seconds.
@@ -123,31 +117,24 @@ def _largest_runnable(engine: Engine, heads: Sequence[Head], max_tokens: int) ->
 def largest_batch(heads: Sequence[Head], max_tokens: int, batch_tokens: int) -> list[Encoding]:
     """Return the batch of at most `batch_tokens` tokens that needs the most memory.
 
-    The batch has one sequence of the greatest length, which may exceed `batch_tokens`, and as many
-    other sequences as the padding factor allows. The embedding head needs memory for the number of
+    The batch has one sequence of `max_tokens`, which may exceed `batch_tokens`, and as many other
+    sequences as the padding factor allows. The embedding head needs memory for the number of
     sequences times the greatest length. The masked-language-model head needs memory for one logit
     per word of the vocabulary and predicted mask.
-
-    Args:
-        heads: the heads of the engine's graph.
-        max_tokens: tokens of the longest sequence.
-        batch_tokens: most tokens per batch.
     """
     rest = max(0, batch_tokens - max_tokens)
     others = min(rest, MAX_PADDING_FACTOR * batch_tokens // max_tokens - 1)
     length, longer = divmod(rest, others) if others > 0 else (0, 0)
     lengths = [length + 1] * longer + [length] * (others - longer)
-    requests = {head.name: head.largest_request(MAX_BATCH_VOCABULARY_ROWS) for head in heads}
-    longest = _encoding(max_tokens, ())
-    longest.requests = requests
+    longest = _encoding(max_tokens, heads, MAX_BATCH_VOCABULARY_ROWS)
     return [longest, *(_encoding(length, heads) for length in lengths)]
 
 
-def _encoding(length: int, heads: Sequence[Head]) -> Encoding:
-    """Return an encoding with requests of all heads that have no vocabulary rows."""
+def _encoding(length: int, heads: Sequence[Head], most_rows: int = 0) -> Encoding:
+    """Return an encoding with requests of the heads that need no more rows of the vocabulary."""
     requests = {head.name: head.largest_request(MAX_BATCH_VOCABULARY_ROWS) for head in heads}
-    cheap = {name: request for name, request in requests.items() if not request.vocabulary_rows}
-    return Encoding(np.zeros(length, np.int32), np.zeros(length, np.int32), cheap)
+    kept = {name: each for name, each in requests.items() if each.vocabulary_rows <= most_rows}
+    return Encoding(np.zeros(length, np.int32), np.zeros(length, np.int32), kept)
 
 
 def _fastest_run(engine: Engine, batch: Sequence[Encoding], clock: Callable[[], float]) -> float:

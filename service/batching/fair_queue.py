@@ -1,34 +1,35 @@
 """The queue of a scheduler: which encodings run next, and together.
 
-Clients are served by turns, and the lines of a client too (`lines`). So 200 connections of one
-client do not delay the single text of another, and 200 long requests of a client do not delay its
-short one. A batch takes encodings of the same length from other lines as well, in the order of
-their turns, and each line pays for its own, so that fairness costs no throughput.
+The requests of a client wait in lines, one line per class of size and of patience, in the order of
+arrival. Clients are served by turns, and so are the lines of a client: short requests do not wait
+behind long ones, and 200 connections of one client do not delay the single text of another.
 
-Only one thing goes before turns: what was accepted ends in time. When no time is left for anything
-else, the request with the earliest deadline is next (`Demand`).
+A batch takes encodings of the same length from other lines as well, in the order of their turns,
+and each line pays for its own, so that fairness costs no throughput. When no time is left for
+anything else, the request with the earliest deadline goes before turns (`Demand`).
 """
 
 import math
 import time
 from collections import deque
-from typing import Final, NamedTuple
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from cloze.service.batching.lines import (
-    Client,
-    Line,
-    LineKey,
-    PendingRequest,
-    QueuedEncoding,
-    Turns,
-)
-from cloze.service.batching.measures import Demand
+from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
     BatchFill,
+    BatchResult,
     Submission,
 )
+
+_SIZES = (128, 1024)
+"""Tokens of a request at which the next class of size begins."""
+
+_STEP_S = 0.1
+"""Due times are rounded down to such steps."""
 
 _LEAST_SLACK_S = 0.05
 """Slack below which the earliest deadline is next; a batch takes about 20 ms."""
@@ -37,46 +38,224 @@ _HOPELESS = 1.5
 """A request is dropped if its rest takes so many times the time that is left."""
 
 
-class Taken(NamedTuple):
-    """What `FairQueue.take` removed from the queue.
+class LineKey(NamedTuple):
+    """Which of a client's lines a request waits in.
 
     Attributes:
-        batch: the encodings to run; empty if all encodings that were looked at belong to ended
-            requests.
-        expired: requests that cannot end before their deadline; the caller ends them.
-        fill: what kept more out of the batch.
+        size: the class of size; -1: a later round of a request, which goes before the first ones.
+        patience: the class of the stated time limit; 0: the request states none. A class ends at
+            twice the time of the one before.
     """
 
-    batch: list[QueuedEncoding]
-    expired: list[PendingRequest]
-    fill: BatchFill
+    size: int
+    patience: int
+
+    @classmethod
+    def of(cls, tokens: int, timeout_s: float | None, *, later_round: bool = False) -> "LineKey":
+        """Return the line of a request with so many tokens that states a time limit, or none."""
+        size = -1 if later_round else sum(tokens >= least for least in _SIZES)
+        return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length())
 
 
-NOTHING_TAKEN: Final = Taken([], [], BatchFill.WAITING)
-
-
-class Share(NamedTuple):
-    """What a request that arrives now waits behind.
+class PendingRequest(Future[BatchResult]):
+    """The future of a request, with the outputs that have arrived.
 
     Attributes:
-        ahead: tokens that wait in its line.
-        lines: number of lines of its client, its own included.
-        clients: number of clients, its own included.
+        deadline: `time.monotonic` time after which no encoding starts.
+        due: `time.monotonic` time by which the request is to end; see `Demand`.
+        outputs: one element per encoding; None until the encoding has run.
+        missing: number of outputs that are None.
+        queued_tokens: number of tokens that wait; 0 when the request has ended.
+        started: `time.monotonic` time at which a worker took the first encoding, or None.
     """
 
-    ahead: int
-    lines: int
-    clients: int
+    def __init__(self, submission: Submission, line: "Line") -> None:
+        super().__init__()
+        self.line = line
+        self.deadline = submission.deadline
+        self.submitted = time.monotonic()
+        self.due = due_time(self.submitted, self.deadline)
+        self.missing = len(submission.encodings)
+        self.outputs: list[HeadOutputs | None] = [None] * self.missing
+        self.queued_tokens = 0
+        self.started: float | None = None
+        self.trace = submission.trace
+
+
+def due_time(now: float, deadline: float) -> float:
+    """Return the time by which a request that arrives now is to end, before its deadline."""
+    return now + 0.9 * (deadline - now)  # what follows the engine takes time too
+
+
+class QueuedEncoding(NamedTuple):
+    """One queued encoding.
+
+    Attributes:
+        serial: unique number, in the order of arrival.
+        vocabulary_rows: number of rows that heads expand to the size of the vocabulary.
+        position: index of the encoding in its request.
+    """
+
+    serial: int
+    tokens: int
+    vocabulary_rows: int
+    encoding: Encoding
+    request: PendingRequest
+    position: int
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One client: its turn, and its lines.
+
+    Attributes:
+        turn: virtual time at which the client's turn among all clients comes.
+        virtual_time: that of the client's lines; see `FairQueue`.
+        lines: the lines that have requests.
+    """
+
+    name: str
+    turn: float = -math.inf
+    virtual_time: float = 0.0
+    lines: "dict[LineKey, Line]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """Requests of one client and one class, in the order of arrival.
+
+    Attributes:
+        turn: virtual time at which the line's turn among those of its client comes.
+        groups: the encodings by length, or all with key 0 if batches mix lengths. Those of ended
+            requests stay among them until `sweep` or until their turn.
+        requests: number of requests that have not ended.
+        tokens: number of tokens that wait.
+        ended_tokens: number of tokens of ended requests in the groups.
+    """
+
+    client: Client
+    key: LineKey
+    turn: float = -math.inf
+    groups: dict[int, deque[QueuedEncoding]] = field(default_factory=dict)
+    requests: int = 0
+    tokens: int = 0
+    ended_tokens: int = 0
+
+    def oldest(self, longest: int | None = None) -> QueuedEncoding | None:
+        """Return the oldest encoding of at most so many tokens; None: there is none."""
+        fitting = [g[0] for key, g in self.groups.items() if longest is None or key <= longest]
+        return min(fitting, default=None)  # by serial
+
+    def sweep(self) -> None:
+        """Drop the encodings of ended requests, once they have more tokens than those that wait."""
+        self.ended_tokens = 0
+        for key, group in list(self.groups.items()):
+            self.groups[key] = deque(each for each in group if each.request.queued_tokens)
+            if not self.groups[key]:
+                del self.groups[key]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Encodings that run together.
+
+    Attributes:
+        max_tokens: most tokens; a longer single encoding fills the batch.
+        encodings: none if all that were looked at belong to requests that have ended.
+        expired: requests that cannot end before their deadline; who takes the batch ends them.
+        rows: number of the encodings' rows of the vocabulary.
+        fill: what keeps further encodings out; `BatchFill.WAITING`: nothing yet.
+    """
+
+    max_tokens: int
+    max_encodings: int
+    encodings: list[QueuedEncoding] = field(default_factory=list)
+    expired: list[PendingRequest] = field(default_factory=list)
+    tokens: int = 0
+    rows: int = 0
+    longest: int = 0
+    fill: BatchFill = BatchFill.WAITING
+
+    def add(self, queued: QueuedEncoding) -> bool:
+        """Add an encoding, or set `fill` and return False if it does not fit."""
+        count = 1 + len(self.encodings)
+        tokens, rows = self.tokens + queued.tokens, self.rows + queued.vocabulary_rows
+        longest = max(self.longest, queued.tokens)
+        if count > self.max_encodings:
+            self.fill = BatchFill.SHARE
+        elif count > 1 and tokens > self.max_tokens:
+            self.fill = BatchFill.TOKENS
+        elif count > 1 and rows > MAX_BATCH_VOCABULARY_ROWS:
+            self.fill = BatchFill.VOCABULARY
+        elif count > 1 and count * longest > MAX_PADDING_FACTOR * self.max_tokens:
+            self.fill = BatchFill.PADDING
+        else:
+            self.encodings.append(queued)
+            self.tokens, self.rows, self.longest = tokens, rows, longest
+            return True
+        return False
+
+
+class Demand:
+    """The waiting tokens, by the time at which they are due.
+
+    All of them can end in time if, for each time, the tokens that are due until then run until
+    then: the earliest deadline first is an order that does it (Liu and Layland 1973).
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}  # step of the due time -> tokens
+        self._total = 0
+        self._first: float = math.inf  # the first step, or an earlier one
+
+    def add(self, due: float, tokens: int) -> None:
+        """Add tokens that are due at a `time.monotonic` time; negative: subtract them."""
+        if due == math.inf:
+            return
+        step = math.floor(due / _STEP_S)
+        self._total += tokens
+        left = self._tokens.get(step, 0) + tokens
+        if left:
+            self._tokens[step] = left
+            self._first = min(self._first, step)
+        else:
+            self._tokens.pop(step, None)
+            if step == self._first:
+                self._first = min(self._tokens, default=math.inf)
+
+    def slack_s(self, now: float, rate: float, due: float = math.inf, tokens: int = 0) -> float:
+        """Return how long the queue may do other work, and all that waits still ends in time.
+
+        Args:
+            now: `time.monotonic` time.
+            rate: tokens per second.
+            due: when further tokens would be due; dues before it are not looked at.
+            tokens: number of these tokens.
+
+        Returns:
+            Seconds, or a lower bound above zero; below zero: something ends too late.
+        """
+        added = {math.floor(due / _STEP_S): tokens} if tokens and due < math.inf else {}
+        total = self._total + sum(added.values())
+        bound = min([self._first, *added]) * _STEP_S - now - total / rate
+        if bound > 0:
+            return bound
+        waiting, slack = 0, math.inf
+        for step in sorted(self._tokens.keys() | added):
+            waiting += self._tokens.get(step, 0) + added.get(step, 0)
+            if step >= min(added, default=step):
+                slack = min(slack, step * _STEP_S - now - waiting / rate)
+        return slack
 
 
 class FairQueue:
-    """The encodings that wait, and the requests that have not ended.
+    """The encodings that wait, of one length per batch unless `varlen`, and all pending requests.
+
+    Clients share the workers equally, and so do the lines of a client (fair queueing). Virtual time
+    advances by the tokens that each would have received if all were served at once, and the one
+    with the smallest turn is next. One that begins to wait has saved nothing up, and owes on.
 
     The class is not safe for threads: the lock of the scheduler guards every call.
-
-    Args:
-        varlen: whether a batch may mix lengths.
-        max_dropped_tokens: most tokens of ended requests that stay in memory.
 
     Attributes:
         tokens: number of tokens that wait.
@@ -84,41 +263,30 @@ class FairQueue:
         requests: the requests that have not ended.
     """
 
-    def __init__(self, *, varlen: bool, max_dropped_tokens: int) -> None:
+    def __init__(self, *, varlen: bool) -> None:
         self.tokens = 0
         self.demand = Demand()
         self.requests: set[PendingRequest] = set()
         self._varlen = varlen
-        self._max_dropped_tokens = max_dropped_tokens
-        self._clients: dict[str, Client] = {}  # those with requests or waiting encodings
-        self._turns = Turns()
-        # Upper bound on the tokens of ended requests in the groups.
-        self._dropped_tokens = 0
+        self._clients: dict[str, Client] = {}  # those with requests
+        self._virtual_time = 0.0
         self._serial = 0
 
-    def __bool__(self) -> bool:
-        """Return whether encodings wait, those of ended requests included."""
-        return any(client.waits for client in self._clients.values())
-
-    def __len__(self) -> int:
-        """Return the number of encodings in memory, those of ended requests included."""
-        return sum(len(group) for line in self._waiting_lines() for group in line.groups.values())
-
     def _waiting_lines(self) -> list[Line]:
-        """Return the lines with encodings, those of ended requests included."""
+        """Return the lines in which encodings wait."""
         clients = self._clients.values()
-        return [line for client in clients for line in client.lines.values() if line.groups]
+        return [line for client in clients for line in client.lines.values() if line.tokens]
 
     def add(self, submission: Submission, key: LineKey) -> PendingRequest:
         """Queue the encodings of a request in a line of its client."""
         client = self._clients.get(submission.client) or Client(submission.client)
         self._clients[client.name] = client
-        if not client.waits:
-            self._turns.join(client)
+        if not any(line.tokens for line in client.lines.values()):
+            client.turn = max(client.turn, self._virtual_time)
         line = client.lines.get(key) or Line(client, key)
         client.lines[key] = line
-        if not line.groups:
-            client.turns.join(line)
+        if not line.tokens:
+            line.turn = max(line.turn, client.virtual_time)
         request = PendingRequest(submission, line)
         for position, encoding in enumerate(submission.encodings):
             length, rows = len(encoding), encoding.vocabulary_rows
@@ -127,47 +295,39 @@ class FairQueue:
             self._serial += 1
         line.requests += 1
         self.requests.add(request)
-        self._count(request, request.queued_tokens)
+        self._count(request, submission.tokens)
         return request
 
     def _count(self, request: PendingRequest, tokens: int) -> None:
         """Add waiting tokens of a request to all sums; negative: subtract them."""
         line = request.line
-        self.tokens += tokens
+        request.queued_tokens += tokens
         line.tokens += tokens
+        self.tokens += tokens
         self.demand.add(request.due, tokens)
 
-    def share(self, client_name: str, key: LineKey) -> Share:
-        """Return what a request that arrives now waits behind."""
+    def share(self, client_name: str, key: LineKey) -> tuple[int, int, int]:
+        """Return the tokens in a request's line, and the numbers of its lines and of clients."""
         client = self._clients.get(client_name)
         if client is None:
-            return Share(0, 1, len(self._clients) + 1)
-        line = client.lines.get(key)
-        lines = len(client.lines) + (line is None)
-        ahead = line.tokens if line is not None else 0
-        return Share(ahead, lines, len(self._clients))
+            return 0, 1, len(self._clients) + 1
+        if (line := client.lines.get(key)) is None:
+            return 0, len(client.lines) + 1, len(self._clients)
+        return line.tokens, len(client.lines), len(self._clients)
 
     def forget(self, request: PendingRequest) -> None:
-        """Subtract an ended request.
-
-        The request's encodings stay in memory until `take` or `_sweep` drops them.
-        """
-        if request not in self.requests:
-            return
-        self.requests.discard(request)
-        self._dropped_tokens += request.queued_tokens
+        """Subtract an ended request; its encodings are dropped now, or when their turn comes."""
+        line, client = request.line, request.line.client
+        self.requests.remove(request)
+        line.ended_tokens += request.queued_tokens
         self._count(request, -request.queued_tokens)
-        request.queued_tokens = 0
-        request.line.requests -= 1
-        if self._dropped_tokens > self._max_dropped_tokens:
-            self._sweep()
-        self._drop_if_idle(request.line)
-
-    def clear(self) -> None:
-        """Drop all encodings; the requests stay until they end."""
-        for line in self._waiting_lines():
-            line.groups.clear()
-            self._drop_if_idle(line)
+        if line.ended_tokens > line.tokens:
+            line.sweep()
+        line.requests -= 1
+        if not line.requests:
+            del client.lines[line.key]
+        if not client.lines:
+            del self._clients[client.name]
 
     def has_up_to(self, length: int) -> bool:
         """Return whether an encoding of at most so many tokens waits."""
@@ -175,7 +335,7 @@ class FairQueue:
 
     def take(
         self, max_tokens: int, *, takers: int = 1, longest: int | None = None, rate: float = 0.0
-    ) -> Taken:
+    ) -> Batch:
         """Remove a batch: what is next in the line whose turn it is, and others of its length.
 
         Args:
@@ -187,136 +347,54 @@ class FairQueue:
             rate: tokens per second of all workers; 0.0: not measured.
         """
         now = time.monotonic()
-        lines = [line for line in self._waiting_lines() if line.next_group(longest) is not None]
-        clients = len({id(line.client) for line in lines})
+        oldest = {line: old for line in self._waiting_lines() if (old := line.oldest(longest))}
         if rate and self.demand.slack_s(now, rate) < _LEAST_SLACK_S:
-            lines = [min(lines, key=lambda line: _first_deadline(line, longest))]
+            lines = [min(oldest, key=lambda line: oldest[line].request.deadline)]
         else:
-            lines.sort(key=lambda line: (line.client.turn, line.turn, line.key))
+            lines = sorted(oldest, key=lambda line: (line.client.turn, line.turn, line.key))
         first = lines[0]
-        key = first.next_group(longest)
-        assert key is not None
+        key = 0 if self._varlen else oldest[first].tokens
         sharing = [line for line in lines if key in line.groups]
         waiting = sum(len(line.groups[key]) for line in sharing)
-        batch = _Batch(max_tokens, waiting if self._varlen else -(-waiting // takers), now, rate)
-        turn, line_turn, client = first.client.turn, first.turn, first.client
-        client_lines = sum(bool(line.groups) for line in client.lines.values())
+        batch = Batch(max_tokens, waiting if self._varlen else -(-waiting // takers))
+        client, turn, line_turn = first.client, first.client.turn, first.turn
+        clients = len({line.client.name for line in oldest})
+        client_lines = sum(line.tokens > 0 for line in client.lines.values())
         for line in sharing:
-            self._move(line, key, batch)
-            self._drop_if_idle(line)
+            self._move(line, key, batch, now, rate)
             if batch.fill is not BatchFill.WAITING:
                 break
-        client.turns.served(line_turn, batch.tokens, client_lines)
-        self._turns.served(turn, batch.tokens, clients)
-        return Taken(batch.encodings, batch.expired, batch.fill)
+        client.virtual_time = max(client.virtual_time, line_turn) + batch.tokens / client_lines
+        self._virtual_time = max(self._virtual_time, turn) + batch.tokens / clients
+        return batch
 
-    def _move(self, line: Line, key: int, batch: "_Batch") -> None:
-        """Move encodings from a group of a line to a batch until the batch is full."""
+    def _move(self, line: Line, key: int, batch: Batch, now: float, rate: float) -> None:
+        """Move encodings from a group of a line to a batch until the batch is full.
+
+        A request that will not end before its deadline, whatever runs next, is not moved: the
+        workers may have become slower since it was accepted. The last request runs nevertheless:
+        else a rate that is wrong would stay so.
+        """
         group, tokens = line.groups[key], batch.tokens
-        while group and not batch.is_full_before(group[0]):
-            queued = group.popleft()
-            request = queued.request
-            if request.done():  # cancelled or failed
-                continue
-            is_last = self.tokens == request.queued_tokens
-            hopeless = batch.is_hopeless(request, is_last=is_last)
-            request.queued_tokens -= queued.tokens
-            self._count(request, -queued.tokens)
-            if hopeless:
-                batch.expired.append(request)
-                continue
-            if request.started is None:
-                request.started = batch.now
-            batch.add(queued)
+        while group:
+            queued, request = group[0], group[0].request
+            if not request.done():
+                left_s, rest = request.deadline - now, request.queued_tokens
+                slow = rate > 0 and rest != self.tokens and rest / rate > _HOPELESS * left_s
+                if left_s <= 0 or slow:
+                    batch.expired.append(request)
+                elif not batch.add(queued):
+                    break
+                elif request.started is None:
+                    request.started = now
+            group.popleft()
+            if request.queued_tokens:
+                self._count(request, -queued.tokens)
+            else:  # the request has ended, and its tokens are subtracted
+                line.ended_tokens -= queued.tokens
         if not group:
             del line.groups[key]
+        if line.ended_tokens > line.tokens:
+            line.sweep()
         line.turn += batch.tokens - tokens
         line.client.turn += batch.tokens - tokens
-
-    def _drop_if_idle(self, line: Line) -> None:
-        """Forget a line without requests and encodings, and a client without lines."""
-        client = line.client
-        if line.requests or line.groups or client.lines.get(line.key) is not line:
-            return
-        del client.lines[line.key]
-        if not client.lines and self._clients.get(client.name) is client:
-            del self._clients[client.name]
-
-    def _sweep(self) -> None:
-        """Drop the encodings of ended requests.
-
-        Without a sweep, cancelled requests would occupy unbounded memory.
-        """
-        self._dropped_tokens = 0
-        for line in self._waiting_lines():
-            line.sweep()
-            self._drop_if_idle(line)
-
-
-def _first_deadline(line: Line, longest: int | None) -> float:
-    """Return the deadline of the request that is next in a line."""
-    key = line.next_group(longest)
-    return math.inf if key is None else line.groups[key][0].request.deadline
-
-
-class _Batch:
-    """A batch that is being filled.
-
-    Args:
-        max_tokens: most tokens; a longer single encoding fills the batch.
-        max_encodings: most encodings.
-        now: `time.monotonic` time.
-        rate: tokens per second of all workers; 0.0: not measured.
-
-    Attributes:
-        now: `time.monotonic` time.
-        encodings: the encodings of the batch.
-        expired: requests that cannot end before their deadline.
-        tokens: number of tokens of the encodings.
-        fill: what keeps further encodings out; `BatchFill.WAITING`: nothing yet.
-    """
-
-    def __init__(self, max_tokens: int, max_encodings: int, now: float, rate: float) -> None:
-        self._max_tokens, self._max_encodings = max_tokens, max_encodings
-        self.now, self._rate = now, rate
-        self.encodings: list[QueuedEncoding] = []
-        self.expired: list[PendingRequest] = []
-        self.tokens = 0
-        self._rows = 0
-        self._longest = 0
-        self.fill = BatchFill.WAITING
-
-    def is_full_before(self, queued: QueuedEncoding) -> bool:
-        """Return whether an encoding no longer fits."""
-        count = len(self.encodings)
-        if count >= self._max_encodings:
-            self.fill = BatchFill.SHARE
-        elif not count:
-            return False
-        elif self.tokens + queued.tokens > self._max_tokens:
-            self.fill = BatchFill.TOKENS
-        elif self._rows + queued.vocabulary_rows > MAX_BATCH_VOCABULARY_ROWS:
-            self.fill = BatchFill.VOCABULARY
-        elif (count + 1) * max(
-            self._longest, queued.tokens
-        ) > MAX_PADDING_FACTOR * self._max_tokens:
-            self.fill = BatchFill.PADDING
-        return self.fill is not BatchFill.WAITING
-
-    def is_hopeless(self, request: PendingRequest, *, is_last: bool) -> bool:
-        """Return whether a request will not end before its deadline, whatever runs next.
-
-        The workers may have become slower since the request was accepted. The last request runs
-        nevertheless: else a rate that is wrong would stay so.
-        """
-        left_s = request.deadline - self.now
-        if left_s <= 0 or is_last or not self._rate:
-            return left_s <= 0
-        return request.queued_tokens / self._rate > _HOPELESS * left_s
-
-    def add(self, queued: QueuedEncoding) -> None:
-        """Add an encoding."""
-        self.encodings.append(queued)
-        self.tokens += queued.tokens
-        self._rows += queued.vocabulary_rows
-        self._longest = max(self._longest, queued.tokens)

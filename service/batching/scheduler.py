@@ -2,10 +2,8 @@
 
 The scheduler is work-conserving and late-binding: an idle worker takes a batch at once, and no
 request waits for a batch to fill. All encodings of a batch have the same length, so that a batch
-needs no padding. If the engine supports variable-length batches, the lengths may differ.
-`fair_queue` has the order.
-
-A request is admitted if its first batch is expected to start soon enough (`admission`).
+needs no padding, unless the engine supports variable-length batches. `admission` decides which
+requests wait, and `fair_queue` which encodings run next.
 
 On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
 text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
@@ -20,15 +18,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.service.batching.admission import Admission
-from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Taken
-from cloze.service.batching.lines import LineKey, PendingRequest, QueuedEncoding
-from cloze.service.batching.measures import Activity
-from cloze.service.batching.watchdog import Watchdog
+from cloze.service.batching.admission import Activity, Admission, SchedulerLimits
+from cloze.service.batching.fair_queue import (
+    Batch,
+    FairQueue,
+    LineKey,
+    PendingRequest,
+    QueuedEncoding,
+)
 from cloze.service.core import (
     BatchFill,
     BatchReport,
@@ -54,40 +54,22 @@ With equal priority, an overloaded server answers probes and refuses requests on
 _MIN_BATCH_TOKENS = 128
 """Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The limits of a scheduler.
-
-    Attributes:
-        workers: number of threads that run batches.
-        max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
-        max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
-        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
-        stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
-            that, the engine hangs.
-        batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
-    """
-
-    workers: int
-    max_batch_tokens: int
-    max_queue_tokens: int
-    stall_timeout_s: float
-    batch_latency_s: float = 0.0
-    max_wait_s: float = 0.0
+_UNMEASURED_S = 6.0
+"""Predicted time of a run before any run was measured."""
 
 
 class Scheduler:
-    """The queue of one model's requests and the worker threads that run the batches.
-
-    Nothing runs before `start`.
+    """The queue of one model's requests, and the threads that run batches from `start` on.
 
     Args:
         engine: runs the batches; all workers call the engine at once.
-        limits: the limits of the queue, the batches and the runs.
         activity: counts the busy workers of all schedulers of the process.
         on_batch: called after each batch, on the worker thread.
         on_dead: called once, on any thread, when the engine is dead.
+
+    Attributes:
+        draining: whether the scheduler refuses new requests.
+        dead: why the engine is dead; None while the engine works.
     """
 
     def __init__(
@@ -105,25 +87,16 @@ class Scheduler:
         self._on_batch = on_batch
         self._on_dead = on_dead
 
-        # The lock guards all attributes up to `_closing`. To enter the lock itself costs less than
-        # to enter the condition.
+        # The lock guards all attributes up to `_closing`. To enter it costs less than a condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._short_texts = threading.Condition(self._lock)  # wakes the worker for short texts
-        self._queue = FairQueue(
-            varlen=engine.supports_varlen, max_dropped_tokens=limits.max_queue_tokens
-        )
+        self._queue = FairQueue(varlen=engine.supports_varlen)
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
-        self._admission = Admission(
-            self._queue,
-            self._activity,
-            limits.workers,
-            limits.max_queue_tokens,
-            limits.max_wait_s,
-        )
-        self._draining = False
-        self._dead: str | None = None
+        self._admission = Admission(self._queue, self._activity, limits)
+        self.draining = False
+        self.dead: str | None = None
         self._closing = False
 
         self._watchdog = Watchdog(limits.stall_timeout_s, self._die)
@@ -132,81 +105,72 @@ class Scheduler:
     def start(self) -> None:
         """Start the threads, which run until `close`."""
         workers = self._limits.workers
-        for number in range(workers):
-            take = partial(self._take, number)
-            self._start_thread(f"worker-{number}", partial(self._work, number, take))
+        targets: dict[str, Callable[[], None]] = {
+            f"worker-{number}": partial(self._work, number, partial(self._take, number))
+            for number in range(workers)
+        }
         if not self._engine.supports_varlen:
-            work = partial(self._work, workers, self._take_short)
-            self._start_thread("worker-for-short-texts", work)
-        self._start_thread("watchdog", self._watchdog.watch)
-
-    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+            targets["worker-for-short-texts"] = partial(self._work, workers, self._take_short)
+        targets["watchdog"] = self._watchdog.watch
+        for name, target in targets.items():
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     @property
     def state(self) -> QueueState:
         """What waits."""
-        return QueueState(self._queue.tokens, self._admission.backlog_s)
-
-    @property
-    def dead(self) -> str | None:
-        """Why the engine is dead; None while the engine works."""
-        return self._dead
-
-    @property
-    def draining(self) -> bool:
-        """Whether the scheduler refuses new requests."""
-        return self._draining
+        tokens, rate = self._queue.tokens, self._admission.rate
+        return QueueState(tokens, tokens / rate if rate else 0.0)
 
     def submit(self, submission: Submission) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
         with self._lock:
-            self._check_alive()
+            if self.dead is not None:
+                raise EngineDead(f"the engine is dead: {self.dead}")
+            admitted = submission.accepted or submission.later_round
+            if self._closing or (self.draining and not admitted):
+                raise ShuttingDown("the server is shutting down")
             if not submission.later_round:
-                if self._draining and not submission.accepted:
-                    raise ShuttingDown("the server is shutting down")
                 self._admission.check(submission)
             tokens, timeout_s = submission.tokens, submission.timeout_s
             line = LineKey.of(tokens, timeout_s, later_round=submission.later_round)
             request = self._queue.add(submission, line)
             request.add_done_callback(self._forget)
             self._changed.notify(len(submission.encodings))
-            self._wake_for_short_texts()
+            if self._all_on_long_texts:
+                self._short_texts.notify()
         return request
-
-    def _check_alive(self) -> None:
-        """Raise unless queued encodings will run; the caller holds the lock."""
-        if self._dead is not None:
-            raise EngineDead(f"the engine is dead: {self._dead}")
-        if self._closing:
-            raise ShuttingDown("the server is shutting down")
 
     def expected_wait(
         self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
     ) -> ExpectedWait:
-        """Return the wait of a request that arrives now; see `core.Queue`."""
+        """Return the expected wait of a request that arrives now; see `core.Queue`."""
         return self._admission.expected_wait(client, tokens, timeout_s, unsubmitted)
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""
-        self._draining = True
+        self.draining = True
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `core.Queue`."""
         self.drain()
-        with self._lock:
-            self._closing = True
-            self._notify_all()
-        self._fail_pending(
-            lambda: ShuttingDown("the server shut down before this request was answered")
-        )
-        self._watchdog.end()
-        if self._dead is None:  # the threads of a dead engine may never end
+        self._end(lambda: ShuttingDown("the server shut down before this request was answered"))
+        if self.dead is None:  # the threads of a dead engine may never end
             deadline = time.monotonic() + timeout_s
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _end(self, make_error: Callable[[], ServiceError]) -> None:
+        """End the threads when they are free, and fail each pending request with its own error."""
+        with self._lock:
+            self._closing = True
+            self._changed.notify_all()
+            self._short_texts.notify_all()
+            pending = list(self._queue.requests)
+        self._watchdog.ended.set()
+        for request in pending:
+            self._finish(request, make_error())
 
     def _batch_tokens(self) -> int:
         """Return the most tokens of a batch now; a longer single encoding runs alone."""
@@ -217,104 +181,90 @@ class Scheduler:
         within_latency = int(tokens_per_s * limits.batch_latency_s)
         return min(limits.max_batch_tokens, max(_MIN_BATCH_TOKENS, within_latency))
 
-    # ---- worker threads -------------------------------------------------------------------------
-
-    def _work(self, number: int, take: Callable[[], Taken]) -> None:
+    def _work(self, number: int, take: Callable[[], Batch | None]) -> None:
         """Run batches until the scheduler closes."""
         if sys.platform == "linux":
             with suppress(OSError):  # a sandbox may forbid it
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
-        self._activity.begin()
+        self._activity.add(1)
         try:
-            while (taken := take()).batch:
-                self._run(number, taken.batch, taken.fill)
+            while (batch := take()) is not None:
+                self._run(number, batch.encodings, batch.fill)
         except BaseException as error:  # without its worker the service must end too
             self._die(f"a worker ended with {type(error).__name__}")
         finally:
-            self._activity.end()
+            self._activity.add(-1)
 
-    def _take(self, number: int) -> Taken:
-        """Wait for queued encodings and take a batch; an empty one when the scheduler closes."""
+    def _take(self, number: int) -> Batch | None:
+        """Wait for queued encodings and take a batch; None when the scheduler closes."""
         with self._lock:
             self._on_long_texts.discard(number)
             while not self._closing:
-                if not self._queue:
+                if not self._queue.tokens:
                     self._idle_workers += 1
                     self._wait(self._changed)
                     self._idle_workers -= 1
-                elif (taken := self._take_now(takers=self._idle_workers + 1)).batch:
-                    if taken.batch[0].tokens > self._batch_tokens():
+                elif (batch := self._take_now(takers=self._idle_workers + 1)).encodings:
+                    if batch.longest > self._batch_tokens():
                         self._on_long_texts.add(number)
-                        self._wake_for_short_texts()
-                    return taken
-            return NOTHING_TAKEN
+                        if self._all_on_long_texts:
+                            self._short_texts.notify()
+                    return batch
+            return None
 
-    def _take_short(self) -> Taken:
-        """Wait until all workers run long texts and short ones wait, and take a batch of these.
-
-        Returns:
-            The batch; an empty one when the scheduler closes.
-        """
+    def _take_short(self) -> Batch | None:
+        """Wait until all workers run long texts and short ones wait, and take a batch of these."""
         with self._lock:
             while not self._closing:
                 longest = self._batch_tokens()
                 if not self._all_on_long_texts or not self._queue.has_up_to(longest):
                     self._wait(self._short_texts)
-                elif (taken := self._take_now(longest=longest)).batch:
-                    return taken
-            return NOTHING_TAKEN
+                elif (batch := self._take_now(longest=longest)).encodings:
+                    return batch
+            return None
 
     @property
     def _all_on_long_texts(self) -> bool:
         return len(self._on_long_texts) >= self._limits.workers
 
-    def _wake_for_short_texts(self) -> None:
-        """Wake the worker for short texts if it may have something to do."""
-        if self._all_on_long_texts and self._queue:
-            self._short_texts.notify()
-
     def _wait(self, condition: threading.Condition) -> None:
         """Wait until another thread notifies the condition; the caller holds the lock."""
-        self._activity.end()
+        self._activity.add(-1)
         condition.wait()
-        self._activity.begin()
+        self._activity.add(1)
 
-    def _notify_all(self) -> None:
-        self._changed.notify_all()
-        self._short_texts.notify_all()
-
-    def _take_now(self, *, takers: int = 1, longest: int | None = None) -> Taken:
+    def _take_now(self, *, takers: int = 1, longest: int | None = None) -> Batch:
         """Take a batch, and end the requests whose time is over; the caller holds the lock."""
-        taken = self._queue.take(
+        batch = self._queue.take(
             self._batch_tokens(), takers=takers, longest=longest, rate=self._admission.rate
         )
-        for request in taken.expired:
-            left_s = request.deadline - time.monotonic()
-            message = (
-                "the request's time was over before it ran"
-                if left_s <= 0
-                else f"the workers have become slower, and the request cannot end in the "
-                f"{left_s:.1f} s that are left of its time"
-            )
+        for request in batch.expired:
+            message = "the request's time was over before it ran"
+            if (left_s := request.deadline - time.monotonic()) > 0:
+                message = (
+                    "the workers have become slower, and the request cannot end in the "
+                    f"{left_s:.1f} s that are left of its time"
+                )
             self._finish(request, DeadlineExceeded(message))
-        return taken
+        return batch
 
     def _run(self, number: int, batch: list[QueuedEncoding], fill: BatchFill) -> None:
         """Run a batch. If the engine raises, halve the batch until one failing encoding is left."""
-        if self._dead is not None:
+        if self.dead is not None:
             return
         started = time.monotonic()
         tokens = sum(queued.tokens for queued in batch)
-        with self._lock:
-            rate = self._admission.tokens_per_s
-            alone = self._activity.busy == 1 and not self._queue
+        rate = self._admission.tokens_per_s
+        alone = self._activity.busy == 1 and not self._queue.tokens
         self._watchdog.began(number, tokens / rate if rate else None)
         try:
             encodings = [queued.encoding for queued in batch]
             outputs = self._engine.run(encodings, alone=alone)
         except Exception as error:  # the runtime's errors have no common type
             if len(batch) == 1:
-                self._fail_one(batch[0].request, error)
+                message = f"the engine cannot run this input ({type(error).__name__})"
+                self._finish(batch[0].request, EngineFailed(message))
+                self._probe()
                 return
             middle = len(batch) // 2
             for half in (batch[:middle], batch[middle:]):
@@ -326,16 +276,16 @@ class Scheduler:
         traces = {trace for queued in batch if (trace := queued.request.trace)}
         self._on_batch(BatchReport(len(batch), tokens, seconds, fill, tuple(traces)))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
-        self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
+        self._deliver(batch, outputs, seconds)
 
     def _deliver(
-        self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], tokens_per_s: float
+        self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], seconds: float
     ) -> None:
         """Store the outputs of a batch, and finish the requests that have all their outputs."""
         complete = []
         with self._lock:
             tokens = sum(queued.tokens for queued in batch)
-            self._admission.batch_ended(tokens, tokens_per_s)
+            self._admission.batch_ended(tokens, tokens / max(seconds, 1e-9))
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output
@@ -345,15 +295,12 @@ class Scheduler:
         for request in complete:
             self._finish(request, None)
 
-    def _fail_one(self, request: PendingRequest, error: Exception) -> None:
-        """Fail the request of an encoding that the engine cannot run, and probe the engine."""
-        self._finish(
-            request, EngineFailed(f"the engine cannot run this input ({type(error).__name__})")
-        )
+    def _probe(self) -> None:
+        """Declare the engine dead if it fails on its golden outputs too."""
         try:
             self._engine.probe()
-        except Exception as probe_error:  # the engine fails on its golden outputs too
-            name = type(probe_error).__name__
+        except Exception as error:  # the runtime's errors have no common type
+            name = type(error).__name__
             self._die(f"after an error it could not repeat its golden outputs ({name})")
 
     def _finish(self, request: PendingRequest, error: ServiceError | None) -> None:
@@ -378,24 +325,57 @@ class Scheduler:
         if request.cancelled():
             request.set_running_or_notify_cancel()  # wakes threads that wait for the future
 
-    # ---- failure --------------------------------------------------------------------------------
-
     def _die(self, reason: str) -> None:
         """Declare the engine dead: fail all pending requests and stop the workers."""
         with self._lock:
             if self._closing:  # or dead already
                 return
-            self._dead = reason
-            self._closing = True
-            self._notify_all()
-        self._watchdog.end()
-        self._fail_pending(lambda: EngineDead(f"the engine is dead: {reason}"))
+            self.dead, self._closing = reason, True
+        self._end(lambda: EngineDead(f"the engine is dead: {reason}"))
         self._on_dead(reason)
 
-    def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
-        """Clear the queue, and fail every pending request with an error of its own."""
+
+class Watchdog:
+    """Notices a run of the engine that hangs: one that takes far longer than predicted.
+
+    Args:
+        margin_s: seconds that a run may take beyond ten times its predicted time.
+        on_hang: called once with the reason, on the thread of `watch`.
+    """
+
+    def __init__(self, margin_s: float, on_hang: Callable[[str], None]) -> None:
+        self._margin_s = margin_s
+        self._on_hang = on_hang
+        self._lock = threading.Lock()
+        self._runs: dict[int, tuple[float, float]] = {}  # by worker: the limit, and what is left
+        self.ended = threading.Event()
+
+    def began(self, worker: int, predicted_s: float | None) -> None:
+        """Note the start of a worker's run; None: no run was measured yet."""
+        limit_s = 10 * (_UNMEASURED_S if predicted_s is None else predicted_s) + self._margin_s
         with self._lock:
-            pending = list(self._queue.requests)
-            self._queue.clear()
-        for request in pending:
-            self._finish(request, make_error())
+            self._runs[worker] = limit_s, limit_s
+
+    def finished(self, worker: int) -> None:
+        """Note the end of a worker's run."""
+        with self._lock:
+            self._runs.pop(worker, None)
+
+    def watch(self) -> None:
+        """Watch the runs until one hangs, or until `ended` is set.
+
+        The time in which this thread did not run is not counted: the process was stopped then, or
+        the machine.
+        """
+        period_s = self._margin_s / 4
+        before = time.monotonic()
+        while not self.ended.wait(period_s):
+            now = time.monotonic()
+            passed_s, before = min(now - before, 2 * period_s), now
+            with self._lock:
+                hung = [limit_s for limit_s, left_s in self._runs.values() if left_s <= 0]
+                for worker, (limit_s, left_s) in self._runs.items():
+                    self._runs[worker] = limit_s, left_s - passed_s
+            if hung:
+                self._on_hang(f"a run took longer than {hung[0]:.1f} s")
+                return

@@ -1,7 +1,4 @@
-"""An engine that runs a bundle with onnxruntime.
-
-The engine checks the golden outputs of the chosen graph, and then runs batches.
-"""
+"""An engine that checks the golden outputs of a bundle's graph, and then runs batches with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -103,10 +100,10 @@ class OnnxEngine:
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
-        names = self._codec.outputs(batch)
+        packed = self._codec.pack(batch)
         session = self._alone if alone else self._session
-        outputs = session.run(names, self._codec.pack(batch))
-        return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
+        outputs = session.run(packed.outputs, packed.feeds)
+        return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
 
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""
@@ -166,11 +163,7 @@ def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph
 def _open(
     bundle: Bundle, device: Device, precision: RequestedPrecision, open_session: OpenSession
 ) -> tuple[GraphChoice, Session]:
-    """Choose a graph, check it against the manifest and open its session.
-
-    Raises:
-        StartupError: the bundle lacks the precision, or the graph does not load.
-    """
+    """Choose a graph, check it against the manifest and open its session."""
     choice = choose_graph(bundle.manifest, device, precision)
     try:
         check_graph(bundle, choice.graph)

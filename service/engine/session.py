@@ -166,9 +166,6 @@ def is_aligned(graph: bytes) -> bool:
 
     onnxruntime 1.31 writes them without gaps, so that any weight of another size moves those behind
     it. From other addresses, the kernels end the process.
-
-    Args:
-        graph: the bytes of a graph that onnxruntime wrote with packed weights.
     """
     return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED.findall(graph))
 
@@ -199,11 +196,7 @@ def _cpu_options(threads: int) -> ort.SessionOptions:
 
 
 def temporary_folder(mounts: Path = Path("/proc/mounts")) -> Path | None:
-    """Return a writable folder for temporary files on a disk; None if all are in memory.
-
-    Args:
-        mounts: the file in which Linux lists the file systems.
-    """
+    """Return a writable folder for temporary files on a disk; None if all are in memory."""
     for name in (os.environ.get("TMPDIR"), "/var/tmp", "/tmp"):
         if name and os.access(name, os.W_OK) and not _is_in_memory(Path(name), mounts):
             return Path(name)
@@ -222,12 +215,7 @@ def _is_in_memory(folder: Path, mounts: Path) -> bool:
 
 
 def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSession":
-    """Open a graph on a GPU.
-
-    Args:
-        file: the graph.
-        device_id: index of the GPU.
-        memory_limit: most bytes of the GPU's memory to use; 0 sets no limit.
+    """Open a graph on a GPU, with at most so many bytes of its memory; 0 sets no limit.
 
     Raises:
         StartupError: CUDA did not come up; the error names the missing library, if any.
@@ -289,10 +277,6 @@ def page_locked(size: int, device_id: int) -> NDArray[np.uint8] | None:
     A GPU reads such memory directly. The driver copies pageable memory to page-locked memory first,
     and that copy costs time.
 
-    Args:
-        size: bytes to allocate.
-        device_id: index of the GPU that the calling thread uses.
-
     Returns:
         [size] uint8, uninitialised; None if CUDA cannot allocate the memory.
     """
@@ -319,10 +303,7 @@ _Buffers = tuple[NDArray[np.uint8], ort.OrtValue]
 class DeviceSession:
     """A session that copies all inputs of a batch to the device at once, through reused buffers.
 
-    Args:
-        session: a session on the device.
-        device: ``cuda``, or ``cpu`` for tests.
-        device_id: index of the device.
+    The device is ``cuda``, or ``cpu`` for tests.
     """
 
     def __init__(self, session: ort.InferenceSession, device: str, device_id: int) -> None:
@@ -362,14 +343,7 @@ class DeviceSession:
     def _bind_inputs(
         self, binding: ort.IOBinding, inputs: Feeds, sizes: Sequence[int], buffers: _Buffers
     ) -> None:
-        """Copy the inputs to the device, and bind each to its part of the device buffer.
-
-        Args:
-            binding: the binding of one run.
-            inputs: contiguous arrays by name.
-            sizes: aligned bytes of each input.
-            buffers: buffers that hold all inputs.
-        """
+        """Copy contiguous inputs to the device, and bind each to its part of the device buffer."""
         host_buffer, device_buffer = buffers
         offset = 0
         for (name, array), size in zip(inputs.items(), sizes, strict=True):

@@ -14,9 +14,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
-from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s, too_long
-from cloze.service.batching.lines import LineKey
-from cloze.service.batching.measures import DrainRate
+from cloze.service.batching.admission import (
+    DrainRate,
+    PromiseKey,
+    Promises,
+    longest_wait_s,
+    too_long,
+)
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import Overloaded, Rejection, ServiceError
 from cloze.service.http.record import RequestRecord, is_first_try
 from cloze.service.http.routes import GateModel, Recorder

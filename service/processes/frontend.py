@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cloze.service import server
 from cloze.service.app import DEFAULT_REGISTRIES, Service
-from cloze.service.batching.lines import LineKey
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import (
     NO_WAIT,
     BatchResult,

@@ -98,8 +98,8 @@ class _State(NamedTuple):
 
 
 _SPANS: Final = Location(("spans",))
-_REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: embedding.EmbeddingRequest()}
-_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
+_REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: HeadRequest()}
+_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
 
 def prepare(
@@ -217,12 +217,10 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
     """Return the vectors [n, D] float32."""
     results = [output[state.head] for output in outputs]
     if state.spans is not None:
-        vectors_of_tokens = results[0].embeddings  # [S, H]
+        vectors_of_tokens = results[0].array  # [S, H]
         rows = [vectors_of_tokens[first:end].mean(0) for first, end in state.spans]
-    elif state.head == layer_embedding.HEAD.name:
-        rows = [result.vectors.ravel() for result in results]
     else:
-        rows = [result.embedding for result in results]
+        rows = [result.array.ravel() for result in results]  # of layers: their vectors, joined
     vectors = np.array(rows, np.float32)
     if state.windows is not None:
         # The mean of each text's windows, weighted by their tokens.

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.heads import token_embedding
+from cloze.model_store.heads import HeadRequest, token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import EmbedInputs, Offsets, TextParameters, encode_texts, offsets
 
-_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
+_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
 
 class TokenParameters(TextParameters):
@@ -56,7 +56,7 @@ def decode(
     offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
-    vectors = [output[token_embedding.HEAD.name].embeddings for output in outputs]
+    vectors = [output[token_embedding.HEAD.name].array for output in outputs]
     if offsets is None:
         return vectors
     return [TokenVectors(*pair) for pair in zip(vectors, offsets, strict=True)]

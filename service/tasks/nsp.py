@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.heads import next_sentence
+from cloze.model_store.heads import HeadRequest, next_sentence
 from cloze.service.core import Location
 from cloze.service.tasks.task import (
     INPUTS,
@@ -59,7 +59,7 @@ class RankedCandidate:
 
 Inputs = Pair | Candidates | list[Pair]
 
-_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
+_REQUEST: Final = {next_sentence.HEAD.name: HeadRequest()}
 
 
 class NspParameters(UsageParameters):
@@ -96,7 +96,7 @@ def decode(
     inputs: Inputs, outputs: Outputs, _: TaskContext
 ) -> list[list[NspLabel]] | list[RankedCandidate]:
     """Return the labels of each pair, or the candidates, likeliest first."""
-    logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
+    logits = np.stack([output[next_sentence.HEAD.name].array for output in outputs])
     scores = softmax(logits).tolist()
     if isinstance(inputs, Candidates):
         order = sorted(range(len(scores)), key=lambda index: -scores[index][0])

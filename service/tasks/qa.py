@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.heads import span
+from cloze.model_store.heads import HeadRequest, span
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
     AnswerSpans,
@@ -47,7 +47,7 @@ _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_questio
 
 _DEFAULT_STRIDE = 128
 
-_REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
+_REQUEST: Final = {span.HEAD.name: HeadRequest()}
 
 _WINDOW_RESULTS = 32
 """Number of predictions of a mask whose decoding costs about as much as that of a window."""
@@ -180,7 +180,7 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[_Result]:
     questions, options = state
     results: list[_Result] = []
     for question in questions:
-        logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
+        logits = [next(rest)[span.HEAD.name].array for _ in question.windows]
         results.append(best_answers(question, logits, options, memory))
     return results
 

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.heads import embedding, token_embedding
+from cloze.model_store.heads import HeadRequest, embedding, token_embedding
 from cloze.service.core import Float32
 from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.task import (
@@ -65,10 +65,8 @@ class DetailedSimilarity:
 _PAIRS = 10
 """Most pairs of tokens per sentence in the result."""
 
-_VECTORS: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
-_ALL_VECTORS: Final = _VECTORS | {
-    token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()
-}
+_VECTORS: Final = {embedding.HEAD.name: HeadRequest()}
+_ALL_VECTORS: Final = _VECTORS | {token_embedding.HEAD.name: HeadRequest()}
 _SENTENCES: Final = INPUTS.below("sentences")
 
 
@@ -94,12 +92,12 @@ def decode(
     offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
-    rows = [output[embedding.HEAD.name].embedding for output in outputs]
+    rows = [output[embedding.HEAD.name].array for output in outputs]
     vectors = normalized(np.array(rows, np.float32))
     cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
     if offsets is None:
         return cosines
-    tokens = [normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
+    tokens = [normalized(output[token_embedding.HEAD.name].array) for output in outputs]
     source, *sentences = zip(tokens, offsets, strict=True)
     return [
         DetailedSimilarity(cosine, _pairs(source, sentence))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.heads import sequence_classification
+from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32, Location
 from cloze.service.tasks.task import (
@@ -62,9 +62,7 @@ class LabelScore:
     score: float
 
 
-_REQUEST: Final = {
-    sequence_classification.HEAD.name: sequence_classification.SequenceClassificationRequest()
-}
+_REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
 
 _FUNCTIONS: Final[dict[str, Function]] = {
     "single_label_classification": "softmax",
@@ -114,7 +112,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[L
     """Return the labels of each text, best first."""
     labels = _labels(context).labels
     name = sequence_classification.HEAD.name
-    logits = np.stack([output[name].logits for output in outputs])
+    logits = np.stack([output[name].array for output in outputs])
     scores = _apply(state.function, logits)
     if (windows := state.windows) is not None:
         sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.heads import token_classification
+from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
@@ -83,9 +83,7 @@ class EntityGroup:
 
 Entities = list[TokenEntity] | list[EntityGroup]
 
-_REQUEST: Final = {
-    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
-}
+_REQUEST: Final = {token_classification.HEAD.name: HeadRequest()}
 
 
 class _Text(NamedTuple):
@@ -174,7 +172,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entiti
     for text in texts:
         entities: list[_Entity] = []
         for window in text.windows:
-            logits = next(rest)[token_classification.HEAD.name].logits
+            logits = next(rest)[token_classification.HEAD.name].array
             words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
             labelled = [_labelled(word, strategy, options.labels) for word in words]
             entities += labelled if strategy == "none" else _grouped(labelled)

@@ -97,8 +97,9 @@ def main() -> None:
 
     def run(batch: list[Encoding]) -> dict[str, Any]:
         Path(LOG).write_text("")
-        outputs = codec.outputs(batch)
-        found = on_cuda.run(outputs, codec.pack(batch))
+        packed = codec.pack(batch)
+        outputs = packed.outputs
+        found = on_cuda.run(outputs, packed.feeds)
         told = [line.split(" ") for line in Path(LOG).read_text().splitlines()]
         return {
             "shapes": {name: array.shape for name, array in zip(outputs, found, strict=True)},

@@ -20,8 +20,7 @@ from cloze.export.model import Model
 from cloze.export.rounding import input_scales
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
-from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, span
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.model_store.heads import HEADS, ArrayResult, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision
 from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model
@@ -263,7 +262,7 @@ def test_calibration_has_a_seed_and_at_most_64_tokens() -> None:
 def test_a_figure_at_its_limit_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "token_embedding"
     one = np.array([[1, 0]], np.float32)
-    scorer = ByHand(lambda _: {name: TokenEmbeddingResult(one)})
+    scorer = ByHand(lambda _: {name: ArrayResult(one)})
     exact: Any = SimpleNamespace(
         measure=EXPORT_HEADS[name].measure, limits={"token_embedding_cosine_mean": 1.0}
     )

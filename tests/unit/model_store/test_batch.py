@@ -3,12 +3,10 @@
 import numpy as np
 
 from cloze.model_store.batch import BatchCodec, Encoding
-from cloze.model_store.heads import GraphSpec
-from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.heads import GraphSpec, HeadRequest
 from cloze.model_store.heads.head import Pooling
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.model_store.heads.next_sentence import NextSentenceRequest
-from cloze.model_store.layouts import Layout, Placement, starts_of
+from cloze.model_store.layouts import Layout, Placement
 
 HEADS = ("masked_lm", "next_sentence", "embedding")
 
@@ -23,9 +21,9 @@ def encoding(*ids: int, **requests: object) -> Encoding:
 
 
 def test_starts_are_the_sums_of_the_lengths() -> None:
-    assert starts_of([3, 2, 4]).tolist() == [0, 3, 5, 9]
-    assert starts_of([]).tolist() == [0]
-    assert starts_of([1]).dtype == np.int32
+    starts = [Placement.of(Layout.PACKED, lengths).starts for lengths in ([3, 2, 4], [], [1])]
+    assert [each.tolist() for each in starts] == [[0, 3, 5, 9], [0], [0, 1]]
+    assert starts[2].dtype == np.int32
 
 
 def test_a_packed_placement_counts_positions_per_sequence() -> None:
@@ -53,8 +51,8 @@ def test_tokens_are_joined_in_the_shape_of_the_layout() -> None:
 
 def test_inputs_of_a_packed_batch() -> None:
     masked = encoding(5, 6, 7, masked_lm=MaskedLMRequest([1], 2))
-    pair = encoding(8, 9, next_sentence=NextSentenceRequest())
-    feeds = codec().pack([masked, pair])
+    pair = encoding(8, 9, next_sentence=HeadRequest())
+    feeds = codec().pack([masked, pair]).feeds
     assert feeds["input_ids"].tolist() == [5, 6, 7, 8, 9]
     assert feeds["token_type_ids"].tolist() == [1, 0, 1, 0, 1]
     assert feeds["mask_rows"].tolist() == [1]
@@ -63,40 +61,54 @@ def test_inputs_of_a_packed_batch() -> None:
     assert feeds["cu_seqlens"].tolist() == [0, 3, 5]
 
 
+def test_a_head_that_nobody_asks_gets_no_rows() -> None:
+    for layout in Layout:
+        made = codec(layout)
+        asked = made.pack([encoding(5, 6, masked_lm=MaskedLMRequest([1], 2))])
+        assert list(asked.requests) == ["masked_lm"]
+        for head in made.heads:
+            placement = Placement.of(layout, [2])
+            feeds = head.pack([None], placement, GraphSpec(layout, HEADS, True, Pooling.MEAN))
+            for name, array in feeds.items():
+                if head.name != "masked_lm":
+                    assert asked.feeds[name].tolist() == array.tolist()
+                    assert asked.feeds[name].dtype == array.dtype
+
+
 def test_a_graph_without_token_types_gets_none() -> None:
-    assert "token_type_ids" not in codec(token_types=False).pack([encoding(1, 2)])
+    assert "token_type_ids" not in codec(token_types=False).pack([encoding(1, 2)]).feeds
 
 
 def test_only_the_outputs_of_heads_that_are_asked_are_computed() -> None:
     masked = encoding(5, 6, masked_lm=MaskedLMRequest([1], 2))
-    embedded = encoding(5, 6, embedding=EmbeddingRequest())
-    assert codec().outputs([masked, embedded]) == [
+    embedded = encoding(5, 6, embedding=HeadRequest())
+    assert codec().pack([masked, embedded]).outputs == [
         "top_logits",
         "top_ids",
         "logsumexp",
         "target_logits",
         "embeddings",
     ]
-    assert codec().outputs([embedded]) == ["embeddings"]
-    assert len(codec().outputs([encoding(1)])) == 6, "a batch that asks nothing: all outputs"
-    assert codec().head_names == HEADS
+    assert codec().pack([embedded]).outputs == ["embeddings"]
+    assert len(codec().pack([encoding(1)]).outputs) == 6, "a batch that asks nothing: all outputs"
+    assert [head.name for head in codec().heads] == list(HEADS)
 
 
 def test_each_encoding_gets_the_results_of_its_own_heads() -> None:
-    both = encoding(5, 6, next_sentence=NextSentenceRequest(), embedding=EmbeddingRequest())
+    both = encoding(5, 6, next_sentence=HeadRequest(), embedding=HeadRequest())
     nothing = encoding(7)
     outputs = {
         "pair_logits": np.array([[1.0, 2.0]], np.float32),
         "embeddings": np.array([[3.0]], np.float32),
     }
-    first, second = codec().unpack([both, nothing], outputs)
+    first, second = codec().pack([both, nothing]).unpack(outputs)
     assert first.keys() == {"next_sentence", "embedding"}
-    assert first["next_sentence"].logits.tolist() == [1, 2]
-    assert first["embedding"].embedding.tolist() == [3]
+    assert first["next_sentence"].array.tolist() == [1, 2]
+    assert first["embedding"].array.tolist() == [3]
     assert second == {}
 
 
 def test_vocabulary_rows_of_an_encoding_are_the_sum_over_its_heads() -> None:
-    masked = encoding(1, 2, masked_lm=MaskedLMRequest([0, 1]), embedding=EmbeddingRequest())
+    masked = encoding(1, 2, masked_lm=MaskedLMRequest([0, 1]), embedding=HeadRequest())
     assert masked.vocabulary_rows == 2
     assert len(masked) == 2

@@ -32,10 +32,8 @@ from cloze.export.evaluation.scorer import (
 )
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceResult
-from cloze.model_store.heads.span import SpanResult
 from tests.unit.export.scorers import (
     CLS,
     ID,
@@ -87,12 +85,14 @@ def test_masks_of_several_sequences_get_their_own_labels() -> None:
 
 def test_logits_and_vectors_are_stacked_in_order() -> None:
     ids = np.array([[1, 2], [3, 4]], np.int64)
-    pair = ByHand(lambda e: {"next_sentence": NextSentenceResult(e.input_ids.astype(np.float32))})
+    pair = ByHand(lambda e: {"next_sentence": ArrayResult(e.input_ids.astype(np.float32))})
     assert next_sentence_logits(pair, ids, ids).tolist() == [[1, 2], [3, 4]]
     assert pair.encodings[1].token_type_ids.tolist() == [3, 4]
-    span = ByHand(lambda e: {"span": SpanResult(np.stack([e.input_ids] * 2, 1).astype(np.float32))})
+    span = ByHand(
+        lambda e: {"span": ArrayResult(np.stack([e.input_ids] * 2, 1).astype(np.float32))}
+    )
     assert span_logits(span, ids, ids).tolist() == [[[1, 1], [2, 2]], [[3, 3], [4, 4]]]
-    vector = ByHand(lambda e: {"embedding": EmbeddingResult(e.input_ids.astype(np.float32))})
+    vector = ByHand(lambda e: {"embedding": ArrayResult(e.input_ids.astype(np.float32))})
     assert embeddings(vector, ids).tolist() == [[1, 2], [3, 4]]
     assert vector.encodings[1].token_type_ids.tolist() == [0, 0]
     made = encodings(ids, ids, [{}, {}])
@@ -305,7 +305,7 @@ def test_similarity_is_the_rank_correlation_of_cosines() -> None:
     def embed(encoding: Encoding) -> dict[str, Any]:
         turn = sum(turned[i] for i in encoding.input_ids.tolist() if i in turned)
         return {
-            "embedding": EmbeddingResult(3 * np.array([math.cos(turn), math.sin(turn)], np.float32))
+            "embedding": ArrayResult(3 * np.array([math.cos(turn), math.sin(turn)], np.float32))
         }
 
     cases = [("the", "a", 5.0), ("the", "old a", 3.0), ("a", "king", 4.0), ("the", "red", 1.0)]

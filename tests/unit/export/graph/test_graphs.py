@@ -55,7 +55,7 @@ def verified(
     assert set(parity.max_error) == {tensor.name for head in heads for tensor in head.outputs}
     one = Encoding(np.array([2, 5, 3], np.int32), np.zeros(3, np.int32))
     declared = onnx.load(folder / graph.file, load_external_data=False).graph.input
-    assert {value.name for value in declared} == set(BatchCodec(subject.spec).pack([one]))
+    assert {value.name for value in declared} == set(BatchCodec(subject.spec).pack([one]).feeds)
     return parity
 
 

@@ -15,15 +15,9 @@ from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.model import head_module
 from cloze.export.verify import pass_gate
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads.embedding import EmbeddingResult
-from cloze.model_store.heads.layer_embedding import LayerEmbeddingResult
+from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceResult
-from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
-from cloze.model_store.heads.span import SpanResult
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.model_store.heads.token_classification import TokenClassificationResult
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.layouts import Layout, Placement
 from tests.unit.export.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
@@ -55,8 +49,8 @@ def first_of(result: Callable[[bool], Any]) -> Callable[[Encoding], Any]:
     return answer
 
 
-def vector(*numbers: float) -> EmbeddingResult:
-    return EmbeddingResult(np.array(numbers, np.float32))
+def vector(*numbers: float) -> ArrayResult:
+    return ArrayResult(np.array(numbers, np.float32))
 
 
 def test_one_bad_text_among_good_ones_shows_in_the_least_cosine() -> None:
@@ -83,7 +77,7 @@ def test_the_change_of_a_ranking_is_after_less_before() -> None:
     def of(sign: float) -> Callable[[Encoding], Any]:
         return lambda e: vector(np.cos(sign * len(e) / 9), np.sin(sign * len(e) / 9))
 
-    def opposed(encoding: Encoding) -> EmbeddingResult:
+    def opposed(encoding: Encoding) -> ArrayResult:
         turn = {3: 0.0, 4: 0.9, 5: 0.5, 6: 0.1}[min(len(encoding), 6)]
         return vector(np.cos(turn), np.sin(turn))
 
@@ -114,17 +108,17 @@ def test_every_token_is_masked_alone() -> None:
 def test_labels_of_pairs_agree() -> None:
     pairs = len(list(TEXTS.sentence_pairs()))
     other = first_of(
-        lambda first: NextSentenceResult(np.array([0.0, 1] if first else [1.0, 0], np.float32))
+        lambda first: ArrayResult(np.array([0.0, 1] if first else [1.0, 0], np.float32))
     )
-    same = lambda _: NextSentenceResult(np.array([2.0, 1], np.float32))  # noqa: E731
+    same = lambda _: ArrayResult(np.array([2.0, 1], np.float32))  # noqa: E731
     assert measured("next_sentence", same, other) == {"nsp_agreement": pytest.approx(1 - 1 / pairs)}
 
 
 def test_spans_agree_in_start_and_end() -> None:
-    def span(start: int, end: int) -> SpanResult:
+    def span(start: int, end: int) -> ArrayResult:
         logits = np.zeros((8, 2), np.float32)
         logits[start, 0] = logits[end, 1] = 1
-        return SpanResult(logits)
+        return ArrayResult(logits)
 
     questions = len(list(TEXTS.questions()))
     for wrong in (span(1, 4), span(2, 5)):
@@ -134,8 +128,8 @@ def test_spans_agree_in_start_and_end() -> None:
 
 
 def test_labels_of_texts_agree() -> None:
-    def of(*logits: float) -> SequenceClassificationResult:
-        return SequenceClassificationResult(np.array(logits, np.float32))
+    def of(*logits: float) -> ArrayResult:
+        return ArrayResult(np.array(logits, np.float32))
 
     texts = COUNT + len(list(TEXTS.sentence_pairs()))
     other = first_of(lambda first: of(5, 1) if first else of(0, 1))
@@ -144,8 +138,8 @@ def test_labels_of_texts_agree() -> None:
 
 
 def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
-    def of(logit: float) -> SequenceClassificationResult:
-        return SequenceClassificationResult(np.array([logit], np.float32))
+    def of(logit: float) -> ArrayResult:
+        return ArrayResult(np.array([logit], np.float32))
 
     texts = COUNT + len(list(TEXTS.sentence_pairs()))
     for spread, near, far in ((10.0, 0.49, 0.51), (0.5, 0.049, 0.051)):
@@ -158,11 +152,11 @@ def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
 
 def test_labels_of_tokens_agree() -> None:
     def of(wrong: int) -> Callable[[Encoding], Any]:
-        def answer(encoding: Encoding) -> TokenClassificationResult:
+        def answer(encoding: Encoding) -> ArrayResult:
             logits = np.zeros((len(encoding), 2), np.float32)
             logits[:, 0] = 1
             logits[:wrong, 1] = 2
-            return TokenClassificationResult(logits)
+            return ArrayResult(logits)
 
         return answer
 
@@ -177,14 +171,14 @@ def test_mean_cosines_of_hidden_states() -> None:
 
     figures = measured(
         "token_embedding",
-        lambda _: TokenEmbeddingResult(rows([1, 0])),
-        lambda _: TokenEmbeddingResult(rows([6, 8])),
+        lambda _: ArrayResult(rows([1, 0])),
+        lambda _: ArrayResult(rows([6, 8])),
     )
     assert figures == {"token_embedding_cosine_mean": pytest.approx(0.8)}
     figures = measured(
         "layer_embedding",
-        lambda _: LayerEmbeddingResult(rows([1, 0])),
-        lambda _: LayerEmbeddingResult(rows([6, 8])),
+        lambda _: ArrayResult(rows([1, 0])),
+        lambda _: ArrayResult(rows([6, 8])),
     )
     # The first of two states differs: the figure is that of the worst.
     assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
@@ -237,15 +231,15 @@ def test_one_bad_text_lowers_the_mean() -> None:
     figures = measured("sparse_embedding", lambda _: sparse(4), bad)
     assert figures == {"sparse_cosine_mean": pytest.approx(1 - 0.4 / COUNT)}
 
-    def tokens(x: float) -> TokenEmbeddingResult:
-        return TokenEmbeddingResult(np.array([[x, 1]], np.float32))
+    def tokens(x: float) -> ArrayResult:
+        return ArrayResult(np.array([[x, 1]], np.float32))
 
     bad_tokens = first_of(lambda first: tokens(-1 if first else 1))
     figures = measured("token_embedding", lambda _: tokens(1), bad_tokens)
     assert figures == {"token_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
 
-    def layers(x: float) -> LayerEmbeddingResult:
-        return LayerEmbeddingResult(np.array([[x, 1], [1, 1]], np.float32))
+    def layers(x: float) -> ArrayResult:
+        return ArrayResult(np.array([[x, 1], [1, 1]], np.float32))
 
     bad_layers = first_of(lambda first: layers(-1 if first else 1))
     figures = measured("layer_embedding", lambda _: layers(1), bad_layers)
@@ -331,7 +325,7 @@ def passed(cosine: float) -> Any:
     turned = np.array([[cosine, (1 - cosine**2) ** 0.5]], np.float32)
     heads = [EXPORT_HEADS[name].head]
     scorers = [
-        ByHand(lambda _, rows=rows: {name: TokenEmbeddingResult(rows)})
+        ByHand(lambda _, rows=rows: {name: ArrayResult(rows)})
         for rows in (np.array([[1, 0]], np.float32), turned)
     ]
     return pass_gate(*scorers, "int8 graph", heads, TEXTS)

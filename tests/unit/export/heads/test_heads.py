@@ -21,20 +21,14 @@ from cloze.export.session import open_session
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
     HEADS,
+    ArrayResult,
     GraphSpec,
     HeadRequest,
     Pooling,
-    embedding,
     layer_embedding,
     masked_lm,
-    next_sentence,
-    sequence_classification,
-    span,
     sparse_embedding,
-    token_classification,
-    token_embedding,
 )
-from cloze.model_store.heads.embedding import EmbeddingResult
 from cloze.model_store.manifest import Graph, Precision
 from tests.unit.export.graph.tiny_models import LABELS, model
 from tests.unit.export.scorers import ByHand, gate_texts
@@ -141,27 +135,27 @@ def test_rows_of_layers_are_pooled() -> None:
 REQUESTS: list[dict[str, HeadRequest]] = [
     {
         "masked_lm": masked_lm.MaskedLMRequest([1, 3], 2, [5, 7, 6]),
-        "embedding": embedding.EmbeddingRequest(),
-        "token_classification": token_classification.TokenClassificationRequest(),
+        "embedding": HeadRequest(),
+        "token_classification": HeadRequest(),
     },
     {
-        "next_sentence": next_sentence.NextSentenceRequest(),
-        "span": span.SpanRequest(),
+        "next_sentence": HeadRequest(),
+        "span": HeadRequest(),
         "sparse_embedding": sparse_embedding.SparseEmbeddingRequest(5, 4),
         "layer_embedding": layer_embedding.LayerEmbeddingRequest([{0: 0.5, 2: 2.0}], Pooling.CLS),
     },
     {
         "masked_lm": masked_lm.MaskedLMRequest([0], 6),
-        "sequence_classification": sequence_classification.SequenceClassificationRequest(),
-        "token_embedding": token_embedding.TokenEmbeddingRequest(),
+        "sequence_classification": HeadRequest(),
+        "token_embedding": HeadRequest(),
         "sparse_embedding": sparse_embedding.SparseEmbeddingRequest(5, 2),
     },
     {
         "masked_lm": masked_lm.MaskedLMRequest([2, 4], 0, [9]),
         "layer_embedding": layer_embedding.LayerEmbeddingRequest([{1: 1.0}, {2: 1.0}], Pooling.MAX),
-        "embedding": embedding.EmbeddingRequest(),
-        "next_sentence": next_sentence.NextSentenceRequest(),
-        "token_embedding": token_embedding.TokenEmbeddingRequest(),
+        "embedding": HeadRequest(),
+        "next_sentence": HeadRequest(),
+        "token_embedding": HeadRequest(),
     },
     {},
 ]  # fmt: skip
@@ -239,10 +233,10 @@ def test_results_by_their_formula() -> None:
     kept = weights.topk(4).values
     np.testing.assert_allclose(words.weights, kept[kept > 0], rtol=1e-5)
 
-    pooled = asked(embedding=embedding.EmbeddingRequest()).embedding
+    pooled = asked(embedding=HeadRequest()).array
     np.testing.assert_allclose(pooled, states[-1].mean(0), rtol=1e-4, atol=1e-6)
     request = layer_embedding.LayerEmbeddingRequest([{0: 2.0, 1: -1.0}, {2: 1.0}], Pooling.MAX)
-    layers = asked(layer_embedding=request).vectors
+    layers = asked(layer_embedding=request).array
     expected = torch.stack([(2 * states[0] - states[1]).amax(0), states[2].amax(0)])
     np.testing.assert_allclose(layers, expected, rtol=1e-4, atol=1e-6)
 
@@ -255,7 +249,7 @@ def test_scored_pairs_are_cut_to_128_tokens(max_tokens: int, longest: int) -> No
     pairs = [ScoredPair("a " * 300, "b", 1.0), ScoredPair("a", "b c", 2.0)]
     rng = np.random.default_rng(0)
     scorers = [
-        ByHand(lambda _: {"embedding": EmbeddingResult(rng.standard_normal(3).astype(np.float32))})
+        ByHand(lambda _: {"embedding": ArrayResult(rng.standard_normal(3).astype(np.float32))})
         for _ in range(2)
     ]
     texts = gate_texts(max_tokens=max_tokens, scored_pairs=pairs)

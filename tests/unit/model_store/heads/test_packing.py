@@ -7,18 +7,18 @@ import pytest
 
 from cloze.model_store.heads import (
     HEADS,
+    ArrayResult,
     GraphSpec,
+    HeadRequest,
     embedding,
     layer_embedding,
     masked_lm,
     span,
     sparse_embedding,
 )
-from cloze.model_store.heads.embedding import EmbeddingRequest, EmbeddingResult
 from cloze.model_store.heads.head import Pooling
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.model_store.heads.span import SpanRequest
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, sequence_rows
 from cloze.model_store.layouts import Layout, Placement
 
@@ -88,7 +88,7 @@ def test_a_log_probability_is_the_logit_less_the_log_sum_exp() -> None:
 def test_vocabulary_rows_are_what_a_request_expands() -> None:
     assert MaskedLMRequest([4, 6, 9]).vocabulary_rows == 3
     assert SparseEmbeddingRequest(tokens=12, top_k=5).vocabulary_rows == 12
-    assert EmbeddingRequest().vocabulary_rows == 0
+    assert HeadRequest().vocabulary_rows == 0
     for head in HEADS.values():
         assert head.largest_request(6).vocabulary_rows in (0, 6)
 
@@ -106,17 +106,17 @@ def test_rows_of_an_output_go_to_the_requests_in_order() -> None:
     outputs = {"pair_logits": np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)}
     results = head.unpack([None, head.request(), head.request()], PLACEMENT, outputs)
     assert results[0] is None
-    assert [result.logits.tolist() for result in results[1:]] == [[1, 2], [3, 4]]
+    assert [result.array.tolist() for result in results[1:]] == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "output", "field"),
+    ("name", "rows", "output"),
     [
-        ("token_classification", "token_rows", "token_logits", "logits"),
-        ("token_embedding", "hidden_rows", "token_embeddings", "embeddings"),
+        ("token_classification", "token_rows", "token_logits"),
+        ("token_embedding", "hidden_rows", "token_embeddings"),
     ],
 )
-def test_heads_of_every_token_take_all_rows(name: str, rows: str, output: str, field: str) -> None:
+def test_heads_of_every_token_take_all_rows(name: str, rows: str, output: str) -> None:
     head = HEADS[name]
     request = head.request()
     assert packed(head, request, None, request) == {rows: [0, 1, 2, 5, 6, 7, 8]}
@@ -124,23 +124,23 @@ def test_heads_of_every_token_take_all_rows(name: str, rows: str, output: str, f
     outputs = {output: np.arange(7, dtype=np.float32)[:, None]}
     first, nothing, last = head.unpack([request, None, request], PLACEMENT, outputs)
     assert nothing is None
-    assert getattr(first, field).ravel().tolist() == [0, 1, 2]
-    assert getattr(last, field).ravel().tolist() == [3, 4, 5, 6]
+    assert first.array.ravel().tolist() == [0, 1, 2]
+    assert last.array.ravel().tolist() == [3, 4, 5, 6]
 
 
 def test_spans_are_cut_from_the_logits_of_all_tokens() -> None:
-    assert packed(span.HEAD, SpanRequest(), None, SpanRequest()) == {}
+    assert packed(span.HEAD, HeadRequest(), None, HeadRequest()) == {}
     logits = np.arange(18, dtype=np.float32).reshape(9, 2)
     one, nothing, last = span.HEAD.unpack(
-        [SpanRequest(), None, SpanRequest()], PLACEMENT, {"span_logits": logits}
+        [HeadRequest(), None, HeadRequest()], PLACEMENT, {"span_logits": logits}
     )
     assert nothing is None
-    assert one.logits.tolist() == logits[0:3].tolist()
-    assert last.logits.tolist() == logits[5:9].tolist()
+    assert one.array.tolist() == logits[0:3].tolist()
+    assert last.array.tolist() == logits[5:9].tolist()
 
 
 def test_dense_embeddings_name_their_sequences() -> None:
-    request = EmbeddingRequest()
+    request = HeadRequest()
     assert packed(embedding.HEAD, request, None, request, graph=DENSE) == {
         "embed_sequences": [0, 2]
     }
@@ -179,15 +179,15 @@ def test_pooling_nothing_gives_arrays_without_rows() -> None:
 
 
 def test_packed_embeddings_pool_only_what_is_asked_for() -> None:
-    assert packed(embedding.HEAD, None, EmbeddingRequest(), None) == {
+    assert packed(embedding.HEAD, None, HeadRequest(), None) == {
         "pool_rows": [[3, 4]],
         "pool_weights": [[0.5, 0.5]],
     }
     result = embedding.HEAD.unpack(
-        [None, EmbeddingRequest()], PLACEMENT, {"embeddings": np.ones((1, 2), np.float32)}
+        [None, HeadRequest()], PLACEMENT, {"embeddings": np.ones((1, 2), np.float32)}
     )
     assert result[0] is None
-    assert isinstance(result[1], EmbeddingResult)
+    assert isinstance(result[1], ArrayResult)
 
 
 def test_layers_are_weighted_per_vector() -> None:
@@ -215,8 +215,8 @@ def test_each_pooling_of_layers_reads_its_own_output() -> None:
     }
     one, nothing, two = layer_embedding.HEAD.unpack([several, None, largest], PLACEMENT, outputs)
     assert nothing is None
-    assert one.vectors.tolist() == [[1], [2]]
-    assert two.vectors.tolist() == [[30]]
+    assert one.array.tolist() == [[1], [2]]
+    assert two.array.tolist() == [[30]]
 
 
 def test_sparse_rows_repeat_the_first_row_of_a_shorter_sequence() -> None:

@@ -6,15 +6,16 @@ import pytest
 
 from cloze.service.batching import admission as admission_module
 from cloze.service.batching.admission import (
+    Activity,
     Admission,
+    DrainRate,
     PromiseKey,
     Promises,
+    SchedulerLimits,
     longest_wait_s,
     too_long,
 )
-from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.batching.lines import LineKey, PendingRequest
-from cloze.service.batching.measures import Activity
+from cloze.service.batching.fair_queue import FairQueue, LineKey, PendingRequest
 from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection, Submission
 from tests.encodings import encoding
 
@@ -34,8 +35,10 @@ class Full:
     def __init__(
         self, *, max_tokens: int = 10_000, max_wait_s: float = 0.0, workers: int = 2
     ) -> None:
-        self.queue = FairQueue(varlen=False, max_dropped_tokens=100)
-        self.admission = Admission(self.queue, Activity(), workers, max_tokens, max_wait_s)
+        self.queue = FairQueue(varlen=False)
+        self.activity = Activity()
+        limits = SchedulerLimits(workers, 1000, max_tokens, 8.0, max_wait_s=max_wait_s)
+        self.admission = Admission(self.queue, self.activity, limits)
         self.admission.tokens_per_s = 10.0 / workers
 
     def put(
@@ -70,14 +73,12 @@ class Full:
 def test_the_rate_is_a_mean_of_batches_times_the_workers(now: list[float]) -> None:
     full = Full(workers=3)
     full.admission.tokens_per_s = 0.0
-    assert (full.admission.rate, full.admission.backlog_s) == (0, 0)
+    assert full.admission.rate == 0
     full.admission.batch_ended(10, 100.0)
     assert full.admission.tokens_per_s == 100
     full.admission.batch_ended(10, 200.0)
     assert full.admission.tokens_per_s == pytest.approx(110)
     assert full.admission.rate == pytest.approx(330)
-    full.put(66)
-    assert full.admission.backlog_s == pytest.approx(0.2)
 
 
 def test_a_queue_that_drains_slowly_has_that_rate(now: list[float]) -> None:
@@ -99,6 +100,75 @@ def test_a_queue_that_is_empty_measures_no_rate(now: list[float]) -> None:
         full.admission.batch_ended(100, 5.0)
         now[0] += 1.0
     assert full.admission.rate == 10
+
+
+def test_a_rate_is_measured_while_others_wait() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 999, waiting=True)  # began before the window
+    rate.batch_ended(0.1, 100, waiting=True)
+    assert rate.per_s == 0, "the window is too short"
+    rate.batch_ended(0.25, 100, waiting=True)
+    assert rate.per_s == 800
+    rate.batch_ended(0.75, 50, waiting=True)
+    assert rate.per_s == pytest.approx(800 + 0.3 * (100 - 800))
+
+
+def test_an_idle_queue_has_no_rate() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 10, waiting=True)
+    rate.batch_ended(0.2, 10, waiting=False)
+    rate.batch_ended(5.0, 10, waiting=True)
+    rate.batch_ended(5.5, 100, waiting=False)
+    assert rate.per_s == 200
+    rate.batch_ended(6.5, 100, waiting=False)
+    assert rate.per_s == 200
+
+
+def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 10, waiting=True)
+    rate.batch_ended(10.0, 100, waiting=True)
+    assert rate.per_s == 10
+    rate.batch_ended(20.1, 1000, waiting=True)
+    assert rate.per_s == 10
+    rate.batch_ended(21.1, 100, waiting=True)
+    assert rate.per_s == pytest.approx(10 + 0.3 * 90)
+
+
+def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 10, busy=8, waiting=True)  # began before the window
+    rate.batch_ended(0.2, 25, busy=1, waiting=True)
+    rate.batch_ended(0.5, 75, busy=3, waiting=True)
+    assert rate.per_s == 200, "with 2.5 busy workers in the mean of the tokens"
+    assert rate.among(5) == 100
+    assert rate.among(1) == rate.among(0) == 200, "the others may have had cores of their own"
+    rate.batch_ended(1.0, 100, busy=5, waiting=True)
+    assert rate.among(5) == pytest.approx(200 * (2.5 + 0.3 * 2.5) / 5)
+
+
+def test_a_model_that_begins_to_work_slows_the_others_at_once(now: list[float]) -> None:
+    full = Full(workers=1)
+    full.put(100)
+    full.activity.add(1)
+    full.admission.batch_ended(10, 10.0)
+    now[0] += 0.5
+    full.admission.batch_ended(1000, 10.0)
+    assert full.admission.rate == 2000, "measured while others waited"
+    full.activity.add(1)
+    assert full.admission.rate == 1000
+    full.activity.add(-1)
+    assert full.admission.rate == 2000
+
+
+def test_the_busy_workers_are_counted() -> None:
+    activity = Activity()
+    assert activity.busy == 0
+    activity.add(1)
+    activity.add(2)
+    assert activity.busy == 3
+    activity.add(-1)
+    assert activity.busy == 2
 
 
 # ---- expected waits -----------------------------------------------------------------------------
@@ -262,7 +332,8 @@ def test_a_time_is_redeemed_once_and_not_early() -> None:
     assert not made.redeem(A, 102.0), "the next time is a second later"
     assert made.outstanding(A, 102.0)
     assert made.redeem(A, 103.0)
-    assert (len(made), made.outstanding(A, 103.0)) == (0, False)
+    assert not made.outstanding(A, 103.0)
+    assert len(made) == 0
     assert not made.redeem(A, 103.0)
 
 

@@ -1,14 +1,29 @@
-"""The queue: whose turn it is, what fits into a batch, what is dropped, and what is forgotten."""
+"""The queue: whose turn it is, what fits into a batch, what is dropped, what is due, and what is
+forgotten.
+"""
 
+import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
 from cloze.service.batching import fair_queue
-from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Share, Taken
-from cloze.service.batching.lines import Client, LineKey, PendingRequest, Turns
+from cloze.service.batching.fair_queue import (
+    Batch,
+    Client,
+    Demand,
+    FairQueue,
+    Line,
+    LineKey,
+    PendingRequest,
+    due_time,
+)
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
@@ -37,8 +52,8 @@ def sized(length: int, rows: int = 0) -> Encoding:
 class Queue(FairQueue):
     """A queue to which a test adds by lengths."""
 
-    def __init__(self, *, varlen: bool = False, max_dropped_tokens: int = 1000) -> None:
-        super().__init__(varlen=varlen, max_dropped_tokens=max_dropped_tokens)
+    def __init__(self, *, varlen: bool = False) -> None:
+        super().__init__(varlen=varlen)
 
     def put(
         self,
@@ -53,30 +68,69 @@ class Queue(FairQueue):
         request.add_done_callback(lambda _: self.forget(request))
         return request
 
+    @property
+    def in_memory(self) -> int:
+        """Number of encodings in memory."""
+        lines = [line for client in self._clients.values() for line in client.lines.values()]
+        return sum(len(group) for line in lines for group in line.groups.values())
+
     def took(self, max_tokens: int = 100, **options: Any) -> list[int]:
         """Return the lengths of the next batch."""
         return lengths_of(self.take(max_tokens, **options))
 
 
-def lengths_of(taken: Taken) -> list[int]:
-    return [queued.tokens for queued in taken.batch]
+def lengths_of(taken: Batch) -> list[int]:
+    return [queued.tokens for queued in taken.encodings]
+
+
+# ---- lines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 0), (127, 0), (128, 1), (1023, 1), (1024, 2), (10**6, 2)]
+)
+def test_classes_of_size(tokens: int, size: int) -> None:
+    assert LineKey.of(tokens, None) == LineKey(size, 0)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "patience"),
+    [(None, 0), (0.0, 1), (0.9, 1), (1.0, 2), (1.9, 2), (2.0, 3), (3.9, 3), (4.0, 4), (8.0, 5)],
+)
+def test_classes_of_patience(timeout_s: float | None, patience: int) -> None:
+    assert LineKey.of(1, timeout_s) == LineKey(0, patience)
+    later = LineKey.of(5000, timeout_s, later_round=True)
+    assert later == LineKey(-1, patience), "before all others"
+
+
+def test_a_request_is_due_a_little_before_its_deadline() -> None:
+    assert due_time(100.0, 110.0) == 109.0
+    assert due_time(100.0, math.inf) == math.inf
+
+
+def test_a_line_has_its_oldest_encoding_and_drops_those_of_ended_requests() -> None:
+    queue = Queue()
+    assert Line(Client("a"), SHORT).oldest() is None
+    other = queue.put("a", 7, 5, 8, 9)
+    request = queue.put("a", 6, 5, 7)
+    line = request.line
+    serials = [line.oldest(longest) for longest in (None, 7, 6, 5)]
+    assert [(each.serial, each.tokens) for each in serials if each] == [
+        (0, 7),
+        (0, 7),
+        (1, 5),
+        (1, 5),
+    ]
+    assert line.oldest(4) is None
+    request.cancel()
+    assert {key: len(group) for key, group in line.groups.items()} == {7: 2, 5: 2, 8: 1, 9: 1, 6: 1}
+    line.sweep()
+    assert {key: len(group) for key, group in line.groups.items()} == {7: 1, 5: 1, 8: 1, 9: 1}
+    assert (line.ended_tokens, line.tokens, line.requests) == (0, 29, 1)
+    assert other.line is line
 
 
 # ---- turns --------------------------------------------------------------------------------------
-
-
-def test_virtual_time_is_what_each_member_would_have_received() -> None:
-    turns, early, late = Turns(), Client("early"), Client("late")
-    turns.join(early)
-    assert early.turn == 0
-    turns.served(5.0, 10, 2)
-    turns.join(early)
-    assert early.turn == 10, "5 + 10 / 2"
-    turns.served(3.0, 4, 4)
-    late.turn = 20.0
-    turns.join(early)
-    turns.join(late)
-    assert (early.turn, late.turn) == (11, 20), "time does not go back, and debts stay"
 
 
 def test_clients_take_turns_by_tokens() -> None:
@@ -123,6 +177,16 @@ def test_a_newcomer_begins_at_the_virtual_time_of_all_waiting_clients() -> None:
     assert [queue.took(1) for _ in range(6)] == [[20], [21], [10], [42], [9], [50]]
 
 
+def test_virtual_time_does_not_go_back() -> None:
+    queue = Queue()
+    queue.put("a", 12, 13)
+    queue.put("b", 2, 3, 4)
+    assert [queue.took(1) for _ in range(2)] == [[12], [2]]  # time is 12 / 2 + 2 / 2
+    queue.put("new", 5)
+    # b has turn 2 and then 5, new has 7, a has 12.
+    assert [queue.took(1) for _ in range(4)] == [[3], [4], [5], [13]]
+
+
 def test_a_new_line_begins_at_the_virtual_time_of_its_client() -> None:
     queue = Queue()
     queue.put("one", 12, 30, key=SHORT)
@@ -146,7 +210,6 @@ def test_a_line_that_pays_nothing_is_next_again() -> None:
 
 
 def test_a_batch_is_of_one_length_unless_lengths_may_be_mixed() -> None:
-    assert NOTHING_TAKEN == ([], [], BatchFill.WAITING)
     for varlen, expected in ((False, [3, 3]), (True, [3, 4, 3])):
         queue = Queue(varlen=varlen)
         queue.put("a", 3, 4)
@@ -155,7 +218,9 @@ def test_a_batch_is_of_one_length_unless_lengths_may_be_mixed() -> None:
         assert lengths_of(taken) == expected
         assert taken.fill is BatchFill.WAITING
         assert taken.expired == []
-        assert [queued.position for queued in taken.batch] == ([0, 0] if not varlen else [0, 1, 0])
+        assert [queued.position for queued in taken.encodings] == (
+            [0, 0] if not varlen else [0, 1, 0]
+        )
 
 
 @pytest.mark.parametrize("varlen", [False, True])
@@ -331,33 +396,43 @@ def test_a_request_starts_with_its_first_encoding(now: list[float]) -> None:
 
 def test_what_a_request_waits_behind() -> None:
     queue = Queue()
-    assert queue.share("a", SHORT) == Share(0, 1, 1)
+    assert queue.share("a", SHORT) == (0, 1, 1)
     queue.put("a", 5, 6)
     queue.put("b", 7)
-    assert queue.share("a", SHORT) == Share(11, 1, 2)
-    assert queue.share("a", LONG) == Share(0, 2, 2)
-    assert queue.share("new", LONG) == Share(0, 1, 3)
+    assert queue.share("a", SHORT) == (11, 1, 2)
+    assert queue.share("a", LONG) == (0, 2, 2)
+    assert queue.share("new", LONG) == (0, 1, 3)
     queue.put("a", 50, key=LONG)
-    assert queue.share("a", SHORT) == Share(11, 2, 2)
-    assert queue.share("a", LONG) == Share(50, 2, 2)
+    assert queue.share("a", SHORT) == (11, 2, 2)
+    assert queue.share("a", LONG) == (50, 2, 2)
     queue.take(1)
-    assert queue.share("a", SHORT).ahead == 6
+    assert queue.share("a", SHORT)[0] == 6
 
 
 def test_a_queue_counts_what_waits_and_what_is_in_memory() -> None:
     queue = Queue()
-    assert (bool(queue), len(queue), queue.tokens) == (False, 0, 0)
+    assert (queue.in_memory, queue.tokens) == (0, 0)
     first = queue.put("a", 5, 6)
-    assert (bool(queue), len(queue), queue.tokens) == (True, 2, 11)
-    assert queue.requests == {first}
+    assert (queue.in_memory, queue.tokens) == (2, 11)
+    assert (queue.requests, first.queued_tokens) == ({first}, 11)
     first.cancel()
-    assert (bool(queue), len(queue), queue.tokens) == (True, 2, 0)
-    assert queue.requests == set()
-    assert first.queued_tokens == 0
-    queue.forget(first)
-    assert queue.tokens == 0, "it is subtracted once"
-    assert (queue.took(), queue.took()) == ([], [])
-    assert (bool(queue), len(queue), queue._clients) == (False, 0, {})
+    assert (queue.in_memory, queue.tokens, queue._clients) == (0, 0, {})
+    assert (queue.requests, first.queued_tokens) == (set(), 0)
+
+
+@pytest.mark.parametrize("taken", [[], [5], [5, 6]])
+def test_a_request_that_has_ended_and_is_not_forgotten_yet_counts_once(taken: list[int]) -> None:
+    """The thread that ends it waits for the lock, which a worker holds."""
+    queue = Queue()
+    request = queue.add(Submission(FOREVER, [sized(5), sized(6)], "a"), SHORT)
+    request.cancel()
+    for length in taken:
+        assert queue.took() == []
+        assert queue.demand.slack_s(0.0, 1.0) == FOREVER
+        assert queue.tokens == 11 - sum(taken[: taken.index(length) + 1])
+    assert not queue.has_up_to(100) or queue.tokens
+    queue.forget(request)
+    assert (queue.tokens, queue._clients, queue.requests) == (0, {}, set())
 
 
 def test_due_tokens_are_those_that_wait(now: list[float]) -> None:
@@ -370,27 +445,43 @@ def test_due_tokens_are_those_that_wait(now: list[float]) -> None:
     assert queue.demand.slack_s(now[0], 10.0) == FOREVER
 
 
-@pytest.mark.parametrize("round_", [1, 2])
-def test_ended_requests_do_not_fill_the_memory(round_: int) -> None:
-    queue = Queue(max_dropped_tokens=10)
-    for _ in range(round_):
-        kept, first, second = queue.put("a", 7), queue.put("a", 4, 6), queue.put("b", 1)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_ended_requests_do_not_fill_the_memory(rounds: int) -> None:
+    queue = Queue()
+    for _ in range(rounds):
+        kept, first, second = queue.put("a", 7), queue.put("a", 4, 3), queue.put("a", 1)
+        other = queue.put("b", 1)
         first.cancel()
-        assert len(queue) == 4, "ten are allowed"
+        assert queue.in_memory == 5, "those of ended requests may have as many tokens as the others"
         second.cancel()
-        assert len(queue) == 1
+        assert queue.in_memory == 2
+        other.cancel()
         assert list(queue._clients) == ["a"]
         assert queue.took() == [7]
         kept.set_result(None)  # type: ignore[arg-type]
         assert queue._clients == {}
 
 
-def test_a_sweep_that_leaves_nothing_forgets_the_client() -> None:
-    queue = Queue(max_dropped_tokens=0)
-    queue.put("a", 5).cancel()
-    assert (bool(queue), queue._clients) == (False, {})
-    queue.put("a", 6)
-    assert queue.took() == [6]
+def test_a_sweep_keeps_what_is_not_subtracted_yet() -> None:
+    queue = Queue()
+    ending = queue.add(Submission(FOREVER, [sized(5)], "a"), SHORT)
+    ending.cancel()
+    queue.put("a", 9).cancel()  # a sweep
+    assert (queue.in_memory, queue.tokens) == (1, 5)
+    assert (queue.took(), queue.tokens) == ([], 0)
+    queue.forget(ending)
+    assert queue._clients == {}
+
+
+def test_what_a_batch_leaves_of_ended_requests_is_dropped() -> None:
+    queue = Queue()
+    queue.put("a", 9, 9)
+    ended = queue.put("a", 8, 8)
+    ended.cancel()
+    assert queue.in_memory == 4
+    assert queue.took(10) == [9]
+    assert queue.in_memory == 1, "16 tokens of ended requests are more than the 9 that wait"
+    assert (queue.took(), queue.tokens) == ([9], 0)
 
 
 def test_a_client_stays_while_its_requests_run() -> None:
@@ -398,24 +489,13 @@ def test_a_client_stays_while_its_requests_run() -> None:
     request = queue.put("a", 5)
     other = queue.put("a", 6, key=LONG)
     assert queue.took() == [5]
-    assert queue.share("b", SHORT).clients == 2
-    assert queue.share("a", SHORT) == Share(0, 2, 1)
+    assert queue.share("b", SHORT)[2] == 2
+    assert queue.share("a", SHORT) == (0, 2, 1)
     request.set_result(None)  # type: ignore[arg-type]
-    assert queue.share("a", LONG) == Share(6, 1, 1)
+    assert queue.share("a", LONG) == (6, 1, 1)
     queue.took()
     other.set_result(None)  # type: ignore[arg-type]
     assert queue._clients == {}
-
-
-def test_a_cleared_queue_is_empty_and_its_requests_end_later() -> None:
-    queue = Queue()
-    requests = [queue.put("a", 5), queue.put("b", 6, key=LONG)]
-    queue.clear()
-    assert (bool(queue), len(queue)) == (False, 0)
-    assert queue.requests == set(requests)
-    for request in requests:
-        request.cancel()
-    assert (queue.tokens, queue.requests, queue._clients) == (0, set(), {})
 
 
 def test_a_request_has_a_place_for_each_output(now: list[float]) -> None:
@@ -423,6 +503,135 @@ def test_a_request_has_a_place_for_each_output(now: list[float]) -> None:
     request = queue.put("a", 5, 6, deadline=now[0] + 10)
     assert (request.outputs, request.missing) == ([None, None], 2)
     assert (request.submitted, request.deadline, request.trace) == (1000.0, 1010.0, "")
-    taken: Sequence[Any] = queue.take(100).batch
+    taken: Sequence[Any] = queue.take(100).encodings
     assert taken[0].request is request
     assert taken[0].vocabulary_rows == 0
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "end", "forget", "take", "take short"]),
+        st.integers(0, 3),
+        st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=steps, varlen=st.booleans())
+def test_sums_are_those_of_the_encodings_in_memory(
+    steps: list[tuple[str, int, list[int]]], varlen: bool
+) -> None:
+    """Requests end at any time, and are forgotten later."""
+    queue = FairQueue(varlen=varlen)
+    added: list[PendingRequest] = []
+    forgotten: set[PendingRequest] = set()
+    for kind, number, lengths in steps:
+        chosen = added[number % len(added)] if added else None
+        if kind == "add":
+            batch = [sized(length) for length in lengths]
+            key = LineKey(number % 2, 0)
+            added.append(queue.add(Submission(FOREVER, batch, "ab"[number // 2]), key))
+        elif kind == "end" and chosen and not chosen.done():
+            chosen.cancel()
+        elif kind == "forget" and chosen and chosen.done() and chosen not in forgotten:
+            queue.forget(chosen)
+            forgotten.add(chosen)
+        elif kind == "take" and queue.tokens:
+            for queued in queue.take(5).encodings:
+                assert not queued.request.done()
+        elif kind == "take short" and not varlen and queue.has_up_to(2):
+            assert all(queued.tokens <= 2 for queued in queue.take(5, longest=2).encodings)
+        lines = [line for client in queue._clients.values() for line in client.lines.values()]
+        held: Counter[PendingRequest] = Counter()
+        for line in lines:
+            own = [queued for group in line.groups.values() for queued in group]
+            for queued in own:
+                held[queued.request] += queued.tokens
+            assert line.tokens == sum(q.tokens for q in own if q.request not in forgotten)
+            assert line.ended_tokens == sum(q.tokens for q in own if q.request in forgotten)
+            assert line.ended_tokens <= line.tokens, "ended requests would fill the memory"
+            assert all(line.groups.values()), "an empty group stays"
+        assert queue.tokens == sum(line.tokens for line in lines)
+        assert all(each.queued_tokens == held[each] for each in added if each not in forgotten)
+        assert queue.requests == set(added) - forgotten
+
+
+# ---- demand ------------------------------------------------------------------------------------
+
+
+def test_without_work_there_is_no_bound() -> None:
+    demand = Demand()
+    assert demand.slack_s(0.0, 10.0) == math.inf
+    demand.add(math.inf, 1000)
+    assert demand.slack_s(0.0, 10.0) == math.inf
+    assert demand.slack_s(0.0, 10.0, math.inf, 1000) == math.inf
+    assert demand.slack_s(0.0, 10.0, 5.0, 0) == math.inf
+
+
+def test_slack_is_the_time_until_the_first_due_less_the_work() -> None:
+    demand = Demand()
+    demand.add(10.05, 20)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0), "dues are rounded down to 0.1 s"
+    assert demand.slack_s(9.0, 10.0) == pytest.approx(-1.0)
+    demand.add(50.0, 1000)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(-55.0), "50 - 3 - 102"
+    demand.add(50.0, -1000)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0)
+    demand.add(10.05, -5)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.5)
+
+
+def test_work_that_is_gone_bounds_nothing() -> None:
+    demand = Demand()
+    demand.add(50.0, 10)
+    demand.add(1.0, 10)
+    demand.add(30.0, 10)
+    demand.add(1.0, -10)
+    assert demand.slack_s(0.0, 20.0) == pytest.approx(29.0), "a lower bound: 30 - 20 / 20"
+    demand.add(30.0, -10)
+    assert demand.slack_s(0.0, 20.0) == pytest.approx(49.5)
+    demand.add(50.0, -10)
+    assert demand.slack_s(0.0, 20.0) == math.inf
+
+
+def test_further_work_counts_from_its_due_on() -> None:
+    demand = Demand()
+    demand.add(10.0, 60)
+    demand.add(20.0, 60)
+    assert demand.slack_s(0.0, 10.0, 15.0, 20) == pytest.approx(6.0 - 10 + 10, abs=4.1)
+    # 20 of 15 s: 8 s of work until then, and 14 s until 20 s.
+    assert demand.slack_s(3.0, 10.0, 15.0, 20) == pytest.approx(3.0)
+    # Before all: 12 s of work until 20 s leave 5 s; 7 s until 10 s leave 0 s.
+    assert demand.slack_s(3.0, 10.0, 5.0, 10) == pytest.approx(0.0)
+    assert demand.slack_s(4.0, 10.0, 10.0, 10) == pytest.approx(-1.0)
+    assert demand.slack_s(9.0, 10.0, 30.0, 10) == pytest.approx(8.0), "those before are not asked"
+    assert demand.slack_s(9.0, 10.0) == pytest.approx(-5.0)
+
+
+def test_slack_is_the_least_over_all_dues() -> None:
+    """Compare with the definition, for random work."""
+    generator = random.Random(5)
+    for _ in range(300):
+        demand, work = Demand(), []
+        for _ in range(generator.randrange(6)):
+            due, tokens = generator.randrange(1, 12), generator.randrange(1, 40)
+            demand.add(due + 0.05, tokens)
+            work.append((due, tokens))
+        now, rate = generator.uniform(0, 10), generator.uniform(1, 20)
+        own_due, own = generator.randrange(1, 12), generator.choice([0, 0, 7])
+        every = work + [(own_due, own)] * bool(own)
+        least = own_due if own else 0
+        exact = min(
+            (
+                due - now - sum(tokens for other, tokens in every if other <= due) / rate
+                for due, _ in every
+                if due >= least
+            ),
+            default=math.inf,
+        )
+        found = demand.slack_s(now, rate, own_due + 0.05, own)
+        assert found == pytest.approx(exact) or 0 < found < exact, "exact, or a bound above zero"
+        if exact <= 0:
+            assert found == pytest.approx(exact)

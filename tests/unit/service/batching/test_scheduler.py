@@ -12,8 +12,8 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
-from cloze.service.batching.measures import Activity
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import Activity, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.core import (
     BatchFill,
     BatchReport,
@@ -97,7 +97,7 @@ def test_a_batch_is_reported() -> None:
         begin = time.monotonic()
         wait_until(lambda: time.monotonic() > begin + 0.02)
         engine.gate.set()
-        sums = [output["embedding"].embedding[0] for output in futures[0].result(20).outputs]
+        sums = [output["embedding"].array[0] for output in futures[0].result(20).outputs]
         futures[2].result(20)
         assert sums == [12, 18]
     assert [(report.sequences, report.tokens, report.fill) for report in reports] == [
@@ -146,7 +146,7 @@ def test_a_batch_that_fails_is_halved() -> None:
     error = futures[1].exception(0)
     assert type(error) is EngineFailed
     assert str(error) == "the engine cannot run this input (RuntimeError)"
-    assert [future.result(0).outputs[0]["embedding"].embedding[0] for future in futures[2:]] == [
+    assert [future.result(0).outputs[0]["embedding"].array[0] for future in futures[2:]] == [
         8, 12, 16,
     ]  # fmt: skip
     assert made.dead is None
@@ -166,11 +166,11 @@ def test_a_lone_batch_is_told() -> None:
         engine.gate.set()
         rest[1].result(20)
         assert engine.alone == [True, True, False, True]
-        wait_until(lambda: activity._busy == 0)
-        activity.begin()  # a worker of another model
+        wait_until(lambda: activity.busy == 0)
+        activity.add(1)  # a worker of another model
         submit(made, [sized(5)], later()).result(20)
         assert not engine.alone[-1]
-    assert activity._busy == 1
+    assert activity.busy == 1
 
 
 def test_workers_yield_to_the_event_loop() -> None:
@@ -189,7 +189,7 @@ def test_a_run_hangs_after_ten_times_its_prediction() -> None:
 
     class Looking(FakeEngine):
         def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-            limits_s.append(made._watchdog._runs[0].limit_s)
+            limits_s.append(made._watchdog._runs[0][0])
             return super().run(batch, alone=alone)
 
     made._engine = Looking()
@@ -197,7 +197,7 @@ def test_a_run_hangs_after_ten_times_its_prediction() -> None:
         submit(made, [sized(10), sized(10)], later())
         made.look(worker)
         made.run(worker)
-        assert made._watchdog.busy == set()
+        assert made._watchdog._runs == {}
         made._admission.tokens_per_s = 40.0
     assert limits_s == [60.0 + 8.0, 10 * 20 / 40 + 8.0]
 
@@ -437,7 +437,7 @@ def test_a_worker_that_ends_takes_the_engine_with_it() -> None:
         assert type(future.exception(20)) is EngineDead
         wait_until(lambda: alive(made) == [])
         assert deaths == ["a worker ended with KeyboardInterrupt"]
-        assert activity._busy == 0
+        assert activity.busy == 0
 
 
 def test_the_end_of_a_closed_scheduler_is_no_death() -> None:
@@ -455,3 +455,74 @@ def test_a_system_that_forbids_priorities_does_not_matter(monkeypatch: pytest.Mo
     monkeypatch.setattr(scheduler_module.os, "setpriority", forbid)
     with running(FakeEngine()) as made:
         assert submit(made, [sized(5)], later()).result(20)
+
+
+# ---- the watchdog ------------------------------------------------------------------------------
+
+
+class Ticks:
+    """Ends the waits of `Watchdog.watch` at once; each moves the clock."""
+
+    def __init__(self, dog: Watchdog, monkeypatch: pytest.MonkeyPatch, *steps: float) -> None:
+        self.now, self._steps, self._dog = 0.0, iter(steps), dog
+        self.periods: list[float] = []
+        self.during: Any = lambda: None
+        monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(dog.ended, "wait", self.wait)
+
+    def wait(self, period_s: float) -> bool:
+        self.periods.append(period_s)
+        step = next(self._steps, None)
+        if step is None:
+            return True
+        self.now += step
+        return False
+
+
+def hung(monkeypatch: pytest.MonkeyPatch, predicted_s: float | None, *steps: float) -> list[str]:
+    reasons: list[str] = []
+    dog = Watchdog(8.0, reasons.append)
+    dog.began(3, predicted_s)
+    assert set(dog._runs) == {3}
+    ticks = Ticks(dog, monkeypatch, *steps)
+    dog.watch()
+    assert set(ticks.periods) == {2.0}
+    return reasons
+
+
+def test_a_run_may_take_ten_times_its_prediction_and_the_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 10 x 0.2 s + 8 s: five periods pass, and one more shows that nothing is left.
+    assert hung(monkeypatch, 0.2, *[2.0] * 5) == []
+    assert hung(monkeypatch, 0.2, *[2.0] * 6) == ["a run took longer than 10.0 s"]
+    assert hung(monkeypatch, None, *[2.0] * 34) == []
+    assert hung(monkeypatch, None, *[2.0] * 35) == ["a run took longer than 68.0 s"]
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert hung(monkeypatch, 0.2, 1000.0, 2.0, 2.0) == []
+    assert len(hung(monkeypatch, 0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
+
+
+def test_a_run_that_ended_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str] = []
+    dog = Watchdog(8.0, reasons.append)
+    dog.began(1, 0.2)
+    dog.finished(1)
+    dog.finished(1)
+    assert dog._runs == {}
+    Ticks(dog, monkeypatch, *[2.0] * 20)
+    dog.watch()
+    assert reasons == []
+
+
+def test_a_watch_ends() -> None:
+    dog = Watchdog(1000.0, lambda _: None)
+    thread = threading.Thread(target=dog.watch)
+    thread.start()
+    dog.ended.set()
+    thread.join(20)
+    assert not thread.is_alive()

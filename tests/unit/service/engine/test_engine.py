@@ -80,7 +80,7 @@ def bundle(tmp_path: Path) -> Bundle:
 def embeddings(engine: OnnxEngine, *ids: Sequence[int], alone: bool = False) -> list[list[float]]:
     batch = [encoding(each, embed=True) for each in ids]
     outputs = engine.run(batch, alone=alone)
-    return [output["embedding"].embedding.tolist() for output in outputs]
+    return [output["embedding"].array.tolist() for output in outputs]
 
 
 class Scripted:

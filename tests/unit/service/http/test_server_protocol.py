@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cloze.service.batching.lines import LineKey
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.http.gate import Starts
 from cloze.service.http.memory_limit import UnreadAnswers

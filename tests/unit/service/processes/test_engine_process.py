@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from cloze.model_store import Bundle
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchFill,
     BatchReport,
@@ -182,7 +183,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
             Submission(deadline, returning=True, later_round=True, **terms)
         ]
         assert answer.number == 7
-        assert answer.outcome.outputs[0]["embedding"].embedding.tolist() == [3.0]
+        assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]
         assert answer.wait == ExpectedWait(2.5, 0.5)
         assert process.queues[0].asked == [("someone", 3, 4.5)]
         process.receive(run(8, model=1))
@@ -386,7 +387,7 @@ async def asked(path: Path, fork: Fork) -> None:
             batch = [encodings.encoding([number] * 4, embed=True)]
             future = submit(queue, batch, time.monotonic() + 60)
             result = await asyncio.wrap_future(future)
-            assert result.outputs[0]["embedding"].embedding.tolist() == [4.0 * number]
+            assert result.outputs[0]["embedding"].array.tolist() == [4.0 * number]
             fork.send(signal.SIGTERM)
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)

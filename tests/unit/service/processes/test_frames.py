@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads.embedding import EmbeddingRequest, EmbeddingResult
+from cloze.model_store.heads import ArrayResult, HeadRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.service import core
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from cloze.service.processes import frames
@@ -31,7 +30,7 @@ from cloze.service.processes.frames import (
     encode_run,
 )
 
-SHARED = {"embedding": EmbeddingRequest()}
+SHARED = {"embedding": HeadRequest()}
 MASKED = {"masked_lm": MaskedLMRequest([1, 2], 3, [7])}
 
 
@@ -100,11 +99,11 @@ def test_results_arrive_at_their_encodings() -> None:
         np.array([4.0], np.float32),
         np.array([[0.5]], np.float32),
     )
-    tokens = [TokenEmbeddingResult(np.full((n, 2), n, np.float32)) for n in (3, 1)]
+    tokens = [ArrayResult(np.full((n, 2), n, np.float32)) for n in (3, 1)]
     outputs = [
         {"token_embedding": tokens[0], "masked_lm": masks},
         {},
-        {"token_embedding": tokens[1], "embedding": EmbeddingResult(np.ones(2, np.float32))},
+        {"token_embedding": tokens[1], "embedding": ArrayResult(np.ones(2, np.float32))},
     ]
     answer = answered(Answer(5, BatchResult(outputs, 0.25, 0.75), WAIT))
     assert (answer.number, answer.wait) == (5, WAIT)
@@ -114,8 +113,8 @@ def test_results_arrive_at_their_encodings() -> None:
     assert first.keys() == {"token_embedding", "masked_lm"}
     assert second == {}
     assert third.keys() == {"token_embedding", "embedding"}
-    assert first["token_embedding"].embeddings.tolist() == [[3, 3]] * 3
-    assert third["token_embedding"].embeddings.tolist() == [[1, 1]]
+    assert first["token_embedding"].array.tolist() == [[3, 3]] * 3
+    assert third["token_embedding"].array.tolist() == [[1, 1]]
     assert first["masked_lm"].top_ids.tolist() == [[30, 20]]
     assert first["masked_lm"].top_ids.dtype == np.int64
     assert first["masked_lm"].logsumexp.tolist() == [4]
@@ -123,10 +122,10 @@ def test_results_arrive_at_their_encodings() -> None:
 
 
 def test_results_of_one_shape_arrive() -> None:
-    outputs = [{"embedding": EmbeddingResult(np.array([n, n + 0.5], np.float32))} for n in range(3)]
+    outputs = [{"embedding": ArrayResult(np.array([n, n + 0.5], np.float32))} for n in range(3)]
     answer = answered(Answer(1, BatchResult(outputs, 0.0, 0.0)))
     assert isinstance(answer.outcome, BatchResult)
-    assert [o["embedding"].embedding.tolist() for o in answer.outcome.outputs] == [
+    assert [o["embedding"].array.tolist() for o in answer.outcome.outputs] == [
         [0, 0.5],
         [1, 1.5],
         [2, 2.5],
@@ -207,7 +206,7 @@ def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
 
 
 def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
-    outputs = [{"token_embedding": TokenEmbeddingResult(np.ones((2, 1), np.float32))}] * 2
+    outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
     columns = next(
         field
@@ -258,7 +257,7 @@ def test_a_head_that_does_not_exist_is_malformed() -> None:
     ],
 )
 def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str) -> None:
-    outputs = [{"token_embedding": TokenEmbeddingResult(np.ones((2, 1), np.float32))}] * 2
+    outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
     fields = msgspec.msgpack.decode(message)
     columns = next(each for each in fields if isinstance(each, list) and each[0][0])

@@ -21,16 +21,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceResult
-from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
-from cloze.model_store.heads.span import SpanResult
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.model_store.heads.token_classification import TokenClassificationResult
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.manifest import Precision
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
@@ -82,15 +78,15 @@ def _outputs(encoding: Encoding) -> HeadOutputs:
     n = len(encoding)
     rows = np.repeat(encoding.input_ids[:, None], 4, 1).astype(np.float32)
     made: dict[str, Any] = {
-        "embedding": EmbeddingResult(np.array(VECTOR if n == 3 else OTHER_VECTOR, np.float32)),
+        "embedding": ArrayResult(np.array(VECTOR if n == 3 else OTHER_VECTOR, np.float32)),
         "sparse_embedding": SparseEmbeddingResult(
             np.array([2, 1], np.float32), np.array([ID["the"], ID["of"]])
         ),
-        "token_embedding": TokenEmbeddingResult(rows),
-        "next_sentence": NextSentenceResult(np.array([1, -1], np.float32)),
-        "sequence_classification": SequenceClassificationResult(np.array([n, 3, 0, 2], np.float32)),
-        "token_classification": TokenClassificationResult(np.eye(4, dtype=np.float32)[[1] * n] * 9),
-        "span": SpanResult(np.eye(n, 2, dtype=np.float32) * 9),
+        "token_embedding": ArrayResult(rows),
+        "next_sentence": ArrayResult(np.array([1, -1], np.float32)),
+        "sequence_classification": ArrayResult(np.array([n, 3, 0, 2], np.float32)),
+        "token_classification": ArrayResult(np.eye(4, dtype=np.float32)[[1] * n] * 9),
+        "span": ArrayResult(np.eye(n, 2, dtype=np.float32) * 9),
     }
     if (request := encoding.requests.get("masked_lm")) is not None:
         m, k = len(request.positions), request.top_k  # type: ignore[attr-defined]
@@ -230,4 +226,4 @@ class OneLabel(HandEngine):
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         rows = [np.array([len(encoding)], np.float32) for encoding in batch]
-        return [{"sequence_classification": SequenceClassificationResult(row)} for row in rows]
+        return [{"sequence_classification": ArrayResult(row)} for row in rows]

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceResult
-from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
-from cloze.model_store.heads.token_classification import TokenClassificationResult
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
@@ -30,7 +28,7 @@ ELEVEN = "a b c d e f g h i j k"
 
 def label_outputs(*rows: list[float]) -> list[dict[str, Any]]:
     name = "sequence_classification"
-    return [{name: SequenceClassificationResult(np.array(row, np.float32))} for row in rows]
+    return [{name: ArrayResult(np.array(row, np.float32))} for row in rows]
 
 
 def softmax(row: list[float]) -> list[float]:
@@ -136,7 +134,7 @@ def test_labels_are_limited() -> None:
 
 
 def pair_outputs(*rows: list[float]) -> list[dict[str, Any]]:
-    return [{"next_sentence": NextSentenceResult(np.array(row, np.float32))} for row in rows]
+    return [{"next_sentence": ArrayResult(np.array(row, np.float32))} for row in rows]
 
 
 def test_a_pair_has_two_labels() -> None:
@@ -251,7 +249,7 @@ def token_outputs(*windows: list[list[float]]) -> list[dict[str, Any]]:
     other = [1e-9, 1e-9, 1e-9, 1.0]
     return [
         {
-            "token_classification": TokenClassificationResult(
+            "token_classification": ArrayResult(
                 np.log(np.array([other, *window, other], np.float32)) + 3
             )
         }

@@ -6,11 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.model_store.heads import Pooling
-from cloze.model_store.heads.embedding import EmbeddingResult
-from cloze.model_store.heads.layer_embedding import LayerEmbeddingResult
+from cloze.model_store.heads import ArrayResult, Pooling
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.service.core import EmptyRequest, InvalidRequest, WrongTask
 from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.similarity import SimilarityInputs, TokenPair
@@ -34,7 +31,7 @@ NINE = "a b c d e f g h i"
 
 
 def vectors(*rows: list[float]) -> list[dict[str, Any]]:
-    return [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
+    return [{"embedding": ArrayResult(np.array(row, np.float32))} for row in rows]
 
 
 def without(*tasks: str, **changes: Any) -> Any:
@@ -190,9 +187,7 @@ def test_the_model_s_own_vectors_need_no_layers() -> None:
 
 def test_vectors_of_several_layers_are_joined() -> None:
     request = prepared("embed", "the", layers="concat-last-four", normalize=False)
-    outputs = [
-        {"layer_embedding": LayerEmbeddingResult(np.arange(16, dtype=np.float32).reshape(4, 4))}
-    ]
+    outputs = [{"layer_embedding": ArrayResult(np.arange(16, dtype=np.float32).reshape(4, 4))}]
     assert decoded("embed", request, outputs).tolist() == [list(range(16))]
     prepared("embed", "the", layers="concat-last-four", dimensions=16)
     with pytest.raises(InvalidRequest, match="dimensions must be between 1 and 16"):
@@ -225,7 +220,7 @@ def test_spans_are_the_means_of_their_tokens() -> None:
     assert list(request.encodings[0].requests) == ["token_embedding"]
     assert request.results == 6
     rows = np.array([[90], [1], [2], [4], [9], [91]], np.float32)
-    outputs = [{"token_embedding": TokenEmbeddingResult(rows)}]
+    outputs = [{"token_embedding": ArrayResult(rows)}]
     result = decoded("embed", request, outputs)
     assert result.ravel().tolist() == [1, 3, 5, 4]
     assert result.dtype == np.float32
@@ -234,7 +229,7 @@ def test_spans_are_the_means_of_their_tokens() -> None:
 def test_spans_end_where_the_next_begins() -> None:
     request = prepared("embed", "the reds", spans=[(3, 4), (3, 5), (7, 8)][1:], normalize=False)
     rows = np.array([[90], [1], [2], [4], [91]], np.float32)
-    result = decoded("embed", request, [{"token_embedding": TokenEmbeddingResult(rows)}])
+    result = decoded("embed", request, [{"token_embedding": ArrayResult(rows)}])
     assert result.ravel().tolist() == [2, 4]
     with pytest.raises(InvalidRequest, match=r"spans\[0\] has no token among the 5"):
         prepared("embed", "the reds", spans=[(3, 4)])
@@ -289,7 +284,7 @@ def test_what_spans_need() -> None:
 
 def test_vectors_of_tokens_with_their_places() -> None:
     rows = np.arange(10, dtype=np.float32).reshape(5, 2)
-    outputs = [{"token_embedding": TokenEmbeddingResult(rows)}]
+    outputs = [{"token_embedding": ArrayResult(rows)}]
     request = prepared("embed-all", "the reds")
     assert (request.results, request.usage) == (5, None)
     assert decoded("embed-all", request, outputs)[0].tolist() == rows.tolist()
@@ -384,7 +379,7 @@ def test_details_pair_the_tokens_that_are_most_alike() -> None:
     sentence = np.array([[1, 0], [0, 2], [2, 0.5], [1, 0]], np.float32)
     outputs = vectors([1, 0, 0, 0], [1, 0, 0, 0])
     for output, rows in zip(outputs, (source, sentence), strict=True):
-        output["token_embedding"] = TokenEmbeddingResult(rows)
+        output["token_embedding"] = ArrayResult(rows)
     [result] = decoded("similarity", request, outputs)
     length = math.hypot(2, 0.5)
     assert result.score == pytest.approx(1)
@@ -402,8 +397,8 @@ def test_details_are_the_ten_best_pairs_at_most() -> None:
     text = SimilarityInputs(source_sentence="a b c d e f g h i j k l", sentences=["a"])
     request = prepared("similarity", text, model, details=True)
     outputs = vectors([1, 0, 0, 0], [1, 0, 0, 0])
-    outputs[0]["token_embedding"] = TokenEmbeddingResult(np.ones((14, 2), np.float32))
-    outputs[1]["token_embedding"] = TokenEmbeddingResult(np.ones((3, 2), np.float32))
+    outputs[0]["token_embedding"] = ArrayResult(np.ones((14, 2), np.float32))
+    outputs[1]["token_embedding"] = ArrayResult(np.ones((3, 2), np.float32))
     [result] = decoded("similarity", request, outputs, model)
     assert len(result.pairs) == 10
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from cloze.model_store import Bundle
-from cloze.model_store.heads.token_classification import TokenClassificationResult
+from cloze.model_store.heads import ArrayResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import TaskContext
 from cloze.service.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def groups(
     request = prepared("token-classification", text, model, aggregation_strategy=strategy)
     [encoding] = request.encodings
     assert len(encoding) == len(rows) + 2
-    result = TokenClassificationResult(np.stack([OUT, *rows, OUT]))
+    result = ArrayResult(np.stack([OUT, *rows, OUT]))
     [entities] = decoded("token-classification", request, [{"token_classification": result}], model)
     return [(e.entity_group, e.word, e.end) for e in entities]
 
@@ -86,8 +86,7 @@ def test_each_text_has_the_entities_of_its_windows() -> None:
     assert request.truncated == 0
     rows = ([OUT] * 9 + [LOC], [OUT, LOC, OUT, BEGIN], [IN])
     outputs = [
-        {"token_classification": TokenClassificationResult(np.stack([OUT, *window, OUT]))}
-        for window in rows
+        {"token_classification": ArrayResult(np.stack([OUT, *window, OUT]))} for window in rows
     ]
     first, second = decoded("token-classification", request, outputs)
     assert [(e.entity_group, e.word) for e in first] == [("LOC", "j"), ("PER", "l")]
@@ -118,7 +117,7 @@ def test_an_entity_of_equal_length_and_score_stays() -> None:
     request = prepared("token-classification", text, CONTEXT, stride=4)
     first, second = [OUT] * 6 + [LOC, LOC] + [OUT] * 2, [OUT, LOC, LOC, OUT, OUT]
     outputs = [
-        {"token_classification": TokenClassificationResult(np.stack([OUT, *window, OUT]))}
+        {"token_classification": ArrayResult(np.stack([OUT, *window, OUT]))}
         for window in (first, second)
     ]
     [found] = decoded("token-classification", request, outputs)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.model_store.heads.span import SpanResult
+from cloze.model_store.heads import ArrayResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
@@ -62,7 +62,7 @@ def test_each_question_gets_the_answer_of_its_windows() -> None:
     logits = np.full((7, 2), -9, np.float32)
     first, second = logits.copy(), logits.copy()
     first[5] = second[4] = 5
-    outputs = [{"span": SpanResult(rows)} for rows in (first, second)]
+    outputs = [{"span": ArrayResult(rows)} for rows in (first, second)]
     answers = decoded("qa", request, outputs)
     assert [a.answer for a in answers] == ["b", "c"]
     one = prepared("qa", pair("a b"), max_answer_len=1)

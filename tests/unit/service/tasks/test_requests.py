@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceResult
-from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import Candidates, Pair
@@ -134,14 +131,14 @@ def test_spans_of_a_text_that_is_cut() -> None:
         prepared("embed", LONG, spans=[(0, 1), (16, 17)])
     kept = prepared("embed", LONG, spans=[(20, 21)], truncation_direction="left", normalize=False)
     rows = np.arange(10, dtype=np.float32)[:, None]
-    [vector] = decoded("embed", kept, [{"token_embedding": TokenEmbeddingResult(rows)}])
+    [vector] = decoded("embed", kept, [{"token_embedding": ArrayResult(rows)}])
     assert vector.tolist() == [8]
 
 
 def test_spans_are_scaled_or_cut_as_whole_vectors_are() -> None:
     request = prepared("embed", "the", spans=[(0, 3)], dimensions=2)
     rows = np.array([[9, 9, 9, 9], [3, 4, 5, 6], [9, 9, 9, 9]], np.float32)
-    outputs = [{"token_embedding": TokenEmbeddingResult(rows)}]
+    outputs = [{"token_embedding": ArrayResult(rows)}]
     np.testing.assert_allclose(decoded("embed", request, outputs), [[0.6, 0.8]], rtol=1e-6)
 
 
@@ -231,7 +228,7 @@ def test_scores_of_windows_are_per_text() -> None:
     )
     name = "sequence_classification"
     rows = [[2, 0, 0, 0], [4, 0, 0, 0], [5, 0, 0, 0], [6, 0, 0, 0], [8, 0, 0, 0]]
-    outputs = [{name: SequenceClassificationResult(np.array(row, np.float32))} for row in rows]
+    outputs = [{name: ArrayResult(np.array(row, np.float32))} for row in rows]
     results = decoded("text-classification", request, outputs)
     assert [labels[0].score for labels in results] == [3, 5, 7]
     plain = prepared("text-classification", ["a", "b"], function_to_apply="none")
@@ -243,7 +240,7 @@ def test_the_scores_of_each_text_add_up_to_one() -> None:
     name = "sequence_classification"
     request = prepared("text-classification", ["a", "b"])
     rows = np.array([[1, 2, 3, 4], [9, 0, 0, 0]], np.float32)
-    outputs = [{name: SequenceClassificationResult(row)} for row in rows]
+    outputs = [{name: ArrayResult(row)} for row in rows]
     for labels, row in zip(decoded("text-classification", request, outputs), rows, strict=True):
         assert sum(label.score for label in labels) == pytest.approx(1)
         assert labels[0].score == pytest.approx(np.exp(row.max()) / np.exp(row).sum())
@@ -253,7 +250,7 @@ def test_vectors_of_windows_are_per_text() -> None:
     request = prepared("embed", [LONG, "a"], long_text="window", normalize=False)
     assert list(map(len, request.encodings)) == [10, 7, 3]
     rows = ([17, 0, 0, 0], [0, 17, 0, 0], [1, 2, 3, 4])
-    outputs = [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
+    outputs = [{"embedding": ArrayResult(np.array(row, np.float32))} for row in rows]
     np.testing.assert_allclose(
         decoded("embed", request, outputs), [[10, 7, 0, 0], [1, 2, 3, 4]], rtol=1e-6
     )
@@ -286,7 +283,7 @@ def test_each_pair_has_its_texts_even_if_they_repeat() -> None:
         "[CLS] b [SEP] a [SEP]",
     ]
     rows = ([1, 0], [0, 1], [3, 0])
-    outputs = [{"next_sentence": NextSentenceResult(np.array(r, np.float32))} for r in rows]
+    outputs = [{"next_sentence": ArrayResult(np.array(r, np.float32))} for r in rows]
     assert [labels[0].score > 0.5 for labels in decoded("nsp", request, outputs)] == [
         True, False, True,
     ]  # fmt: skip
@@ -294,7 +291,7 @@ def test_each_pair_has_its_texts_even_if_they_repeat() -> None:
 
 def test_candidates_of_equal_score_keep_their_order() -> None:
     request = prepared("nsp", Candidates(text="a", candidates=["b", "c"]))
-    outputs = [{"next_sentence": NextSentenceResult(np.zeros(2, np.float32))}] * 2
+    outputs = [{"next_sentence": ArrayResult(np.zeros(2, np.float32))}] * 2
     assert [one.index for one in decoded("nsp", request, outputs)] == [0, 1]
 
 

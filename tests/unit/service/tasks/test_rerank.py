@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.model_store.heads.embedding import EmbeddingResult
-from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
+from cloze.model_store.heads import ArrayResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
@@ -36,7 +35,7 @@ def asked(
 
 def logits(*values: float) -> list[dict[str, Any]]:
     name = "sequence_classification"
-    return [{name: SequenceClassificationResult(np.array([v], np.float32))} for v in values]
+    return [{name: ArrayResult(np.array([v], np.float32))} for v in values]
 
 
 def test_the_task_is_named_as_its_route() -> None:
@@ -64,7 +63,7 @@ def test_any_other_model_ranks_by_the_similarity_of_embeddings(model: TaskContex
     request = asked(["a", "b"], model)
     assert tokens(request) == ["[CLS] the door [SEP]", "[CLS] a [SEP]", "[CLS] b [SEP]"]
     rows = ([2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 0, 0])
-    outputs = [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
+    outputs = [{"embedding": ArrayResult(np.array(row, np.float32))} for row in rows]
     ranking = rerank.decode(request.state, outputs, model)
     assert ranking.by == "similarity"
     assert [(r.index, r.score) for r in ranking.ranks] == [

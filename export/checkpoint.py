@@ -24,7 +24,7 @@ from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
-from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
+from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
@@ -74,6 +74,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     family, config, settings = _read_config(folder)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
+    if recipe is not None and recipe.lowercase:
+        tokenizer = lower_cased(tokenizer)
     _check_vocabulary(tokenizer, config)
 
     model, notes = load_model(read_tensors(weights), family, config, settings)

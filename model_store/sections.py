@@ -163,6 +163,9 @@ class Embedding(Frozen):
 
     dimensions: Width
     pooling: Pooling
+    further_poolings: tuple[Pooling, ...] = Field(
+        (), description="poolings whose vectors follow that of the first one, in this order"
+    )
     normalize: bool = Field(
         description="whether embeddings have length 1 unless the request says otherwise"
     )

@@ -126,7 +126,7 @@ def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
     """Write the files that `embedding_recipe.read_recipe` and sentence-transformers read."""
-    assert not embedding.projections, "a model does not hold the weights of dense layers"
+    assert not embedding.steps, "a model does not hold the weights of dense layers"
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
     if embedding.normalize:
         modules["2_Normalize"] = "Normalize"

@@ -61,8 +61,8 @@ def projected(pooling: Pooling = Pooling.MEAN) -> EmbeddingRecipe:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) / 4
 
-    first = Projection(drawn(12, 16), drawn(12), tanh=True)
-    return EmbeddingRecipe(pooling, (first, Projection(drawn(10, 12), None, tanh=False)))
+    first = Projection(drawn(12, 16), drawn(12), "Tanh")
+    return EmbeddingRecipe(pooling, (first, Projection(drawn(10, 12), None)))
 
 
 def checkpoint(made: Model, recipe: EmbeddingRecipe) -> Any:

@@ -176,6 +176,11 @@ class Embedding(Frozen):
         None, description="whether layers follow the pooling; null in bundles that do not say so"
     )
 
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """All poolings, in the order of their vectors."""
+        return (self.pooling, *self.further_poolings)
+
     @model_validator(mode="after")
     def _default_is_known(self) -> Self:
         if self.default_prompt is not None and self.default_prompt not in self.prompts:

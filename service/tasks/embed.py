@@ -178,9 +178,8 @@ def _encode_spans(
     if parameters.rule().choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
-    poolings = (recipe.pooling, *recipe.further_poolings)
-    if poolings != (Pooling.MEAN,):
-        shown = " + ".join(poolings)
+    if recipe.poolings != (Pooling.MEAN,):
+        shown = " + ".join(recipe.poolings)
         raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {shown}")
     _check_no_projection(manifest, "spans")
     if not isinstance(text, str):

@@ -363,7 +363,7 @@ def test_a_vocabulary_file_of_mpnet_has_four_special_tokens_in_a_pair(tmp_path: 
     theirs = transformers.MPNetTokenizer.from_pretrained(tmp_path)
     for texts in (
         ("The harbour was quiet.",),
-        ("Where is the BANK?", "Caf\u00e9 zzz"),
+        ("Where is the BANK?", "Z\u00fcrich zzz"),
         ("a <mask>.",),
     ):
         assert ours.tokenizer.encode(*texts).ids == theirs(*texts).input_ids, texts

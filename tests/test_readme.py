@@ -51,5 +51,5 @@ def test_every_command_it_names_exists() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
     for target in re.findall(r"^    make (\S+)$", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-    for link in re.findall(r"\]\((docs/[^)]+)\)", README):
+    for link in re.findall(r"\]\((docs/[^)#]+)", README):
         assert (Path(__file__).parents[1] / link).exists(), link

@@ -266,6 +266,10 @@ class Service:
         self._metrics.begin()
         self._add_series(self.snapshot)
 
+    def announce_drain(self) -> None:
+        """Fail readiness and refuse reloads; requests are still admitted until `drain`."""
+        self.draining = True
+
     def drain(self) -> None:
         """Stop admitting requests; accepted requests are still answered."""
         self.draining = True

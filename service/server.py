@@ -186,7 +186,9 @@ class _Server(uvicorn.Server):
     ) -> None:
         self._service = service
         self._retire_on, self._before_accepting = retire_on, before_accepting
+        self._drain_s = settings.drain_s
         self._grace_s = settings.shutdown_grace_ms / 1000
+        self._drain_timer: asyncio.TimerHandle | None = None
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
             settings.idle_timeout_ms / 1000,
@@ -251,11 +253,33 @@ class _Server(uvicorn.Server):
         self._retiring = True
         for acceptor in self._acceptors:
             acceptor.close()
-        self.config.encoded_headers.append((b"connection", b"close"))  # uvicorn closes by it
+        self._table.ends_after_answer = True
         count = len(self.server_state.connections)
         log.info("other processes accept connections; this one finishes its %d", count)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain; if SIGTERM asks for it, fail readiness and serve on for `Settings.drain_s` first.
+
+        Whoever sends SIGTERM twice, as a service manager to all processes of a group, changes
+        nothing. SIGINT ends the wait.
+        """
+        if sig == signal.SIGTERM and self._drain_s and not self._retiring:
+            if self._drain_timer is None:
+                self._announce_drain()
+            return
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+        self._drain(sig, frame)
+
+    def _announce_drain(self) -> None:
+        """Let balancers send their requests elsewhere, and drain later."""
+        log.info("readiness fails; requests are served for another %g s", self._drain_s)
+        self._service.announce_drain()
+        self._table.ends_after_answer = True
+        loop = asyncio.get_running_loop()
+        self._drain_timer = loop.call_later(self._drain_s, self._drain, signal.SIGTERM, None)
+
+    def _drain(self, sig: int, frame: FrameType | None) -> None:
         """Stop admitting requests, and fail accepted requests after the grace period."""
         super().handle_exit(sig, frame)
         log.info("draining: finishing accepted requests, for at most %.0f s", self._grace_s)

@@ -62,13 +62,14 @@ class ConnectionTable:
     Attributes:
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
+        ends_after_answer: whether each connection ends with its next answer, which says so.
         closed_count: number of connections that have closed; the owner may reset it.
         idle: the connections without a request; the one that is idle for longest is first.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.is_draining = False
+        self.is_draining = self.ends_after_answer = False
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()

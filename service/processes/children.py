@@ -214,6 +214,11 @@ class Child:
         self.close_reports()
         self.process.kill()
 
+    def terminate(self) -> None:
+        """Ask the process to end, if it runs."""
+        if self.process is not None:
+            self.process.terminate()
+
     def note_end(self, code: int, folder: Path) -> None:
         """Note that the process has ended, and when the next one starts."""
         self.close_reports()
@@ -303,7 +308,9 @@ class Generation:
 
     def end(self) -> None:
         """End all processes, and accept no further front end."""
-        end_all(self.front_ends, self.settings.shutdown_grace_ms / 1000 + _END_GRACE_S)
+        settings = self.settings
+        drain_s = settings.drain_s + settings.shutdown_grace_ms / 1000
+        end_all(self.front_ends, drain_s + _END_GRACE_S)
         end_all(self.engines, _END_GRACE_S)
         self._close()
 

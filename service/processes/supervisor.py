@@ -150,6 +150,9 @@ class Supervisor:
         finally:
             # Clients would go on to queue for a server that ends.
             self._listener.close()
+            # The front ends of all generations drain at the same time.
+            for child in (child for each in self._generations for child in each.front_ends):
+                child.terminate()
             for generation in self._generations:
                 generation.end()
 
@@ -206,6 +209,7 @@ class Supervisor:
                 if self._stopping:
                     raise StartupError("the server is shutting down")
         except (StartupError, OSError):
+            later.retire()  # without `Settings.drain_s`: the old processes accept connections
             later.end()
             self._forget(later)
             raise

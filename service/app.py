@@ -261,7 +261,7 @@ class Service:
         if self.reopens:
             self._metrics.queues = lambda: self.snapshot.queues()
         if (keys := self._callers.keys) is not None:
-            self._metrics.keys_readable = lambda: keys.is_readable
+            self._metrics.keys_readable = lambda: not keys.file.problem
         self._metrics.certificate_end = lambda: self.certificate.end
         self._metrics.begin()
         self._add_series(self.snapshot)
@@ -301,6 +301,12 @@ class Service:
         """Return why the process should be restarted; None if it should not."""
         error = self.unready() if self.reopens else None
         return error if isinstance(error, EngineDead) else None
+
+    def look_at_files(self) -> None:
+        """Use the keys and the certificate of now if their files have changed."""
+        self.certificate.files.look()
+        if self._callers.keys is not None:
+            self._callers.keys.file.look()
 
     # ---- reload ---------------------------------------------------------------------------------
 
@@ -362,7 +368,7 @@ class Service:
         try:
             if self.draining:
                 raise ShuttingDown("the server is shutting down")
-            self.certificate.use()
+            self.certificate.files.read()
         except BaseException:
             await asyncio.to_thread(new.close_unused, old)
             raise
@@ -380,7 +386,7 @@ class Service:
         try:
             snapshot = self._make_snapshot(models)
             if self._callers.keys is not None:
-                self._callers.keys.reload()  # last, since the keys are replaced at once
+                self._callers.keys.file.read()  # last, since the keys are replaced at once
         except BaseException:
             close_models(model for model in models if all(model is not other for other in running))
             raise

@@ -47,6 +47,9 @@ With Python's values and 4,000 busy connections, full collections take 150 ms ea
 _COLLECT_AFTER_CLOSED = 256
 """Number of closed connections after which an idle server collects their reference cycles."""
 
+_TICKS_PER_LOOK = 10
+"""uvicorn's ticks, of 0.1 s, between looks at the files of keys and certificate."""
+
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
 
@@ -118,7 +121,7 @@ def answer_http(
         StartupError: the certificate or its key cannot be read.
     """
     _make_collections_rare()
-    service.certificate.use()
+    service.certificate.files.read()
     most = _connection_limit(settings.max_connections)
     server = _Server(service, settings, most, retire_on, before_accepting)
 
@@ -220,7 +223,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
         await super().startup(sockets=[])
-        service = self._service
+        service, certificate = self._service, self._service.certificate
 
         def make_protocol(*, is_admin: bool) -> asyncio.Protocol:
             return ServerProtocol(
@@ -236,7 +239,8 @@ class _Server(uvicorn.Server):
         for listener in sockets or []:
             is_admin = listener.family == socket.AF_UNIX
             make = partial(make_protocol, is_admin=is_admin)
-            tls = None if is_admin else service.certificate.context
+            has_tls = not is_admin and certificate.context is not None
+            tls = (lambda: certificate.context) if has_tls else None
             self._acceptors.append(Acceptor(listener, make, tls, self._probes))
         loop = asyncio.get_running_loop()
         if service.reopens:
@@ -300,6 +304,8 @@ class _Server(uvicorn.Server):
             return True
         if self._retiring and not self.server_state.connections:
             return all(not acceptor.is_opening for acceptor in self._acceptors)
+        if counter % _TICKS_PER_LOOK == 0:
+            self._service.look_at_files()
         if self._table.closed_count >= _COLLECT_AFTER_CLOSED and not self.server_state.tasks:
             self._table.closed_count = 0
             gc.collect()

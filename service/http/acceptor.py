@@ -177,7 +177,7 @@ class Acceptor:
     Args:
         listener: a socket that listens.
         make_protocol: returns the protocol of a connection.
-        tls: the certificate of the server; None: no TLS.
+        tls: returns the certificate for a connection that opens now; None: no TLS.
         probes: answers probes that have arrived with their connection; not used with TLS.
     """
 
@@ -185,7 +185,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        tls: SSLContext | None,
+        tls: Callable[[], SSLContext | None] | None,
         probes: Probes,
     ) -> None:
         self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
@@ -225,7 +225,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 self._make_protocol,
                 connection,
-                ssl=self._tls,
+                ssl=self._tls() if self._tls else None,
                 ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
                 ssl_shutdown_timeout=_TLS_CLOSE_S if self._tls else None,
             )

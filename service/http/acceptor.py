@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Final
 
 from cloze.service.http.memory_limit import Reader
 from cloze.service.http.record import is_accepted, is_address
+from cloze.service.logs import LineLimit
 
 log = logging.getLogger("cloze")
 
@@ -69,6 +71,7 @@ class ConnectionTable:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self._refusals = LineLimit()
         self.is_draining = self.ends_after_answer = False
         self.closed_count = 0
         self._open = 0
@@ -76,7 +79,19 @@ class ConnectionTable:
         self.idle: dict[Reader, None] = {}
 
     def opened(self, connection: Reader) -> str | None:
-        """Count a new connection, which may end an idle one; return why it is refused, or None."""
+        """Count a new connection, which may end an idle one; return why it is refused, or None.
+
+        The log has a few refusals per second.
+        """
+        reason = self._refusal(connection)
+        if reason is not None:
+            left_out = self._refusals.left_out("connection", time.monotonic())
+            if left_out is not None:
+                others = f"; {left_out} others have no line" if left_out else ""
+                log.warning("a connection was refused: %s%s", reason, others)
+        return reason
+
+    def _refusal(self, connection: Reader) -> str | None:
         self._open += 1
         address = connection.address
         self._by_address[address] += 1

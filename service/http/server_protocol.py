@@ -153,7 +153,6 @@ class ServerProtocol(HttpToolsProtocol):
         self.flow = _Flow(self)
         self.address = self.client[0] if self.client else ""
         if (reason := self._table.opened(self)) is not None:
-            log.warning("a connection was refused: %s", reason)
             self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
             return
         if self._table.is_draining:

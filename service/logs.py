@@ -259,12 +259,11 @@ class AccessLog:
             record.route in self._quiet or (self._share < 1 and random.random() >= self._share)
         ):
             return
-        left_out = 0
+        left_out: int | None = 0
         if record.status in _REFUSALS:
-            kind = record.rejection or record.status
-            if (left_out := self._refusals.left_out(kind, record.time)) is None:
-                return
-        self._waiting.append((record, left_out))
+            left_out = self._refusals.left_out(record.rejection or record.status, record.time)
+        if left_out is not None:
+            self._waiting.append((record, left_out))
 
     def flush(self, wait_s: float) -> None:
         """Write the lines of all records; see `LineWriter.flush`."""

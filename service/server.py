@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import errno
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import uvicorn
 import uvloop
 
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
+from cloze.service.core import first_line
 from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
 from cloze.service.http.record import OF_ADMIN_SOCKET, accepted_hosts
 from cloze.service.http.server_protocol import ServerProtocol
@@ -50,6 +52,9 @@ _COLLECT_AFTER_CLOSED = 256
 _TICKS_PER_LOOK = 10
 """uvicorn's ticks, of 0.1 s, between looks at the files of keys and certificate."""
 
+_SIGNS_OF_LITTLE_MEMORY = ("std::bad_alloc", "can't start new thread", "MemoryError")
+"""Parts of errors of onnxruntime and of Python, which have no type of their own."""
+
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
 
@@ -71,6 +76,20 @@ def warn_of_unknown_variables() -> None:
     """Log a warning for each ``CLOZE_`` environment variable that is not a setting."""
     for name in unknown_variables():
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
+
+
+def memory_problem(error: Exception) -> str | None:
+    """Return a line that says what to do if a start lacked memory or threads; None if not."""
+    reason = first_line(error)
+    is_short = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
+    if not (is_short or any(sign in reason for sign in _SIGNS_OF_LITTLE_MEMORY)):
+        return None
+    return (
+        f"there is not enough memory to start ({reason}); raise the limit of memory (ulimit -v, "
+        "or the container's) or of processes (ulimit -u), or serve fewer models by --model"
+    )
 
 
 def serve_in_one_process(

@@ -120,8 +120,11 @@ def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
     write_as(config.name)
     try:
         uvloop.run(serve(config))
-    except StartupError as error:
-        sys.stderr.write(f"cloze: {error}\n")
+    except Exception as error:
+        problem = server.memory_problem(error)
+        if problem is None and not isinstance(error, StartupError):
+            raise
+        sys.stderr.write(f"cloze: {problem or error}\n")
         return 2
     return 0
 

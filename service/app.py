@@ -48,6 +48,7 @@ from cloze.service.served_models import (
     LocalModels,
     ServedModel,
     close_models,
+    kept_reasons,
     open_bundles,
 )
 from cloze.service.settings import Settings
@@ -351,7 +352,7 @@ class Service:
         self.snapshot = new
         if not old.running:
             self._keep(self._end(old))
-        changes = Changes.between(old.by_name, new.by_name)
+        changes = Changes.between(old.by_name, new.by_name, kept_reasons(self._settings))
         self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", changes)
         return changes

@@ -49,6 +49,10 @@ _JSON_MESSAGES = {
 """Errors in the terms of JSON, where pydantic's message has those of Python."""
 
 
+_WRONG_TYPES = {*_JSON_MESSAGES, "string_type", "int_type"}
+"""Errors of a value that does not have the type at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """The limits of a body.
@@ -107,8 +111,8 @@ def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
 def _describe(problems: Sequence[Any], value: Any, at: Location, model: type[BaseModel]) -> str:
     """Return the message for validation errors, without the values that the client sent.
 
-    If a field accepts several types, the message lists up to four errors of the first field: those
-    of the types that fit best, whose errors are deepest in the value.
+    If a field accepts several types, the message lists up to four errors of the first field,
+    without the types that the value does not have at all if another one fits better.
     """
     placed = [
         (_place(problem, value), problem)
@@ -118,7 +122,7 @@ def _describe(problems: Sequence[Any], value: Any, at: Location, model: type[Bas
     deepest = max(len(place) for place, _ in placed)
     lines: dict[str, None] = {}
     for place, problem in placed:
-        if len(place) == deepest:
+        if len(place) == deepest or problem["type"] not in _WRONG_TYPES:
             parts = [str(part)[:_LONGEST_NAME] for part in at.below(*place)]
             if problem["type"] == "extra_forbidden":
                 message = _no_such_field(parts, at, model)
@@ -140,7 +144,7 @@ def _no_such_field(parts: Sequence[str], at: Location, model: type[BaseModel]) -
         return "there is no such field"
     path = by_name[near[0]]
     shown = near[0] if list(path[:-1]) == above else str(path)
-    return f"there is no such field; the nearest is {shown}"
+    return f"there is no such field (the nearest: {shown})"
 
 
 @cache

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -324,9 +324,10 @@ class Generation:
             child.listeners[0].close()
             path.unlink(missing_ok=True)
 
-    def changes(self, later: "Generation") -> Changes:
-        """Return how the models of a later generation differ."""
-        return Changes.between(*({m.reference: m for m in g.manifests} for g in (self, later)))
+    def changes(self, later: "Generation", reasons: Mapping[str, str]) -> Changes:
+        """Return how the models of a later generation differ; see `Changes`."""
+        before, after = ({m.reference: m for m in g.manifests} for g in (self, later))
+        return Changes.between(before, after, reasons)
 
 
 def make_generation(

@@ -38,7 +38,7 @@ from cloze.service.processes.children import (
     Generation,
     make_generation,
 )
-from cloze.service.served_models import open_bundles
+from cloze.service.served_models import kept_reasons, open_bundles
 from cloze.service.settings import Settings
 from cloze.service.sockets import bind, listen, listening_on_admin_socket
 
@@ -188,7 +188,7 @@ class Supervisor:
             self._metrics.reloads[False].inc()
             log.error("%s", report.error)
             return
-        report.changes = earlier.changes(self._serving)
+        report.changes = earlier.changes(self._serving, kept_reasons(self._settings))
         report.write(self._folder)
         self._metrics.reloads[True].inc()
         log.info("reloaded: %s", report.changes)

@@ -30,9 +30,9 @@ class Body(WireModel):
         ({"inputs": {"count": "a"}}, "inputs.count: Input should be a valid integer"),
         (
             {"parameters": {"cuont": 1}},
-            "parameters.cuont: there is no such field; the nearest is count",
+            "parameters.cuont: there is no such field (the nearest: count)",
         ),
-        ({"counts": 1}, "counts: there is no such field; the nearest is parameters.count"),
+        ({"counts": 1}, "counts: there is no such field (the nearest: inputs.count)"),
         ([], "the body: Input should be an object"),
     ],
 )

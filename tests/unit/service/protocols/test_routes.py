@@ -274,7 +274,8 @@ def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) 
         assert dispatched(one, "a", parameters={}) == {"label", "score"}
         assert refused(one.post("/", {"inputs": "[MASK]"})) == (
             424,
-            "no served model can do embed",
+            "no served model can do embed; export one from a checkpoint that has the head: "
+            "cloze export CHECKPOINT --name NAME --task embed, and then cloze serve",
         )
     with Service(tmp_path, [EMBEDDER]) as neither:
         assert (

@@ -278,7 +278,7 @@ class AccessLog:
             self.flush(_WRITE_EVERY_S)
 
 
-def _line(form: LogFormat, record: AccessRecord, left_out: int) -> str:
+def _line(form: LogFormat, record: AccessRecord, left_out: int = 0) -> str:
     """Return the line of a request, with its line end.
 
     Args:

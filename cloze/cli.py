@@ -265,7 +265,7 @@ def serve(**flags: Any) -> None:
     """
     try:
         from cloze.service.core import StartupError
-        from cloze.service.server import serve_in_one_process
+        from cloze.service.server import memory_problem, serve_in_one_process
         from cloze.service.settings import load_settings
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}, which is not installed", code=2)
@@ -278,5 +278,9 @@ def serve(**flags: Any) -> None:
 
             sys.exit(supervise(settings))
         sys.exit(serve_in_one_process(settings))
-    except (StartupError, SourceError) as error:
+    except Exception as error:
+        if (problem := memory_problem(error)) is not None:
+            fail(problem, code=2)
+        if not isinstance(error, StartupError | SourceError):
+            raise
         fail(str(error), code=2)

@@ -87,17 +87,21 @@ def list_keys(as_json: bool, path: Path) -> None:
 @click.argument("name")
 @_file_option
 def remove(name: str, path: Path) -> None:
-    """Remove the key called NAME."""
+    """Remove the key called NAME. A file without keys then says that nobody shall have one."""
     entries = _read(path)
     if name not in entries:
         fail(f"{path} has no key called {name}")
     _write(path, {other: entry for other, entry in entries.items() if other != name})
     click.echo(f"removed {name}")
+    if len(entries) == 1:
+        click.echo("no key is left: a server with this file refuses everybody", err=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the tables of the file, by the name of the key."""
     try:
-        return tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text())
+        return {name: value for name, value in values.items() if isinstance(value, dict)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -106,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, entries: dict[str, Any]) -> None:
     """Replace the file by one rename; a new file is readable by its owner only."""
-    lines = []
+    lines = [] if entries else ["no_keys = true", ""]
     for name, entry in entries.items():
         lines.append(f"[{name}]")
         lines += [f"{field} = {json.dumps(value)}" for field, value in entry.items()]

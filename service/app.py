@@ -48,6 +48,7 @@ from cloze.service.served_models import (
     LocalModels,
     ServedModel,
     close_models,
+    kept_reasons,
     open_bundles,
 )
 from cloze.service.settings import Settings
@@ -261,10 +262,14 @@ class Service:
         if self.reopens:
             self._metrics.queues = lambda: self.snapshot.queues()
         if (keys := self._callers.keys) is not None:
-            self._metrics.keys_readable = lambda: keys.is_readable
+            self._metrics.keys_readable = lambda: not keys.file.problem
         self._metrics.certificate_end = lambda: self.certificate.end
         self._metrics.begin()
         self._add_series(self.snapshot)
+
+    def announce_drain(self) -> None:
+        """Fail readiness and refuse reloads; requests are still admitted until `drain`."""
+        self.draining = True
 
     def drain(self) -> None:
         """Stop admitting requests; accepted requests are still answered."""
@@ -297,6 +302,12 @@ class Service:
         """Return why the process should be restarted; None if it should not."""
         error = self.unready() if self.reopens else None
         return error if isinstance(error, EngineDead) else None
+
+    def look_at_files(self) -> None:
+        """Use the keys and the certificate of now if their files have changed."""
+        self.certificate.files.look()
+        if self._callers.keys is not None:
+            self._callers.keys.file.look()
 
     # ---- reload ---------------------------------------------------------------------------------
 
@@ -341,7 +352,7 @@ class Service:
         self.snapshot = new
         if not old.running:
             self._keep(self._end(old))
-        changes = Changes.between(old.by_name, new.by_name)
+        changes = Changes.between(old.by_name, new.by_name, kept_reasons(self._settings))
         self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", changes)
         return changes
@@ -358,7 +369,7 @@ class Service:
         try:
             if self.draining:
                 raise ShuttingDown("the server is shutting down")
-            self.certificate.use()
+            self.certificate.files.read()
         except BaseException:
             await asyncio.to_thread(new.close_unused, old)
             raise
@@ -376,7 +387,7 @@ class Service:
         try:
             snapshot = self._make_snapshot(models)
             if self._callers.keys is not None:
-                self._callers.keys.reload()  # last, since the keys are replaced at once
+                self._callers.keys.file.read()  # last, since the keys are replaced at once
         except BaseException:
             close_models(model for model in models if all(model is not other for other in running))
             raise

@@ -6,7 +6,7 @@ the client's: a retry of the same request fails again. `StartupError` ends the s
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
@@ -162,23 +162,36 @@ class Changes:
     """What a reload changed: full names of models.
 
     A bundle that was replaced under the same version was added and removed.
+
+    Attributes:
+        reasons: why a model was kept although the store has a newer version.
     """
 
     added: list[str]
     removed: list[str]
     kept: list[str]
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def between(cls, before: Mapping[str, object], after: Mapping[str, object]) -> Self:
+    def between(
+        cls, before: Mapping[str, object], after: Mapping[str, object], reasons: Mapping[str, str]
+    ) -> Self:
         """Return how what is served differs, by full name; what is equal stays as it was."""
         return cls(
             added=[name for name, model in after.items() if before.get(name) != model],
             removed=[name for name, model in before.items() if after.get(name) != model],
             kept=[name for name, model in after.items() if before.get(name) == model],
+            reasons={
+                name: reason
+                for name, reason in reasons.items()
+                if name in before and before[name] == after.get(name)
+            },
         )
 
     def __str__(self) -> str:
-        lists = {"added": self.added, "removed": self.removed, "kept": self.kept}
+        why = {name: f"{name} ({reason})" for name, reason in self.reasons.items()}
+        kept = [why.get(name, name) for name in self.kept]
+        lists = {"added": self.added, "removed": self.removed, "kept": kept}
         return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
 
 

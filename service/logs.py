@@ -12,7 +12,8 @@ import select
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Hashable
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,12 @@ _LAST_WAIT_S = 1.0
 
 _WRITE_EVERY_S = 0.1
 """Time between writes of the access log."""
+
+_REFUSALS = frozenset({401, 403, 429})
+"""Statuses that cost the server nothing, so that a client may cause thousands per second."""
+
+_MOST_REFUSALS = 10
+"""Most lines per second for refusals of one kind."""
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -185,13 +192,39 @@ class AccessRecord(NamedTuple):
     rejection: Rejection | None = None
 
 
+class LineLimit:
+    """Lets `_MOST_REFUSALS` lines per second and kind through, and counts the others."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._counts: Counter[Hashable] = Counter()  # of this second
+        self._left_out: Counter[Hashable] = Counter()
+
+    def left_out(self, kind: Hashable, now: float) -> int | None:
+        """Return how many lines of the kind were left out before this one; None: leave it out.
+
+        Args:
+            kind: one of few.
+            now: time in seconds.
+        """
+        if int(now) != self._second:
+            self._second = int(now)
+            self._counts.clear()
+        if self._counts[kind] >= _MOST_REFUSALS:
+            self._left_out[kind] += 1
+            return None
+        self._counts[kind] += 1
+        return self._left_out.pop(kind, 0)
+
+
 class AccessLog:
     """Writes the lines of one process.
 
     Args:
         form: the format of a line.
         level: the lowest level of a line.
-        share: the share of the results to log, in [0, 1]; errors are always logged.
+        share: the share of the results to log, in [0, 1]; all errors are logged, except many
+            refusals per second.
         quiet_routes: routes of probes and scrapes, whose results are logged only at debug.
         writer: writes the lines.
     """
@@ -209,7 +242,8 @@ class AccessLog:
         logged_from = {logging.DEBUG: 0, logging.INFO: 0, logging.WARNING: 400}
         self._lowest_status = logged_from.get(level, 500)
         self._quiet = quiet_routes if level > logging.DEBUG else frozenset()
-        self._waiting: deque[AccessRecord] = deque()
+        self._waiting: deque[tuple[AccessRecord, int]] = deque()
+        self._refusals = LineLimit()
         self._formatting = threading.Lock()
 
     def begin(self) -> None:
@@ -225,13 +259,17 @@ class AccessLog:
             record.route in self._quiet or (self._share < 1 and random.random() >= self._share)
         ):
             return
-        self._waiting.append(record)
+        left_out: int | None = 0
+        if record.status in _REFUSALS:
+            left_out = self._refusals.left_out(record.rejection or record.status, record.time)
+        if left_out is not None:
+            self._waiting.append((record, left_out))
 
     def flush(self, wait_s: float) -> None:
         """Write the lines of all records; see `LineWriter.flush`."""
         with self._formatting:
             while self._waiting:
-                self._writer.add(_line(self._form, self._waiting.popleft()))
+                self._writer.add(_line(self._form, *self._waiting.popleft()))
         self._writer.flush(wait_s)
 
     def _write_often(self) -> None:
@@ -240,8 +278,12 @@ class AccessLog:
             self.flush(_WRITE_EVERY_S)
 
 
-def _line(form: LogFormat, record: AccessRecord) -> str:
-    """Return the line of a request, with its line end."""
+def _line(form: LogFormat, record: AccessRecord, left_out: int = 0) -> str:
+    """Return the line of a request, with its line end.
+
+    Args:
+        left_out: the number of refusals of its kind since the last one with a line.
+    """
     status, cost = record.status, record.cost
     level = "INFO" if status < 400 else "WARNING" if status < 500 else "ERROR"
     ms = {"total": record.seconds}
@@ -256,6 +298,8 @@ def _line(form: LogFormat, record: AccessRecord) -> str:
         fields |= {"texts": cost.texts, "tokens": cost.tokens}
     if record.error:
         fields["error"] = record.error
+    if left_out:
+        fields["left_out"] = left_out
     if form == "json":
         values = {
             "time": _iso_time(record.time),

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
+from cloze.model_store.heads import HEADS
 from cloze.service.abandonment import run_on_thread
 from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.fair_queue import LineKey
@@ -315,7 +316,11 @@ class Models:
         serving = self.serving(task) if serving is None else serving
         if name is None:
             if not serving:
-                raise WrongTask(f"no served model can do {task.name}")
+                wanted = "".join(f" --task {HEADS[head].task}" for head in task.heads)
+                raise WrongTask(
+                    f"no served model can do {task.name}; export one from a checkpoint that has "
+                    f"the head: cloze export CHECKPOINT --name NAME{wanted}, and then cloze serve"
+                )
             return serving[0]
         named = self.named(name)
         if named not in serving:

@@ -78,6 +78,26 @@ def open_bundles(settings: Settings) -> list[Bundle]:
         raise StartupError(str(error)) from error
 
 
+def kept_reasons(settings: Settings) -> dict[str, str]:
+    """Return why a reload keeps a model, by its full name, if the store has a newer version.
+
+    A directory, a repository or an address stands for the version that it had at the start.
+    """
+    newest: dict[str, int] = {}
+    for stored in Store(settings.model_store).references():
+        name, _, version = stored.partition("@")
+        newest[name] = max(int(version), newest.get(name, 0))
+    reasons = {}
+    for reference in settings.model:
+        name, _, version = reference.partition("@")
+        if version and int(version) < newest.get(name, 0):
+            reasons[reference] = (
+                f"--model stands for this version since the start, and {name}@{newest[name]} "
+                f"is newer: start the server again, with --model {name} to follow new versions"
+            )
+    return reasons
+
+
 def in_default_order(store: Store) -> tuple[str, ...]:
     """Return the names of all bundles: those of the package, then others, the oldest first.
 

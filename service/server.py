@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import errno
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import uvicorn
 import uvloop
 
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
+from cloze.service.core import first_line
 from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
 from cloze.service.http.record import OF_ADMIN_SOCKET, accepted_hosts
 from cloze.service.http.server_protocol import ServerProtocol
@@ -47,6 +49,12 @@ With Python's values and 4,000 busy connections, full collections take 150 ms ea
 _COLLECT_AFTER_CLOSED = 256
 """Number of closed connections after which an idle server collects their reference cycles."""
 
+_TICKS_PER_LOOK = 10
+"""uvicorn's ticks, of 0.1 s, between looks at the files of keys and certificate."""
+
+_SIGNS_OF_LITTLE_MEMORY = ("std::bad_alloc", "can't start new thread", "MemoryError")
+"""Parts of errors of onnxruntime and of Python, which have no type of their own."""
+
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
 
@@ -68,6 +76,20 @@ def warn_of_unknown_variables() -> None:
     """Log a warning for each ``CLOZE_`` environment variable that is not a setting."""
     for name in unknown_variables():
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
+
+
+def memory_problem(error: Exception) -> str | None:
+    """Return a line that says what to do if a start lacked memory or threads; None if not."""
+    reason = first_line(error)
+    is_short = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
+    if not (is_short or any(sign in reason for sign in _SIGNS_OF_LITTLE_MEMORY)):
+        return None
+    return (
+        f"there is not enough memory to start ({reason}); raise the limit of memory (ulimit -v, "
+        "or the container's) or of processes (ulimit -u), or serve fewer models by --model"
+    )
 
 
 def serve_in_one_process(
@@ -118,7 +140,7 @@ def answer_http(
         StartupError: the certificate or its key cannot be read.
     """
     _make_collections_rare()
-    service.certificate.use()
+    service.certificate.files.read()
     most = _connection_limit(settings.max_connections)
     server = _Server(service, settings, most, retire_on, before_accepting)
 
@@ -186,7 +208,9 @@ class _Server(uvicorn.Server):
     ) -> None:
         self._service = service
         self._retire_on, self._before_accepting = retire_on, before_accepting
+        self._drain_s = settings.drain_s
         self._grace_s = settings.shutdown_grace_ms / 1000
+        self._drain_timer: asyncio.TimerHandle | None = None
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
             settings.idle_timeout_ms / 1000,
@@ -218,7 +242,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
         await super().startup(sockets=[])
-        service = self._service
+        service, certificate = self._service, self._service.certificate
 
         def make_protocol(*, is_admin: bool) -> asyncio.Protocol:
             return ServerProtocol(
@@ -234,7 +258,8 @@ class _Server(uvicorn.Server):
         for listener in sockets or []:
             is_admin = listener.family == socket.AF_UNIX
             make = partial(make_protocol, is_admin=is_admin)
-            tls = None if is_admin else service.certificate.context
+            has_tls = not is_admin and certificate.context is not None
+            tls = (lambda: certificate.context) if has_tls else None
             self._acceptors.append(Acceptor(listener, make, tls, self._probes))
         loop = asyncio.get_running_loop()
         if service.reopens:
@@ -251,11 +276,33 @@ class _Server(uvicorn.Server):
         self._retiring = True
         for acceptor in self._acceptors:
             acceptor.close()
-        self.config.encoded_headers.append((b"connection", b"close"))  # uvicorn closes by it
+        self._table.ends_after_answer = True
         count = len(self.server_state.connections)
         log.info("other processes accept connections; this one finishes its %d", count)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain; if SIGTERM asks for it, fail readiness and serve on for `Settings.drain_s` first.
+
+        Whoever sends SIGTERM twice, as a service manager to all processes of a group, changes
+        nothing. SIGINT ends the wait.
+        """
+        if sig == signal.SIGTERM and self._drain_s and not self._retiring:
+            if self._drain_timer is None:
+                self._announce_drain()
+            return
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+        self._drain(sig, frame)
+
+    def _announce_drain(self) -> None:
+        """Let balancers send their requests elsewhere, and drain later."""
+        log.info("readiness fails; requests are served for another %g s", self._drain_s)
+        self._service.announce_drain()
+        self._table.ends_after_answer = True
+        loop = asyncio.get_running_loop()
+        self._drain_timer = loop.call_later(self._drain_s, self._drain, signal.SIGTERM, None)
+
+    def _drain(self, sig: int, frame: FrameType | None) -> None:
         """Stop admitting requests, and fail accepted requests after the grace period."""
         super().handle_exit(sig, frame)
         log.info("draining: finishing accepted requests, for at most %.0f s", self._grace_s)
@@ -276,6 +323,8 @@ class _Server(uvicorn.Server):
             return True
         if self._retiring and not self.server_state.connections:
             return all(not acceptor.is_opening for acceptor in self._acceptors)
+        if counter % _TICKS_PER_LOOK == 0:
+            self._service.look_at_files()
         if self._table.closed_count >= _COLLECT_AFTER_CLOSED and not self.server_state.tasks:
             self._table.closed_count = 0
             gc.collect()

@@ -259,11 +259,18 @@ class Settings(BaseSettings):
         "s before any batch was measured; then the engine hangs, and the process exits with an "
         "error",
     )
+    drain_s: float = Field(
+        0,
+        ge=0,
+        le=3600,
+        description="seconds after SIGTERM in which readiness fails but requests are still served, "
+        "each answer closing its connection, so that a balancer has the time to notice",
+    )
     shutdown_grace_ms: int = Field(
         20_000,
         ge=0,
         le=86_400_000,
-        description="time for accepted requests to finish after SIGTERM; "
+        description="time for accepted requests to finish after SIGTERM and drain_s; "
         "the default is below the 30 s of Kubernetes",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cloze.service.core import StartupError
 from cloze.service.http.record import is_loopback
+from cloze.service.http.watched_files import WatchedFiles
 from cloze.service.logs import announce
 from cloze.service.settings import Settings
 
@@ -118,7 +119,8 @@ class Certificate:
         key: PEM file of the certificate's private key.
 
     Attributes:
-        context: for connections that open from now on; None: no TLS, or `use` was not called.
+        files: reads the certificate again; the old one stays if the new one cannot be used.
+        context: for connections that open from now on; None: no TLS, or `files` were not read.
         end: when the certificate of `context` ends, as Unix time; None: there is none.
     """
 
@@ -126,6 +128,8 @@ class Certificate:
         self._certificate, self._key = certificate, key
         self.context: ssl.SSLContext | None = None
         self.end: float | None = None
+        paths = [path for path in (certificate, key) if path is not None]
+        self.files = WatchedFiles(paths, self._use, "certificate and key")
 
     def check(self) -> None:
         """Read the files without a further effect.
@@ -133,23 +137,23 @@ class Certificate:
         Raises:
             StartupError: a file cannot be read, or the key is not the certificate's.
         """
-        self._loaded(None)
+        self._loaded()
 
-    def use(self) -> None:
-        """Use what the files hold now for the connections that open from now on.
-
-        Raises:
-            StartupError: a file cannot be read, or the key is not the certificate's.
-        """
-        self.context = self._loaded(self.context)
+    def _use(self) -> None:
+        """Use what the files hold now for the connections that open from now on."""
+        context = self._loaded()
         if self._certificate is not None:
             self.end = _end_of(self._certificate)
+        self.context = context
 
-    def _loaded(self, context: ssl.SSLContext | None) -> ssl.SSLContext | None:
-        """Read the files into a context, or into a new one; return the context."""
+    def _loaded(self) -> ssl.SSLContext | None:
+        """Return a new context with what the files hold now.
+
+        A context that is in use would be left with half of a pair whose files do not fit.
+        """
         if self._certificate is None:
             return None
-        context = context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self._certificate, self._key)
         except OSError as error:  # an SSLError too

@@ -323,9 +323,8 @@ def test_no_service_link_becomes_a_setting() -> None:
 
 def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     def drain_s(place: str) -> float:
-        return (
-            settings_in(ENVIRONMENTS[place], monkeypatch).shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
-        )
+        settings = settings_in(ENVIRONMENTS[place], monkeypatch)
+        return settings.drain_s + settings.shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
 
     pre_stop_s = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pre_stop_s + drain_s("kubernetes") < POD["terminationGracePeriodSeconds"]

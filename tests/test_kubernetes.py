@@ -95,7 +95,9 @@ def test_the_settings_are_settings(objects: list[Object], monkeypatch: pytest.Mo
     loaded = load_settings()
     grace_s = pod_of(objects)["terminationGracePeriodSeconds"]
     sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert sleep_s + loaded.shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S < grace_s
+    drain_s = loaded.drain_s + loaded.shutdown_grace_ms / 1000
+    assert loaded.drain_s > 0, "preStop ends no open connection"
+    assert sleep_s + drain_s + _DRAIN_MARGIN_S < grace_s
 
 
 def test_ports_and_selectors_fit(objects: list[Object]) -> None:
@@ -152,7 +154,7 @@ def test_the_pod_of_kserve_drains_as_the_others_do() -> None:
     ]
     (container,) = predictor["containers"]
     environment = {each["name"]: each["value"] for each in container["env"]}
-    grace_s = int(environment["CLOZE_SHUTDOWN_GRACE_MS"]) / 1000
+    grace_s = int(environment["CLOZE_SHUTDOWN_GRACE_MS"]) / 1000 + int(environment["CLOZE_DRAIN_S"])
     sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert sleep_s + grace_s + _DRAIN_MARGIN_S < predictor["terminationGracePeriodSeconds"]
 

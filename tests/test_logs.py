@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cloze.service.core import Timings
+from cloze.service.core import Rejection, Timings
 from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
@@ -137,6 +138,23 @@ def test_levels_and_shares_choose_lines(
     log.flush(5)
     lines = capfd.readouterr().err.splitlines()
     assert [json.loads(line)["status"] for line in lines] == expected
+
+
+def test_a_flood_of_refusals_is_a_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    """Per second and reason; the next line counts those that were left out."""
+    log = AccessLog("json", logging.INFO, 1.0, frozenset())
+    flood = [(Rejection.WAIT, 0.0)] * 3000 + [(Rejection.KEY_LIMIT, 0.5)] * 12
+    for reason, second in [*flood, (Rejection.WAIT, 1.0), (Rejection.WAIT, 1.1)]:
+        log.add(record(429)._replace(time=1e9 + second, rejection=reason, error=reason))
+    for _ in range(30):
+        log.add(record(503))
+    log.flush(5)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    counts = Counter(line["error"] for line in lines if line["status"] == 429)
+    assert counts == {"wait": 12, "key_limit": 10}
+    assert [line["left_out"] for line in lines if "left_out" in line] == [2990]
+    assert sum(line["status"] == 503 for line in lines) == 30, "the server's own errors all"
+    assert sum(map(len, map(str, lines))) < 20_000
 
 
 def test_half_of_the_results_are_sampled(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """A start with too little memory ends with one line, before the kernel ends it without one."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
 from cloze.service.graph_choice import check_memory, least_weight_bytes, memory_limit
+from cloze.service.server import memory_problem
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
@@ -113,3 +115,26 @@ def test_a_real_limit_ends_the_start_with_one_line(control_group: Path, tiny_sto
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("cloze: the memory limit of this process is 60 MB")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kilobytes", [450_000, 600_000, 800_000])
+def test_a_limit_of_the_address_space_ends_with_a_line(tiny_store: Path, kilobytes: int) -> None:
+    """Whatever fails first: an allocation of Python's, one of onnxruntime's, or a thread."""
+    serve = f"{sys.executable} -m cloze serve --port 0 --workers 8 --model-store {tiny_store}"
+    limited = subprocess.run(
+        ["bash", "-c", f"ulimit -v {kilobytes}; exec {serve}"],
+        env=bare_environment(PYTHONPATH=os.environ.get("PYTHONPATH", "")),
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert limited.returncode == 2, limited.stderr
+    assert "Traceback" not in limited.stderr
+    last = limited.stderr.splitlines()[-1]
+    assert last.startswith("cloze: there is not enough memory to start (")
+    assert "ulimit -v" in last
+
+
+def test_what_is_no_lack_of_memory_keeps_its_own_error() -> None:
+    for error in (ValueError("a"), OSError(errno.ENOENT, "no file"), RuntimeError("a bug")):
+        assert memory_problem(error) is None
+    for error in (MemoryError(), OSError(errno.ENOMEM, "x"), StartupError("std::bad_alloc")):
+        assert "raise the limit of memory" in str(memory_problem(error))

@@ -146,7 +146,12 @@ def test_a_new_version_is_served_without_a_failed_request(
     with serve(store.root) as server, Load(server) as load:
         wait_until(lambda: load.seen("bert@1"))
         publish_other(store, checkpoints)
-        assert reload(server) == {"added": ["bert@2"], "removed": ["bert@1"], "kept": []}
+        assert reload(server) == {
+            "added": ["bert@2"],
+            "removed": ["bert@1"],
+            "kept": [],
+            "reasons": {},
+        }
         after = httpx.post(f"{server.url}/embed", json={"inputs": "river"})
         assert after.headers["x-model"] == "bert@2"
         wait_until(lambda: load.seen("bert@2"))
@@ -192,10 +197,28 @@ def test_models_come_stay_and_go(serve: Start, store: Store, checkpoints: dict[s
         question = {"inputs": {"question": "who walked", "context": "the owl walked home"}}
         assert httpx.post(f"{server.url}/qa", json=question).status_code == 200
         shutil.rmtree(store.root / "qa")
-        assert reload(server) == {"added": [], "removed": ["qa@1"], "kept": ["bert@1"]}
+        assert reload(server) == {
+            "added": [],
+            "removed": ["qa@1"],
+            "kept": ["bert@1"],
+            "reasons": {},
+        }
         gone = httpx.post(f"{server.url}/qa", json=question)
         assert gone.status_code == 424
         assert httpx.get(f"{server.url}/info").json()["models"][0]["name"] == "bert"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--frontends", "1")], ids=["one", "front-ends"])
+def test_a_model_that_is_kept_although_a_newer_one_exists_has_a_reason(
+    store: Store, checkpoints: dict[str, Path], arguments: tuple[str, ...]
+) -> None:
+    with start(*arguments)(store.root, CLOZE_MODEL="bert@1") as server:
+        publish_other(store, checkpoints)
+        changes = reload(server)
+        assert (changes["added"], changes["kept"]) == ([], ["bert@1"])
+        reason = changes["reasons"]["bert@1"]
+        assert "bert@2 is newer: start the server again, with --model bert to follow" in reason
+        wait_until(lambda: any(f"kept bert@1 ({reason})" in line for line in server.log))
 
 
 def test_requests_that_run_end_with_the_old_model(
@@ -227,7 +250,8 @@ def test_several_at_once_are_all_answered(serve: Start, store: Store) -> None:
         refused = [answer.json()["error"] for answer in answers if answer.status_code == 409]
         assert len(done) + len(refused) == 4
         assert done
-        assert all(body == {"added": [], "removed": [], "kept": ["bert@1"]} for body in done)
+        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}}
+        assert all(body == unchanged for body in done)
         assert set(refused) <= {BUSY}
         reload(server)
 

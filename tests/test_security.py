@@ -205,15 +205,22 @@ def failed(store: Path, *arguments: str) -> str:
     return failed_start(*options, env=bare_environment()).splitlines()[-1]
 
 
-def test_a_file_without_keys_allows_nobody(tmp_path: Path) -> None:
-    """The last key was removed."""
+def test_the_last_key_can_be_removed(tmp_path: Path) -> None:
+    """The command says in the file that this is meant, and takes it back with the next key."""
     file = tmp_path / "keys.toml"
     key = cloze("keys", "add", "only", "--file", str(file)).stdout.strip()
     keys = Keys(file)
     assert keys.find(b"Bearer " + key.encode()) is not None
-    assert cloze("keys", "remove", "only", "--file", str(file)).returncode == 0
-    keys.reload()
+    removed = cloze("keys", "remove", "only", "--file", str(file))
+    assert removed.returncode == 0
+    assert "refuses everybody" in removed.stderr
+    assert file.read_text() == "no_keys = true\n"
+    keys.file.look()
     assert keys.find(b"Bearer " + key.encode()) is None
+    assert cloze("keys", "list", "--json", "--file", str(file)).stdout == ""
+    next_key = cloze("keys", "add", "next", "--file", str(file)).stdout.strip()
+    keys.file.look()
+    assert keys.find(b"Bearer " + next_key.encode()) is not None
 
 
 def test_a_missing_keys_file_stops_the_start(tiny_store: Path) -> None:
@@ -325,6 +332,27 @@ def test_the_server_speaks_tls(tiny_store: Path, certificate: Certificate) -> No
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"{plain}/healthz")
             assert client.get(f"{server.url}/healthz").status_code == 200
+
+
+def served_certificate(server: Server) -> str:
+    host, port = server.url.removeprefix("https://").split(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> None:
+    """As the files are replaced: one after the other, so that they do not fit for a moment."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    served, renewed = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
+    arguments = ("--tls-certificate", str(served.public), "--tls-key", str(served.private))
+    with running_server(tiny_store, *arguments, "--model", "bert") as server:
+        before = served_certificate(server)
+        renewed.public.replace(served.public)
+        wait_until(lambda: any("the old certificate and key stay" in line for line in server.log))
+        assert served_certificate(server) == before
+        new = served.public.read_text()
+        renewed.private.replace(served.private)
+        wait_until(lambda: served_certificate(server).split() == new.split())
 
 
 def test_a_wrong_certificate_stops_the_start(

@@ -154,4 +154,6 @@ def test_uvicorn_still_times_connections_and_drains_as_the_service_expects() -> 
     drain = inspect.getsource(uvicorn.Server.shutdown)
     assert "in list(self.server_state.connections)" in drain
     assert "connection.shutdown()" in drain
-    assert "self.config.encoded_headers" in inspect.getsource(uvicorn.Server.on_tick)
+    assert "if not self.keep_alive and not has_connection_close" in inspect.getsource(
+        RequestResponseCycle.send
+    )

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Final
 
 from cloze.service.http.memory_limit import Reader
 from cloze.service.http.record import is_accepted, is_address
+from cloze.service.logs import LineLimit
 
 log = logging.getLogger("cloze")
 
@@ -62,20 +64,34 @@ class ConnectionTable:
     Attributes:
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
+        ends_after_answer: whether each connection ends with its next answer, which says so.
         closed_count: number of connections that have closed; the owner may reset it.
         idle: the connections without a request; the one that is idle for longest is first.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.is_draining = False
+        self._refusals = LineLimit()
+        self.is_draining = self.ends_after_answer = False
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
         self.idle: dict[Reader, None] = {}
 
     def opened(self, connection: Reader) -> str | None:
-        """Count a new connection, which may end an idle one; return why it is refused, or None."""
+        """Count a new connection, which may end an idle one; return why it is refused, or None.
+
+        The log has a few refusals per second.
+        """
+        reason = self._refusal(connection)
+        if reason is not None:
+            left_out = self._refusals.left_out("connection", time.monotonic())
+            if left_out is not None:
+                others = f"; {left_out} others have no line" if left_out else ""
+                log.warning("a connection was refused: %s%s", reason, others)
+        return reason
+
+    def _refusal(self, connection: Reader) -> str | None:
         self._open += 1
         address = connection.address
         self._by_address[address] += 1
@@ -176,7 +192,7 @@ class Acceptor:
     Args:
         listener: a socket that listens.
         make_protocol: returns the protocol of a connection.
-        tls: the certificate of the server; None: no TLS.
+        tls: returns the certificate for a connection that opens now; None: no TLS.
         probes: answers probes that have arrived with their connection; not used with TLS.
     """
 
@@ -184,7 +200,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        tls: SSLContext | None,
+        tls: Callable[[], SSLContext | None] | None,
         probes: Probes,
     ) -> None:
         self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
@@ -224,7 +240,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 self._make_protocol,
                 connection,
-                ssl=self._tls,
+                ssl=self._tls() if self._tls else None,
                 ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
                 ssl_shutdown_timeout=_TLS_CLOSE_S if self._tls else None,
             )

@@ -9,7 +9,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, TypeVar, get_args
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -45,6 +47,10 @@ _JSON_MESSAGES = {
     "tuple_type": "Input should be a valid array",
 }
 """Errors in the terms of JSON, where pydantic's message has those of Python."""
+
+
+_WRONG_TYPES = {*_JSON_MESSAGES, "string_type", "int_type"}
+"""Errors of a value that does not have the type at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +105,64 @@ def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
         return model.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        raise InvalidRequest(_describe(problems, value, at)) from None
+        raise InvalidRequest(_describe(problems, value, at, model)) from None
 
 
-def _describe(problems: Sequence[Any], value: Any, at: Location) -> str:
+def _describe(problems: Sequence[Any], value: Any, at: Location, model: type[BaseModel]) -> str:
     """Return the message for validation errors, without the values that the client sent.
 
-    If a field accepts several types, the message lists up to four errors of the first field.
+    If a field accepts several types, the message lists up to four errors of the first field,
+    without the types that the value does not have at all if another one fits better.
     """
+    placed = [
+        (_place(problem, value), problem)
+        for problem in problems
+        if problem["loc"][:1] == problems[0]["loc"][:1]
+    ]
+    deepest = max(len(place) for place, _ in placed)
     lines: dict[str, None] = {}
-    for problem in problems:
-        if problem["loc"][:1] == problems[0]["loc"][:1]:
-            place = at.below(*_place(problem, value))
-            shown = ".".join(str(part)[:_LONGEST_NAME] for part in place) or "the body"
-            lines[f"{shown}: {_JSON_MESSAGES.get(problem['type'], problem['msg'])}"] = None
+    for place, problem in placed:
+        if len(place) == deepest or problem["type"] not in _WRONG_TYPES:
+            parts = [str(part)[:_LONGEST_NAME] for part in at.below(*place)]
+            if problem["type"] == "extra_forbidden":
+                message = _no_such_field(parts, at, model)
+            else:
+                message = _JSON_MESSAGES.get(problem["type"], problem["msg"])
+            lines[f"{'.'.join(parts) or 'the body'}: {message}"] = None
     return "; ".join(list(lines)[:4])
+
+
+def _no_such_field(parts: Sequence[str], at: Location, model: type[BaseModel]) -> str:
+    """Return the message for an unknown field, with the nearest name of a field."""
+    *above, name = parts
+    paths = [Location((*at, *path)) for path in _field_paths(model)]
+    # Of fields with one name, the one beside the unknown one is the nearest.
+    paths.sort(key=lambda path: list(path[:-1]) != above)
+    by_name = {str(path[-1]): path for path in reversed(paths)}
+    near = get_close_matches(name, by_name, 1)
+    if not near:
+        return "there is no such field"
+    path = by_name[near[0]]
+    shown = near[0] if list(path[:-1]) == above else str(path)
+    return f"there is no such field (the nearest: {shown})"
+
+
+@cache
+def _field_paths(model: type[BaseModel]) -> tuple[tuple[str, ...], ...]:
+    """Return the place of each field in a model, and in the models of its fields."""
+    paths: list[tuple[str, ...]] = []
+    for name, field in model.model_fields.items():
+        paths.append((field.alias or name,))
+        paths += [(field.alias or name, *path) for path in _paths_in(field.annotation)]
+    return tuple(paths)
+
+
+def _paths_in(annotation: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the places of fields in the models of a type, such as a union or a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from _field_paths(annotation)
+    for part in get_args(annotation):
+        yield from _paths_in(part)
 
 
 def _place(problem: Any, value: Any) -> list[str | int]:

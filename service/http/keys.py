@@ -6,13 +6,14 @@ The file is TOML. Each table is a key:
     sha256 = "9f86d081884c7d65..."        # of the key; `cloze keys add` prints both
     scopes = ["inference"]                # of inference, metrics, admin
     requests_per_minute = 600             # optional
+
+A file without keys is refused, as a damaged one is, since it may be half written. The line
+`no_keys = true` says that nobody shall have a key.
 """
 
 import hashlib
 import hmac
 import logging
-import os
-import time
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -21,13 +22,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cloze.service.core import Overloaded, Rejection, StartupError
+from cloze.service.http.watched_files import WatchedFiles
 
 log = logging.getLogger("cloze")
 
-_LOOK_EVERY_S = 1.0
-"""Longest time until a change of the file is noticed."""
-
 _MAX_FILE_BYTES = 1_000_000
+
+_NO_KEYS = "no_keys"
+"""Name of the file's value which says that the file is meant to have no keys."""
 
 _BEARER = b"bearer "
 
@@ -81,8 +83,7 @@ class Keys:
     """The keys of a file.
 
     Attributes:
-        is_readable: whether the file could be read when it was last looked at; if not, the old keys
-            stay.
+        file: reads the keys again; the old keys stay if the file cannot be read or is malformed.
 
     Raises:
         StartupError: the file cannot be read, or is malformed.
@@ -90,11 +91,9 @@ class Keys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.is_readable = True
-        self._changed, self._keys = _read(path)
-        self._looked = time.monotonic()
-        if not self._keys:
-            raise StartupError(f"the keys file {path} has no key; make one with `cloze keys add`")
+        self._keys: list[Key] = []
+        self.file = WatchedFiles([path], self._read, "keys")
+        self.file.read()
 
     def find(self, authorization: bytes) -> Key | None:
         """Return the key of an ``Authorization`` header; None if there is no such key.
@@ -103,50 +102,31 @@ class Keys:
         """
         if authorization[: len(_BEARER)].lower() != _BEARER:
             return None
-        self._look()
         digest = hashlib.sha256(authorization[len(_BEARER) :].strip()).hexdigest()
         same = [key for key in self._keys if hmac.compare_digest(key.entry.sha256, digest)]
         return same[-1] if same else None
 
-    def reload(self) -> None:
-        """Read the file again; a file without keys allows nobody.
-
-        Raises:
-            StartupError: the file cannot be read, or is malformed; the old keys stay.
-        """
-        changed, keys = _read(self._path)
+    def _read(self) -> None:
+        """Read the file; a key whose entry has not changed keeps its count of requests."""
+        keys = _read(self._path)
         old = {key.name: key for key in self._keys}
         self._keys = [
             old[key.name] if key.name in old and old[key.name].entry == key.entry else key
             for key in keys
         ]
-        self._changed = changed
-        log.info("read %d keys from the keys file", len(keys))
-
-    def _look(self) -> None:
-        """Read the file again if it has changed."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY_S:
-            return
-        self._looked = now
-        try:
-            changed = self._path.stat().st_mtime_ns
-            if changed != self._changed or not os.access(self._path, os.R_OK):
-                self.reload()
-            self.is_readable = True
-        except (OSError, StartupError) as error:
-            self.is_readable = False
-            log.error("the old keys stay: %s", error)
 
 
-def _read(path: Path) -> tuple[int, list[Key]]:
-    """Return the time of a file's last change in ns, and its keys, or raise `StartupError`."""
+def _read(path: Path) -> list[Key]:
+    """Return the keys of a file, or raise `StartupError`."""
     try:
         with path.open() as file:
-            described = os.fstat(file.fileno())
-            if described.st_size > _MAX_FILE_BYTES:
-                raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
-            tables = tomllib.loads(file.read())
+            text = file.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
+        tables = tomllib.loads(text)
+        has_none = tables.get(_NO_KEYS) is True
+        if has_none:
+            del tables[_NO_KEYS]
         keys = [Key(name, KeyEntry.model_validate(table)) for name, table in tables.items()]
     except OSError as error:
         raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
@@ -156,4 +136,11 @@ def _read(path: Path) -> tuple[int, list[Key]]:
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "a key"
         raise StartupError(f"the keys file {path}: {place}: {first['msg'].lower()}") from None
-    return described.st_mtime_ns, keys
+    if keys and has_none:
+        raise StartupError(f"the keys file {path} has keys, and the line `{_NO_KEYS} = true` too")
+    if not (keys or has_none):
+        raise StartupError(
+            f"the keys file {path} has no key; make one with `cloze keys add`, "
+            f"or write the line `{_NO_KEYS} = true` if that is meant"
+        )
+    return keys

@@ -153,7 +153,6 @@ class ServerProtocol(HttpToolsProtocol):
         self.flow = _Flow(self)
         self.address = self.client[0] if self.client else ""
         if (reason := self._table.opened(self)) is not None:
-            log.warning("a connection was refused: %s", reason)
             self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
             return
         if self._table.is_draining:
@@ -290,6 +289,8 @@ class ServerProtocol(HttpToolsProtocol):
         """Start a request, or let it wait behind others; see `Starts`."""
         scope = cast(Scope, cycle.scope)
         scope["path"] = scope["raw_path"].decode("ascii")  # uvicorn's is decoded; see `Paths`
+        if self._table.ends_after_answer:
+            cycle.keep_alive = False  # uvicorn says so in the answer
         if RECORD not in scope and (answer := self._admit(scope)) is not None:
             self._refuse_cycle(cycle, answer)
             return
@@ -340,7 +341,8 @@ class ServerProtocol(HttpToolsProtocol):
         A client that waits for "100 Continue" may send its body or not.
         """
         keeps = self.parser.should_keep_alive() and self.parser.get_http_version() == "1.1"
-        return bool(keeps and not self.expect_100_continue)
+        ends = self.expect_100_continue or self._table.ends_after_answer
+        return bool(keeps and not ends)
 
     def _refuse(self, answer: bytes) -> None:
         """Refuse the current request, whose body may still arrive."""
@@ -348,9 +350,7 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.write_paused:
             self.end("it does not read the answers")
             return
-        if not self._keeps_alive:
-            answer = answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-        self.transport.write(answer)
+        self.transport.write(answer if self._keeps_alive else _with_close(answer))
         if self.expect_100_continue:
             self.transport.close()
 
@@ -359,7 +359,7 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.write_paused:
             self.end("it does not read the answers")
             return
-        self.transport.write(answer)
+        self.transport.write(answer if cycle.keep_alive else _with_close(answer))
         cycle.response_started = cycle.response_complete = True  # uvicorn discards its body
         if not cycle.keep_alive:
             self.transport.close()
@@ -375,3 +375,8 @@ class ServerProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _with_close(answer: bytes) -> bytes:
+    """Return an answer that says that its connection ends."""
+    return answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)

@@ -36,7 +36,7 @@ USED: Final = {
     },
     "flow": {"read_paused", "write_paused"},
     "server": {"config", "lifespan", "server_state", "servers"},
-    "config": {"encoded_headers", "timeout_graceful_shutdown"},
+    "config": {"timeout_graceful_shutdown"},
     "state": {"connections", "tasks"},
     "lifespan": {"state"},
 }

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +120,11 @@ def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
     write_as(config.name)
     try:
         uvloop.run(serve(config))
-    except StartupError as error:
-        sys.stderr.write(f"cloze: {error}\n")
+    except Exception as error:
+        problem = server.memory_problem(error)
+        if problem is None and not isinstance(error, StartupError):
+            raise
+        sys.stderr.write(f"cloze: {problem or error}\n")
         return 2
     return 0
 
@@ -214,6 +217,11 @@ class Child:
         self.close_reports()
         self.process.kill()
 
+    def terminate(self) -> None:
+        """Ask the process to end, if it runs."""
+        if self.process is not None:
+            self.process.terminate()
+
     def note_end(self, code: int, folder: Path) -> None:
         """Note that the process has ended, and when the next one starts."""
         self.close_reports()
@@ -303,7 +311,9 @@ class Generation:
 
     def end(self) -> None:
         """End all processes, and accept no further front end."""
-        end_all(self.front_ends, self.settings.shutdown_grace_ms / 1000 + _END_GRACE_S)
+        settings = self.settings
+        drain_s = settings.drain_s + settings.shutdown_grace_ms / 1000
+        end_all(self.front_ends, drain_s + _END_GRACE_S)
         end_all(self.engines, _END_GRACE_S)
         self._close()
 
@@ -314,9 +324,10 @@ class Generation:
             child.listeners[0].close()
             path.unlink(missing_ok=True)
 
-    def changes(self, later: "Generation") -> Changes:
-        """Return how the models of a later generation differ."""
-        return Changes.between(*({m.reference: m for m in g.manifests} for g in (self, later)))
+    def changes(self, later: "Generation", reasons: Mapping[str, str]) -> Changes:
+        """Return how the models of a later generation differ; see `Changes`."""
+        before, after = ({m.reference: m for m in g.manifests} for g in (self, later))
+        return Changes.between(before, after, reasons)
 
 
 def make_generation(

@@ -38,7 +38,7 @@ from cloze.service.processes.children import (
     Generation,
     make_generation,
 )
-from cloze.service.served_models import open_bundles
+from cloze.service.served_models import kept_reasons, open_bundles
 from cloze.service.settings import Settings
 from cloze.service.sockets import bind, listen, listening_on_admin_socket
 
@@ -150,6 +150,9 @@ class Supervisor:
         finally:
             # Clients would go on to queue for a server that ends.
             self._listener.close()
+            # The front ends of all generations drain at the same time.
+            for child in (child for each in self._generations for child in each.front_ends):
+                child.terminate()
             for generation in self._generations:
                 generation.end()
 
@@ -185,7 +188,7 @@ class Supervisor:
             self._metrics.reloads[False].inc()
             log.error("%s", report.error)
             return
-        report.changes = earlier.changes(self._serving)
+        report.changes = earlier.changes(self._serving, kept_reasons(self._settings))
         report.write(self._folder)
         self._metrics.reloads[True].inc()
         log.info("reloaded: %s", report.changes)
@@ -206,6 +209,7 @@ class Supervisor:
                 if self._stopping:
                     raise StartupError("the server is shutting down")
         except (StartupError, OSError):
+            later.retire()  # without `Settings.drain_s`: the old processes accept connections
             later.end()
             self._forget(later)
             raise

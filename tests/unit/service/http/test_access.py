@@ -378,7 +378,7 @@ def test_connections_of_clients_that_have_gone_are_closed() -> None:
             gone = socket.create_connection(listener.getsockname())
             gone.close()
             acceptor = Acceptor(
-                listener, Greeter, context, Probes({b"/health": lambda: b"up"}, frozenset())
+                listener, Greeter, lambda: context, Probes({b"/health": lambda: b"up"}, frozenset())
             )
             acceptor.begin()
             plain.setblocking(False)

@@ -1,7 +1,6 @@
 """Keys, clients, errors and paths of requests, without a server."""
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from starlette.requests import Request
 
 from cloze.service import core
 from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
-from cloze.service.http import keys as keys_module
 from cloze.service.http.errors import (
     STATUS,
     describe_error,
@@ -144,70 +142,77 @@ def test_a_file_of_keys_has_a_limit(tmp_path: Path) -> None:
         Keys(file)
 
 
-def changed(file: Path, seconds: int) -> None:
-    """Give a file another time, as if it was written later."""
-    os.utime(file, (seconds, seconds))
-
-
 def test_a_changed_file_is_read_again_and_counts_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = 1000.0
-    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+    caplog.set_level("INFO", "cloze")
     file = file_of(tmp_path / "keys", one="first", two="second")
-    changed(file, 1)
     keys = Keys(file)
     one, two = keys.find(b"Bearer first"), keys.find(b"Bearer second")
+    keys.file.look()
+    assert caplog.messages == [], "it has not changed"
     file_of(file, one="first", two="other", three="third")
-    changed(file, 2)
-    now += 0.9
-    assert keys.find(b"Bearer third") is None, "the file is looked at once per second"
-    now += 0.2
+    keys.file.look()
+    keys.file.look()
+    assert caplog.messages == ["read the keys again"]
     assert keys.find(b"Bearer third") is not None
     assert keys.find(b"Bearer first") is one, "an unchanged key keeps its count"
     assert keys.find(b"Bearer second") is None
     assert keys.find(b"Bearer other") is not two
-    file.write_text("no toml")
-    changed(file, 3)
-    now += 1.1
-    assert keys.find(b"Bearer third") is not None
-    assert "the old keys stay" in caplog.text
-    file.write_text("")
-    changed(file, 4)
-    now += 1.1
-    assert keys.find(b"Bearer first") is None, "a file without keys allows nobody"
 
 
-def test_an_unchanged_file_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("text", ["", "# all comments", "no toml", None])
+def test_a_file_without_keys_is_refused_as_a_damaged_one_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
-    caplog.set_level("INFO", "cloze")
-    now = 1000.0
-    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
-    file = file_of(tmp_path / "keys", one="first", two="second")
+    """The old keys stay, and the log has one error."""
+    file = file_of(tmp_path / "keys", one="first")
     keys = Keys(file)
-    now += 5
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    keys.file.look()
+    keys.file.look()
     assert keys.find(b"Bearer first")
-    assert caplog.messages == []
-    file_of(file, one="first")
-    changed(file, 7)
-    now += 1.0
-    assert keys.find(b"Bearer second") is None, "a second after the last look"
-    assert caplog.messages == ["read 1 keys from the keys file"]
-    now += 5
-    assert keys.find(b"Bearer first")
-    assert len(caplog.messages) == 1, "one change is read once"
-    file.unlink()
-    now += 5
-    assert keys.find(b"Bearer first"), "a file that is gone changes nothing"
-    assert caplog.messages[-1].startswith("the old keys stay: ")
+    assert keys.file.problem
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage() == f"the old keys stay: {keys.file.problem}"
+    file_of(file, two="second")
+    keys.file.look()
+    assert not keys.file.problem
+    assert keys.find(b"Bearer first") is None
+
+
+def test_a_file_says_that_it_is_meant_to_have_no_keys(tmp_path: Path) -> None:
+    file = file_of(tmp_path / "keys", one="first")
+    keys = Keys(file)
+    table = file.read_text()
+    file.write_text("no_keys = true\n")
+    keys.file.look()
+    assert keys.find(b"Bearer first") is None
+    assert not keys.file.problem
+    file.write_text(f"no_keys = true\n{table}")
+    with pytest.raises(StartupError, match="has keys, and the line `no_keys = true` too"):
+        keys.file.read()
+    assert keys.find(b"Bearer first") is None
+
+
+def test_a_change_of_permissions_is_noticed(tmp_path: Path) -> None:
+    file = file_of(tmp_path / "keys", one="first")
+    keys = Keys(file)
+    seen = keys.file._seen
+    file.chmod(0o640)
+    keys.file.look()
+    assert keys.file._seen != seen
 
 
 def test_a_reload_of_a_malformed_file_keeps_the_keys(tmp_path: Path) -> None:
     keys = Keys(file_of(tmp_path / "keys", one="first"))
     (tmp_path / "keys").write_bytes(b"\xff")
     with pytest.raises(StartupError, match="is no TOML"):
-        keys.reload()
+        keys.file.read()
     assert keys.find(b"Bearer first")
 
 
@@ -220,7 +225,7 @@ def test_an_entry_of_a_key_that_changes_is_another_key(tmp_path: Path) -> None:
     assert key is not None
     key.count(1.0)
     file.write_text(table + "requests_per_minute = 2")
-    keys.reload()
+    keys.file.read()
     again = keys.find(b"Bearer first")
     assert again is not None
     assert again is not key

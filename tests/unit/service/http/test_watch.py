@@ -593,7 +593,7 @@ def test_a_body_is_received_parsed_and_validated(play: Any) -> None:
         (3, "the body: Input should be an object"),
         ({"part": 3}, "part: Input should be an object"),
         ({"part": {"name": 3}}, "part.name: Input should be a valid string"),
-        ({"part": {"name": "a", "x": 1}}, "part.x: Extra inputs are not permitted"),
+        ({"part": {"name": "a", "x": 1}}, "part.x: there is no such field"),
         ({"number": "a"}, "part: Field required"),
         ({"part": {"name": "a"}, "number": "secret"}, "number: Input should be a valid integer"),
         (
@@ -604,7 +604,7 @@ def test_a_body_is_received_parsed_and_validated(play: Any) -> None:
             {"part": {"name": "a"}, "parts": 3},
             "parts: Input should be a valid array; parts: Input should be an object",
         ),
-        ({"part": {"name": "a"}, "y" * 100: 3}, f"{'y' * 80}: Extra inputs are not permitted"),
+        ({"part": {"name": "a"}, "y" * 100: 3}, f"{'y' * 80}: there is no such field"),
     ],
 )
 def test_errors_of_shapes(value: Any, message: str) -> None:

@@ -378,8 +378,11 @@ def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path, listener: sock
 def test_changes_between_generations(tmp_path: Path, listener: socket.socket) -> None:
     first = generation(tmp_path, listener)
     second = generation(tmp_path, listener, 2, version=4)
-    assert (first.changes(second).added, first.changes(second).removed) == (["tiny@4"], ["tiny@3"])
-    assert first.changes(first).kept == ["tiny@3"]
+    assert (first.changes(second, {}).added, first.changes(second, {}).removed) == (
+        ["tiny@4"],
+        ["tiny@3"],
+    )
+    assert first.changes(first, {}).kept == ["tiny@3"]
     first._close()
     second._close()
 

@@ -4,8 +4,10 @@ import pytest
 
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.http.json_bodies import validate
+from cloze.service.protocols.native import body_type
 from cloze.service.protocols.protocol import in_body
 from cloze.service.protocols.tei import _Rerank
+from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel
 
 
@@ -22,10 +24,15 @@ class Body(WireModel):
     ("value", "message"),
     [
         ({"parameters": {"count": "a"}}, "parameters.count: Input should be a valid integer"),
-        ({"parameters": {"str": 1}}, "parameters.str: Extra inputs are not permitted"),
-        ({"Nested": 1}, "Nested: Extra inputs are not permitted"),
+        ({"parameters": {"str": 1}}, "parameters.str: there is no such field"),
+        ({"Nested": 1}, "Nested: there is no such field"),
         ({"inputs": ["a", 5]}, "inputs.1: Input should be a valid string"),
         ({"inputs": {"count": "a"}}, "inputs.count: Input should be a valid integer"),
+        (
+            {"parameters": {"cuont": 1}},
+            "parameters.cuont: there is no such field (the nearest: count)",
+        ),
+        ({"counts": 1}, "counts: there is no such field (the nearest: inputs.count)"),
         ([], "the body: Input should be an object"),
     ],
 )
@@ -33,6 +40,21 @@ def test_a_message_names_the_place_in_the_body(value: object, message: str) -> N
     with pytest.raises(InvalidRequest) as caught:
         validate(Body, value)
     assert message in str(caught.value).split("; ")
+
+
+def test_only_the_type_that_fits_best_is_named() -> None:
+    """And not what another type would have needed."""
+    for body, message in (
+        ({"inputs": {"question": "who"}}, "inputs.context: Field required"),
+        ({"inputs": [{"question": "who"}]}, "inputs.0.context: Field required"),
+        (
+            {"inputs": {"question": "who", "context": 3}},
+            "inputs.context: Input should be a valid string",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            validate(body_type(TASKS["qa"]), body)
+        assert str(caught.value) == message
 
 
 def test_a_part_of_a_body_has_its_place() -> None:

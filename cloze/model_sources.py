@@ -291,7 +291,7 @@ def _export(
             f"install leaves out; install it with: {install_command('export')}"
         ) from error
     try:
-        options = ExportOptions(revision=revision, precisions=precisions)
+        options = ExportOptions(revision=revision, precisions=precisions, reuse=True)
         bundle = export(source, name, store, options, report)
     except (ExportError, StoreError) as error:
         raise SourceError(f"model {source}: {error}") from error

@@ -5,6 +5,7 @@ line on standard error.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -41,7 +42,24 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sh
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    cli.main(args=arguments, prog_name="cloze")
+    try:
+        cli.main(args=arguments, prog_name="cloze")
+    finally:
+        if "obstore" in sys.modules:
+            _end_at_once()
+
+
+def _end_at_once() -> None:
+    """End the process without taking the interpreter apart.
+
+    Threads of obstore's runtime go on, and one that calls Python meanwhile aborts the process:
+    seen once in many failed downloads, as exit code -6 instead of 1.
+    """
+    end = sys.exception()
+    if isinstance(end, SystemExit) and (end.code is None or isinstance(end.code, int)):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code or 0)
 
 
 @click.group(context_settings=_CONTEXT)

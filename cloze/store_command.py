@@ -175,7 +175,7 @@ def _describe_embedding(recipe: Embedding) -> str:
     scaled = "normalised" if recipe.normalize else "not normalised"
     prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
     return (
-        f"{recipe.dimensions} dimensions, {recipe.pooling} pooling, {scaled}, "
+        f"{recipe.dimensions} dimensions, {' + '.join(recipe.poolings)} pooling, {scaled}, "
         f"{recipe.max_tokens} tokens{prompts}"
     )
 

@@ -24,14 +24,17 @@ from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
-from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
+from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
 from cloze.model_store.plain_files import sha256_of
 
-_MAX_PADDING_ROWS = 127
-"""The most rows of an embedding beyond the vocabulary; many are padded to a multiple of 128."""
+_PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
+"""An embedding may have spare rows beyond the vocabulary, fewer than the larger of these two.
+
+Many are padded to a multiple of 128; mDeBERTa has 900 spare rows for 250,100 tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     family, config, settings = _read_config(folder)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
+    if recipe is not None and recipe.lowercase:
+        tokenizer = lower_cased(tokenizer)
     _check_vocabulary(tokenizer, config)
 
     model, notes = load_model(read_tensors(weights), family, config, settings)
@@ -95,18 +100,22 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         license=_license(card),
         card=card,
         notes=tuple(notes),
-        broken_promise="" if recipe is not None else _broken_promise(heads, settings),
+        broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
     )
 
 
-def _broken_promise(heads: Collection[ExportHead], settings: Mapping[str, Any]) -> str:
+def _broken_promise(
+    heads: Collection[ExportHead], family: Family, settings: Mapping[str, Any]
+) -> str:
     """Return the class of ``config.json`` and the head that it promises but the checkpoint lacks.
 
     A sentence-transformer's class promises nothing: its users want its embeddings.
     """
     for architecture in settings.get("architectures") or []:
         for head in EXPORT_HEADS.values():
-            promised = str(architecture).endswith(head.promised_by)
+            promised = head.head.name in family.heads and str(architecture).endswith(
+                head.promised_by
+            )
             if promised and head not in heads:
                 return (
                     f"config.json names {architecture}, but the checkpoint has no {head.head.task}"
@@ -154,7 +163,7 @@ def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
     rows, size = config.vocab_size, tokenizer.size
-    if size > rows or rows - size > _MAX_PADDING_ROWS:
+    if size > rows or rows - size >= max(_PADDING_MULTIPLE, rows * _PADDING_SHARE):
         raise ExportError(
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows: "
             "they do not belong together"

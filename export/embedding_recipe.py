@@ -1,11 +1,14 @@
 """Reads the embedding recipe of a sentence-transformers directory."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloze.export.checkpoint_files import (
@@ -15,31 +18,147 @@ from cloze.export.checkpoint_files import (
     weight_files,
 )
 from cloze.export.errors import ExportError
+from cloze.export.graph.builder import GraphBuilder, layer_norm, linear
 from cloze.model_store.heads import Pooling
 
 POOLING_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_max_tokens": Pooling.MAX,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_mean_sqrt_len_tokens": Pooling.MEAN_SQRT_LENGTH,
+    "pooling_mode_weightedmean_tokens": Pooling.WEIGHTED_MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
 }
-"""Pooling modes by their flags in sentence-transformers before version 6."""
+"""Pooling modes by their flags in sentence-transformers before version 6, in its order."""
+
+_SMALLEST_LENGTH = 1e-12
+"""A shorter vector is divided by this length, as by `F.normalize`."""
 
 
-class Projection(nn.Module):
-    """A dense layer after pooling (sentence-transformers' ``Dense``)."""
+@dataclass(frozen=True, slots=True)
+class _DenseActivation:
+    """An activation of sentence-transformers' ``Dense``: torch's class, and the ONNX operator."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tanh: bool) -> None:
+    module: Callable[[], nn.Module]
+    operator: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, g: GraphBuilder, x: str) -> str:
+        if self.operator == "Swish":
+            return g.op("Mul", [x, g.op("Sigmoid", [x])])
+        return g.op(self.operator, [x], **self.attributes) if self.operator else x
+
+
+_DENSE_ACTIVATIONS = {
+    "Identity": _DenseActivation(nn.Identity),
+    "Tanh": _DenseActivation(nn.Tanh, "Tanh"),
+    "ReLU": _DenseActivation(nn.ReLU, "Relu"),
+    "GELU": _DenseActivation(nn.GELU, "Gelu"),
+    "SiLU": _DenseActivation(nn.SiLU, "Swish"),
+    "Sigmoid": _DenseActivation(nn.Sigmoid, "Sigmoid"),
+    "ELU": _DenseActivation(nn.ELU, "Elu"),
+    "SELU": _DenseActivation(nn.SELU, "Selu"),
+    "LeakyReLU": _DenseActivation(nn.LeakyReLU, "LeakyRelu", {"alpha": 0.01}),
+    "Softplus": _DenseActivation(nn.Softplus, "Softplus"),
+    "Softsign": _DenseActivation(nn.Softsign, "Softsign"),
+    "Mish": _DenseActivation(nn.Mish, "Mish"),
+    "Hardswish": _DenseActivation(nn.Hardswish, "HardSwish"),
+}
+"""The activations of ``torch.nn`` without parameters, by the names of their classes."""
+
+
+class Step(nn.Module):
+    """A module after the pooling, which maps [E, D] to [E, D']."""
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """Write the module."""
+        raise NotImplementedError
+
+    @property
+    def dimensions(self) -> int | None:
+        """D'; None: as many as before."""
+        return None
+
+
+class Projection(Step):
+    """A dense layer (sentence-transformers' ``Dense``), with an optional residual connection."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str = "Identity",
+        residual: Tensor | bool = False,
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(weight.shape[1], weight.shape[0])
         self.linear.weight.data = weight.float()
         self.linear.bias.data = torch.zeros(weight.shape[0]) if bias is None else bias.float()
-        self.tanh = tanh
+        self.activation = activation
+        self.function = _DENSE_ACTIVATIONS[activation].module()
+        self.adds_input = residual is not False
+        self.residual = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        if isinstance(residual, Tensor):
+            self.residual.weight.data = residual.float()
+        else:
+            self.residual = None  # type: ignore[assignment]  # a module or nothing
+
+    @property
+    def dimensions(self) -> int:
+        """See `Step`."""
+        return self.linear.out_features
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Project ``pooled`` [E, H] to [E, D]."""
-        projected: Tensor = self.linear(pooled)
-        return projected.tanh() if self.tanh else projected
+        """Project ``pooled`` [E, D] to [E, D']."""
+        projected: Tensor = self.function(self.linear(pooled))
+        if not self.adds_input:
+            return projected
+        added: Tensor = pooled if self.residual is None else self.residual(pooled)
+        return projected + added
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """See `Step`."""
+        projected = linear(g, x, name, self.linear)
+        projected = _DENSE_ACTIVATIONS[self.activation].write(g, projected)
+        if not self.adds_input:
+            return projected
+        if self.residual is not None:
+            x = g.op("MatMul", [x, g.weight(f"{name}.residual", self.residual.weight.t())])
+        return g.op("Add", [projected, x])
+
+
+class Norm(Step):
+    """sentence-transformers' ``LayerNorm``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(len(weight))
+        self.norm.weight.data, self.norm.bias.data = weight.float(), bias.float()
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Normalise ``pooled`` [E, D]."""
+        return F.layer_norm(
+            pooled, pooled.shape[-1:], self.norm.weight, self.norm.bias, self.norm.eps
+        )
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """See `Step`."""
+        return layer_norm(g, x, name, self.norm)
+
+
+class UnitLength(Step):
+    """sentence-transformers' ``Normalize`` before another module."""
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Return ``pooled`` [E, D] with rows of length 1."""
+        return F.normalize(pooled, dim=1, eps=_SMALLEST_LENGTH)
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:  # noqa: ARG002
+        """See `Step`."""
+        axis = g.weight("axis_1", np.array([1], np.int64))
+        length = g.op("ReduceL2", [x, axis], keepdims=1)
+        least = g.weight("smallest_length", np.array(_SMALLEST_LENGTH, np.float32))
+        return g.op("Div", [x, g.op("Max", [length, least])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +168,57 @@ class EmbeddingRecipe:
     The default is the usual recipe for an encoder without one: mean pooling and length 1.
 
     Attributes:
+        further_poolings: poolings whose vectors are joined to that of the first one.
+        steps: the modules after the pooling.
         max_tokens: the longest sequence of the checkpoint's tuning; None: the encoder's limit.
         prompts: texts to put before an input, by name.
         default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
+        lowercase: whether texts are lower-cased before the tokenizer.
     """
 
     pooling: Pooling = Pooling.MEAN
-    projections: tuple[Projection, ...] = ()
+    steps: tuple[Step, ...] = ()
     normalize: bool = True
     max_tokens: int | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    further_poolings: tuple[Pooling, ...] = ()
+    lowercase: bool = False
+
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """All poolings, in the order of their vectors."""
+        return (self.pooling, *self.further_poolings)
 
     def pool(self, hidden: Tensor) -> Tensor:
         """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding."""
-        match self.pooling:
-            case Pooling.MEAN:
-                pooled = hidden.mean(1)
-            case Pooling.CLS:
-                pooled = hidden[:, 0]
-            case Pooling.MAX:
-                pooled = hidden.amax(1)
-            case Pooling.MEAN_SQRT_LENGTH:
-                pooled = hidden.sum(1) / hidden.shape[1] ** 0.5
-        for projection in self.projections:
-            pooled = projection(pooled)
-        return pooled
+        vectors = torch.cat([pooled(hidden, pooling) for pooling in self.poolings], 1)
+        for step in self.steps:
+            vectors = cast(Tensor, step(vectors))
+        return vectors
 
     def dimensions(self, hidden_size: int) -> int:
         """Return D, the number of dimensions of an embedding."""
-        return self.projections[-1].linear.out_features if self.projections else hidden_size
+        sizes = [step.dimensions for step in self.steps if step.dimensions is not None]
+        return sizes[-1] if sizes else hidden_size * len(self.poolings)
+
+
+def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
+    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding."""
+    match pooling:
+        case Pooling.MEAN:
+            return hidden.mean(1)
+        case Pooling.CLS:
+            return hidden[:, 0]
+        case Pooling.LAST:
+            return hidden[:, -1]
+        case Pooling.MAX:
+            return hidden.amax(1)
+        case Pooling.MEAN_SQRT_LENGTH:
+            return hidden.sum(1).div(hidden.shape[1] ** 0.5)
+        case Pooling.WEIGHTED_MEAN:
+            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+            return (hidden * weights[:, None]).sum(1) / weights.sum()
 
 
 def encoder_folder(folder: Path) -> Path:
@@ -104,7 +244,8 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     if modules[-1][0] == "SpladePooling":
         _check_splade(folder, modules)
         return None
-    pooling, projections, normalize = _read_modules(folder, modules)
+    poolings, steps, normalize = _read_modules(folder, modules)
+    max_tokens, lowercase = _sentence_settings(encoder_folder(folder))
     settings = read_settings(folder / "config_sentence_transformers.json")
     prompts = {
         name: text
@@ -113,12 +254,14 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     }
     default = settings.get("default_prompt_name")
     return EmbeddingRecipe(
-        pooling=pooling,
-        projections=tuple(projections),
+        pooling=poolings[0],
+        further_poolings=poolings[1:],
+        steps=tuple(steps),
         normalize=normalize,
-        max_tokens=_max_tokens(encoder_folder(folder)),
+        max_tokens=max_tokens,
         prompts=prompts,
         default_prompt=default if default in prompts else None,
+        lowercase=lowercase,
     )
 
 
@@ -138,33 +281,41 @@ def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
             raise ExportError(f"SpladePooling has {name} {value!r}; supported is {supported!r}")
 
 
+_STEPS = ("Dense", "LayerNorm", "Normalize")
+
+
 def _read_modules(
     folder: Path, modules: list[tuple[str, str]]
-) -> tuple[Pooling, list[Projection], bool]:
-    """Return the pooling, the projections and whether embeddings are normalised."""
-    pooling: Pooling | None = None
-    projections: list[Projection] = []
-    normalize = False
+) -> tuple[tuple[Pooling, ...], list[Step], bool]:
+    """Return the poolings, the steps after them, and whether embeddings are normalised last."""
+    poolings: tuple[Pooling, ...] = ()
+    steps: list[Step] = []
     for kind, path in modules:
         settings = read_settings(folder / path / "config.json")
         if kind in ("Transformer", "Dropout"):
             continue
-        if normalize or (kind == "Pooling") != (pooling is None):
+        if kind not in ("Pooling", *_STEPS):
+            raise ExportError(
+                f"modules.json names a {kind} module, which is not supported "
+                f"(Transformer, Pooling, {', '.join(_STEPS)}, Dropout)"
+            )
+        if (kind == "Pooling") != (not poolings):
             raise ExportError(
                 f"modules.json puts {kind} where it is not supported "
-                "(the order is Transformer, Pooling, any Dense, Normalize)"
+                f"(the order is Transformer, Pooling, then any of {', '.join(_STEPS)})"
             )
         if kind == "Pooling":
-            pooling = _pooling(settings)
+            poolings = _poolings(settings)
         elif kind == "Dense":
-            projections.append(_projection(folder / path, settings))
-        elif kind == "Normalize":
-            normalize = True
+            steps.append(_projection(folder / path, settings))
+        elif kind == "LayerNorm":
+            steps.append(_norm(folder / path))
         else:
-            raise ExportError(f"modules.json names a {kind} module, which is not supported")
-    if pooling is None:
+            steps.append(UnitLength())
+    if not poolings:
         raise ExportError("modules.json names no Pooling module")
-    return pooling, projections, normalize
+    normalize = bool(steps) and isinstance(steps[-1], UnitLength)
+    return poolings, steps[:-1] if normalize else steps, normalize
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -185,64 +336,90 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _max_tokens(folder: Path) -> int | None:
-    """Return the longest sequence of the tuning, from the first settings file that exists.
+def _sentence_settings(folder: Path) -> tuple[int | None, bool]:
+    """Return the longest sequence of the tuning, and whether texts are lower-cased.
 
-    The order of the files is that of sentence-transformers.
+    Both stand in the first settings file that exists. The order of the files is that of
+    sentence-transformers.
     """
     for name in SENTENCE_SETTINGS:
         file = folder / name
         if file.is_file():
-            limit = read_settings(file).get("max_seq_length")
+            settings = read_settings(file)
+            limit = settings.get("max_seq_length")
             if limit is not None and (not isinstance(limit, int) or limit < 3):
                 raise ExportError(
                     f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}"
                 )
-            return limit
-    return None
+            return limit, settings.get("do_lower_case") is True
+    return None, False
 
 
-def _pooling(settings: dict[str, Any]) -> Pooling:
+def _poolings(settings: dict[str, Any]) -> tuple[Pooling, ...]:
     modes = settings.get("pooling_mode")
-    if modes is None:  # before sentence-transformers 6: one boolean per mode
-        flags = [
+    if modes is None:  # before sentence-transformers 6: one boolean per mode, none means the mean
+        flags = {
             key for key, value in settings.items() if key.startswith("pooling_mode_") and value
-        ]
-        modes = [POOLING_FLAGS.get(flag, flag.removeprefix("pooling_mode_")) for flag in flags]
+        }
+        modes = [mode for flag, mode in POOLING_FLAGS.items() if flag in flags]
+        modes += sorted(flag.removeprefix("pooling_mode_") for flag in flags - set(POOLING_FLAGS))
+        modes = modes or [Pooling.MEAN]
     elif isinstance(modes, str):
         modes = [modes]
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(Pooling):
+    if not isinstance(modes, list) or not modes or not set(modes) <= set(Pooling):
         shown = (
             " + ".join(map(str, modes)) if isinstance(modes, list) and modes else "without a mode"
         )
-        raise ExportError(f"pooling {shown} is not supported (one of {', '.join(Pooling)})")
+        raise ExportError(f"pooling {shown} is not supported (any of {', '.join(Pooling)})")
     if settings.get("include_prompt", True) is False:
         raise ExportError(
             "pooling that leaves out the prompt (include_prompt: false) is not supported"
         )
-    return Pooling(modes[0])
+    return tuple(Pooling(mode) for mode in modes)
 
 
 def _projection(folder: Path, settings: dict[str, Any]) -> Projection:
-    activation = str(
-        settings.get("activation_function", "torch.nn.modules.activation.Tanh")
-    ).rsplit(".", 1)[-1]
-    if activation not in ("Tanh", "Identity"):
-        raise ExportError(
-            f"a Dense module with activation {activation} is not supported (Tanh or Identity)"
-        )
     for key in ("module_input_name", "module_output_name"):
         if settings.get(key, "sentence_embedding") != "sentence_embedding":
             raise ExportError(
                 f"a Dense module with {key} {settings[key]!r} is not supported (sentence_embedding)"
             )
     tensors = read_tensors(weight_files(folder))
-    if settings.get("use_residual") or not {"linear.weight"} <= tensors.keys() <= {
-        "linear.weight",
-        "linear.bias",
-    }:
+    known = {"linear.weight", "linear.bias", "residual.weight"}
+    if not {"linear.weight"} <= tensors.keys() <= known:
         raise ExportError(
             f"the Dense module in {folder.name} is more than one linear layer "
             f"({', '.join(sorted(tensors))})"
         )
-    return Projection(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")
+    weight = tensors["linear.weight"]
+    residual: Tensor | bool = bool(settings.get("use_residual"))
+    if residual and weight.shape[0] != weight.shape[1]:
+        if "residual.weight" not in tensors:
+            raise ExportError(f"the Dense module in {folder.name} lacks residual.weight")
+        residual = tensors["residual.weight"]
+    return Projection(weight, tensors.get("linear.bias"), _dense_activation(settings), residual)
+
+
+def _dense_activation(settings: dict[str, Any]) -> str:
+    """Return the name of the activation's class, as sentence-transformers reads it.
+
+    Without one it is Tanh, and so is a class outside of torch, which is never loaded.
+    """
+    path = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = path.rsplit(".", 1)[-1] if path.startswith("torch.") else "Tanh"
+    if name not in _DENSE_ACTIVATIONS:
+        raise ExportError(
+            f"a Dense module with activation {name} is not supported "
+            f"({', '.join(_DENSE_ACTIVATIONS)})"
+        )
+    return name
+
+
+def _norm(folder: Path) -> Norm:
+    tensors = read_tensors(weight_files(folder))
+    if tensors.keys() != {"norm.weight", "norm.bias"}:
+        raise ExportError(
+            f"the LayerNorm module in {folder.name} has other tensors "
+            f"({', '.join(sorted(tensors))})"
+        )
+    return Norm(tensors["norm.weight"], tensors["norm.bias"])

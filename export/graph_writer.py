@@ -8,6 +8,7 @@ import torch
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
 from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
@@ -109,7 +110,12 @@ class GraphWriter:
 
 
 def _check_head_size(config: EncoderConfig) -> None:
-    """Refuse sizes of attention heads for which CUDA has no variable-length flash kernel."""
+    """Refuse attention for which CUDA has no variable-length flash kernel."""
+    if Layout.PACKED not in FAMILIES[config.family].layouts:
+        raise ExportError(
+            f"a {config.family} has no fp16 graph: its attention adds a bias to the scores, which "
+            "the variable-length kernel does not; leave out --precision fp16"
+        )
     size = config.hidden_size // config.heads
     if size % _HEAD_SIZE_STEP or size > _LARGEST_HEAD_SIZE:
         raise ExportError(

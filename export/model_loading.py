@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError, first_line
-from cloze.export.families import Family
+from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
@@ -46,8 +46,8 @@ def load_model(
     Raises:
         ExportError: a tensor is missing, superfluous or invalid.
     """
-    renamed, unknown = _rename(tensors, family)
-    heads, notes = _find_heads(renamed, family, settings)
+    renamed, unknown = _rename(tensors, family, config)
+    heads, notes = _find_heads(renamed, unknown, family, settings)
     options = read_head_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
     with torch.device("meta"):
         model = Model(config, heads, options)
@@ -80,13 +80,15 @@ def read_head_options(
     }
 
 
-def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTensors, list[str]]:
+def _rename(
+    tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig
+) -> tuple[RenamedTensors, list[str]]:
     """Return the tensors by our names, and the names of tensors that our modules lack."""
     renamed: RenamedTensors = {}
     added: dict[str, Tensor] = {}
     unknown: list[str] = []
     for theirs, tensor in tensors.items():
-        targets = family.read(theirs)
+        targets = family.read(theirs, config)
         if not targets and not theirs.endswith("position_ids"):
             unknown.append(theirs)
         for target in targets:
@@ -99,7 +101,7 @@ def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTenso
                 )
             else:
                 renamed.setdefault(ours, (theirs, value))
-    for rule in family.rules:
+    for rule in family.rules(config):
         if isinstance(rule, Fold) and rule.ours in renamed and rule.ours not in added:
             raise ExportError(f"the checkpoint lacks {rule.theirs}: it is missing or renamed")
     for ours, value in added.items():
@@ -124,7 +126,7 @@ def _converted(target: Target, theirs: str, tensor: Tensor) -> Tensor:
 
 
 def _find_heads(
-    renamed: RenamedTensors, family: Family, settings: Mapping[str, Any]
+    renamed: RenamedTensors, unknown: list[str], family: Family, settings: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
     """Return the checkpoint's heads, and notes on the missing heads."""
     heads, notes = [], []
@@ -136,7 +138,7 @@ def _find_heads(
             isinstance(a, str) and a.endswith(head.architecture) for a in architectures
         ):
             continue
-        has_head, note = _find_head(head, renamed, family)
+        has_head, note = _find_head(head, renamed, unknown, family)
         if has_head:
             heads.append(name)
         if note:
@@ -145,7 +147,7 @@ def _find_heads(
 
 
 def _find_head(
-    head: ExportHead, renamed: RenamedTensors, family: Family
+    head: ExportHead, renamed: RenamedTensors, unknown: list[str], family: Family
 ) -> tuple[bool, str | None]:
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
@@ -155,7 +157,7 @@ def _find_head(
     if names and present == required:
         return True, None
     if not present:
-        return False, f"{task} is not offered: the checkpoint has no tensors for it"
+        return False, f"{task} is not offered: {_why_absent(family.heads.get(name), unknown)}"
     for first, reason in head.incomplete.items():
         if all(tensor.startswith(first) for tensor in present):
             return False, f"{task} is not offered: {reason}"
@@ -164,6 +166,13 @@ def _find_head(
         f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: "
         "a tensor is missing or renamed"
     )
+
+
+def _why_absent(spec: HeadSpec | None, unknown: list[str]) -> str:
+    for first, reason in spec.without.items() if spec else ():
+        if any(name.startswith(first) for name in unknown):
+            return reason
+    return "the checkpoint has no tensors for it"
 
 
 def _expand(names: Iterable[str]) -> list[str]:

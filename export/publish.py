@@ -311,9 +311,10 @@ def _embedding(checkpoint: Checkpoint, limits: Limits) -> Embedding:
     return Embedding(
         dimensions=recipe.dimensions(checkpoint.model.config.hidden_size),
         pooling=recipe.pooling,
+        further_poolings=recipe.further_poolings,
         normalize=recipe.normalize,
         max_tokens=min(limits.max_tokens, recipe.max_tokens or limits.max_tokens),
         prompts=recipe.prompts,
         default_prompt=recipe.default_prompt,
-        projected=bool(recipe.projections),
+        projected=bool(recipe.steps),
     )

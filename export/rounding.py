@@ -125,7 +125,7 @@ def round_weights(
     integers = set[Tensor]()
     if weights is Weights.INT8:
         integers = round_to_int8(model.encoder, scales)
-    for module in (model, *recipe.projections):
+    for module in (model, *recipe.steps):
         _round_to_fp16(module, integers)
 
 

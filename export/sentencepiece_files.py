@@ -5,16 +5,18 @@ tokens stand around texts. That is a convention of each class of tokenizers, whi
 have. They need the extra ``sentencepiece``. No other module of the export imports transformers.
 """
 
+import re
 import warnings
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError, first_line
+from cloze.export.families import FAMILIES
 from cloze.model_store.installation import install_command
 
 _UNIGRAM = 1
@@ -41,8 +43,10 @@ def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer,
         ExportError: the model is damaged, the extra is not installed, or nothing says which class
             of tokenizers the model belongs to.
     """
-    kind = settings.get("tokenizer_class")
-    kind = kind or read_settings(file.parent / "config.json").get("tokenizer_class")
+    config = read_settings(file.parent / "config.json")
+    family = FAMILIES.get(str(config.get("model_type")))
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    kind = kind or (family and family.sentencepiece_class)
     if not isinstance(kind, str):
         raise ExportError(
             f"nothing says which class of tokenizers {file.name} is for: "
@@ -87,6 +91,10 @@ def _converted(file: Path, name: str, given: dict[str, Any]) -> Tokenizer:
                 "add its tokenizer.json"
             )
         tokenizer: Tokenizer = conversion.converted()
+        if not re.search(r"\bStrip\(", repr(tokenizer.normalizer)):
+            # Else a space at the end of a text is a token of its own, unlike in published files.
+            split = pre_tokenizers.WhitespaceSplit()
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
     except (ImportError, ExportError):
         raise
     except Exception as error:  # damaged bytes make the parser raise any error

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, normalizers
 
 from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
@@ -108,6 +108,20 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
         max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
         note=note,
     )
+
+
+def lower_cased(tokenizer: CheckpointTokenizer) -> CheckpointTokenizer:
+    """Return a tokenizer that lower-cases texts first, as sentence-transformers asks.
+
+    A tokenizer with a normaliser that lower-cases stays as it is.
+    """
+    original = tokenizer.tokenizer
+    if tokenizer.lowercase or "Lowercase" in repr(original.normalizer):
+        return tokenizer
+    changed = Tokenizer.from_str(original.to_str())
+    others = [] if original.normalizer is None else [original.normalizer]
+    changed.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+    return replace(tokenizer, tokenizer=changed, lowercase=True)
 
 
 def describe_tokenizer(

@@ -20,7 +20,7 @@ from tokenizers import (
 
 from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES
+from cloze.export.families import FAMILIES, WordPieceKind
 from cloze.export.sentencepiece_files import (
     find_sentencepiece,
     from_sentencepiece,
@@ -52,13 +52,13 @@ _NORMALIZER_SETTINGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-_WORDPIECE_CLASSES = {
-    name + ending
-    for name in (family.wordpiece_class for family in FAMILIES.values())
-    if name is not None
+_WORDPIECE_KINDS = {
+    family.wordpiece.name + ending: family.wordpiece
+    for family in FAMILIES.values()
+    if family.wordpiece is not None
     for ending in ("", "Fast")
 }
-"""The tokenizers of transformers that ``vocab.txt`` describes."""
+"""The tokenizers that ``vocab.txt`` describes, by transformers' classes."""
 
 
 def open_files(
@@ -73,7 +73,7 @@ def open_files(
         tokenizer = _from_json(folder / "tokenizer.json")
         return tokenizer, _apply_settings(tokenizer, settings)
     if (folder / "vocab.txt").is_file():
-        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, SPECIAL_TOKENS | given)
+        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, given)
         _add_tokens(tokenizer, folder, settings)
         return tokenizer, note
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -184,26 +184,46 @@ def _from_json(file: Path) -> Tokenizer:
 
 
 def _from_vocabulary(
-    file: Path, settings: dict[str, Any], names: dict[str, str]
+    file: Path, settings: dict[str, Any], given: dict[str, str]
 ) -> tuple[Tokenizer, str | None]:
     """Build the tokenizer of a ``vocab.txt``.
 
     Returns:
         The tokenizer, and a note if its case was guessed.
     """
+    kind = _wordpiece_kind(file.parent, settings)
+    names = SPECIAL_TOKENS | dict(kind.tokens) | given
     vocabulary = _read_vocabulary(file, names["unk_token"])
-    if (kind := settings.get("tokenizer_class")) not in {None, *_WORDPIECE_CLASSES}:
-        raise ExportError(
-            f"the tokenizer is a {kind}, which vocab.txt alone does not describe; "
-            "add its tokenizer.json"
-        )
     note = None
     lowercase = settings.get("do_lower_case")
     if lowercase is None:
         lowercase = not any(_is_cased(token) for token in vocabulary if token not in names.values())
         case = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
         note = f"tokenizer: built from vocab.txt alone, taken as {case}"
-    return wordpiece(vocabulary, settings, names, lowercase=lowercase), note
+    tokenizer = wordpiece(vocabulary, settings, names, lowercase=lowercase)
+    if kind.separators > 1:
+        cls, sep = names["cls_token"], names["sep_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {' '.join([sep] * kind.separators)} $B {sep}",
+            special_tokens=[(one, required_id(tokenizer, one)) for one in (cls, sep)],
+        )
+    return tokenizer, note
+
+
+def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
+    """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family."""
+    name = settings.get("tokenizer_class")
+    if name is None:
+        family = FAMILIES.get(str(read_settings(folder / "config.json").get("model_type")))
+        kind = family.wordpiece if family else None
+        return kind or WordPieceKind("")
+    if name not in _WORDPIECE_KINDS:
+        raise ExportError(
+            f"the tokenizer is a {name}, which vocab.txt alone does not describe; "
+            "add its tokenizer.json"
+        )
+    return _WORDPIECE_KINDS[name]
 
 
 def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:

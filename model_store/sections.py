@@ -163,6 +163,9 @@ class Embedding(Frozen):
 
     dimensions: Width
     pooling: Pooling
+    further_poolings: tuple[Pooling, ...] = Field(
+        (), description="poolings whose vectors follow that of the first one, in this order"
+    )
     normalize: bool = Field(
         description="whether embeddings have length 1 unless the request says otherwise"
     )
@@ -172,6 +175,11 @@ class Embedding(Frozen):
     projected: bool | None = Field(
         None, description="whether layers follow the pooling; null in bundles that do not say so"
     )
+
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """All poolings, in the order of their vectors."""
+        return (self.pooling, *self.further_poolings)
 
     @model_validator(mode="after")
     def _default_is_known(self) -> Self:

@@ -140,6 +140,7 @@ class Pipeline:
         self.model = model
         self._promises = promises or Promises()
         self.manifest: Manifest = model.bundle.manifest
+        self.reference = self.manifest.reference
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
 
@@ -217,7 +218,7 @@ class Pipeline:
             return await self._completions.wait(queue.submit(submission))
         except Overloaded as error:
             client, timeout_s = submission.client, submission.timeout_s
-            key = PromiseKey(self.manifest.reference, client, LineKey.of(0, timeout_s).patience)
+            key = PromiseKey(self.reference, client, LineKey.of(0, timeout_s).patience)
             now = time.monotonic()
             if not submission.returning and self._promises.redeem(key, now):
                 return await self._outputs(submission._replace(returning=True))

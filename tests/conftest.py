@@ -97,6 +97,7 @@ COMPUTING = {
         "train",
         "train_bad_input",
         "train_data",
+        "train_families",
         "train_kept",
         "train_kinds",
         "vectors",

@@ -39,6 +39,29 @@ def test_every_block_is_a_call_or_marked(capsys: pytest.CaptureFixture[str]) -> 
                 print(f"\nnot run: {named(block)}: {first[:60]}: {block.not_run}", end="")
 
 
+DESCRIPTIONS = [
+    "docs/architecture.md",
+    "CONTRIBUTING.md",
+    *(f"docs/images/{kind}-path.svg" for kind in ("request", "checkpoint")),
+]
+
+
+@pytest.mark.parametrize("document", DESCRIPTIONS)
+def test_the_modules_that_a_description_names_exist(document: str) -> None:
+    """A module by its path, or by its name below one of the packages of its section."""
+    text = (ROOT / document).read_text()
+    paths = re.findall(r"\b(?:service|export|model_store|cloze|bench|tests)/[\w/]+\.py\b", text)
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    names = set(re.findall(r"`(\w+\.py)`", text))
+    files = {
+        file.name
+        for package in ("service", "export", "cloze")
+        for file in (ROOT / package).rglob("*.py")
+    }
+    assert names - files == set()
+
+
 @pytest.mark.parametrize("block", CALLS, ids=named)
 def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
     """The models are small and random, so only the README's answers are compared, elsewhere."""

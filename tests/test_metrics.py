@@ -291,7 +291,7 @@ def test_what_all_processes_use_is_shown(fresh: Server) -> None:
     before_s = sum(map(seconds_of, pids))
     seen = scrape(fresh)
     after_s = sum(map(seconds_of, pids))
-    assert before_s <= value(seen, "process_cpu_seconds_total") <= after_s + 0.1
+    assert before_s - 0.1 < value(seen, "process_cpu_seconds_total") < after_s + 0.1
     status = [Path(f"/proc/{each}/status").read_text() for each in pids]
     resident = sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) for text in status) * 1024
     assert 0.5 * resident < value(seen, "process_resident_memory_bytes") < 1.5 * resident
@@ -360,7 +360,7 @@ def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
         used_s = value(scrape(server), "process_cpu_seconds_total")
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: value(scrape(server), name, kind="engine") == 1)
-        assert value(scrape(server), "process_cpu_seconds_total") >= used_s > 0
+        assert value(scrape(server), "process_cpu_seconds_total") > used_s - 0.01 > 0
 
 
 def test_a_scrape_of_many_models_does_not_hold_up_requests(

@@ -9,27 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
     Dense,
+    LayerNorm,
     Normalize,
     Pooling,
     Transformer,
 )
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
-from cloze.export.embedding_recipe import read_recipe
+from cloze.export.embedding_recipe import _DENSE_ACTIVATIONS, Projection, read_recipe
 from cloze.export.errors import ExportError
-from cloze.export.publish import export
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.publish import ExportOptions, export
+from cloze.export.tokenizer import describe_tokenizer, lower_cased
 from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine
 from cloze.service.tasks import TaskContext, TaskLimits
 from cloze.service.tasks.embed import EmbedParameters, decode, prepare
 from cloze.service.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint
+from tests.tokenizer_kinds import unigram
 
 LIMITS = TaskLimits(
     max_tokens=160,
@@ -70,10 +77,27 @@ def assert_same(folder: Path, store: Path) -> None:
     np.testing.assert_allclose(ours(folder, store), theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls", "max", "mean_sqrt_len_tokens"])
-@pytest.mark.parametrize("kind", ["bert-plain", "distilbert"])
-def test_each_pooling(tmp_path: Path, kind: str, mode: str) -> None:
-    assert_same(saved(tmp_path, kind, Pooling(64, pooling_mode=mode)), tmp_path / "store")
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "mean",
+        "cls",
+        "max",
+        "mean_sqrt_len_tokens",
+        "weightedmean",
+        "lasttoken",
+        ("lasttoken", "mean"),
+        ("cls", "max", "weightedmean"),
+    ],
+    ids=str,
+)
+def test_each_pooling(tmp_path: Path, mode: Any) -> None:
+    """Several are joined in the order of the list."""
+    assert_same(saved(tmp_path, "bert-plain", Pooling(64, pooling_mode=mode)), tmp_path / "store")
+
+
+def test_a_family_without_token_types(tmp_path: Path) -> None:
+    assert_same(saved(tmp_path, "distilbert", Pooling(64, pooling_mode="mean")), tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -86,8 +110,19 @@ def test_each_pooling(tmp_path: Path, kind: str, mode: str) -> None:
             Dense(64, 32, bias=False, activation_function=torch.nn.Identity()),
             Dense(32, 8),
         ],
+        lambda: [
+            Pooling(64, pooling_mode=("cls", "mean")),
+            Normalize(),
+            Dense(128, 24, activation_function=torch.nn.GELU(), use_residual=True),
+            LayerNorm(24),
+        ],
+        lambda: [
+            Pooling(64, pooling_mode="mean"),
+            Dense(64, 64, activation_function=torch.nn.SiLU(), use_residual=True),
+            Normalize(),
+        ],
     ],
-    ids=["normalised", "projected", "projected-twice"],
+    ids=["normalised", "projected", "projected-twice", "joined", "residual"],
 )
 def test_what_follows_pooling(tmp_path: Path, after: Callable[[], list[Any]]) -> None:
     torch.manual_seed(0)
@@ -163,17 +198,71 @@ def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", list(_DENSE_ACTIVATIONS))
+def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path: Path) -> None:
+    x = torch.linspace(-4, 4, 24).view(2, 12)
+    step = Projection(torch.eye(12), torch.full((12,), 0.1), name)
+    g = GraphBuilder()
+    g.input("x", TensorProto.FLOAT, ["E", 12])
+    g.output(step.write(g, "x", "dense"), "y", TensorProto.FLOAT, ["E", 12])
+    g.save(tmp_path / "graph.onnx", tmp_path / "weights.bin")
+    session = onnxruntime.InferenceSession(str(tmp_path / "graph.onnx"))
+    [found] = session.run(None, {"x": x.numpy()})
+    expected = getattr(torch.nn, name)()(x + 0.1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(step(x).detach(), expected, atol=1e-6)
+
+
+def test_a_class_outside_of_torch_is_tanh_as_in_sentence_transformers(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
+    edit(folder, "2_Dense/config.json", activation_function="my_package.Special")
+    recipe = read_recipe(folder)
+    assert recipe is not None
+    [step] = recipe.steps
+    assert isinstance(step, Projection)
+    assert step.activation == "Tanh"
+
+
+def test_no_flag_of_an_older_version_means_the_mean(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="cls"))
+    (folder / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 64}')
+    recipe = read_recipe(folder)
+    assert recipe is not None
+    assert recipe.poolings == ("mean",)
+
+
+def test_texts_are_lower_cased_if_the_settings_say_so(tmp_path: Path) -> None:
+    """Before the file's own normaliser; the oracle is the file on lower-cased text."""
+    described = describe_tokenizer(unigram())
+    lowered = lower_cased(described)
+    text = "The HARBOUR was Quiet"
+    assert lowered.tokenizer.encode(text).ids == unigram().encode(text.lower()).ids
+    assert described.tokenizer.encode(text).ids != lowered.tokenizer.encode(text).ids
+    assert lower_cased(lowered) is lowered
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
+    edit(folder, "sentence_bert_config.json", do_lower_case=True)
+    recipe = read_recipe(folder)
+    assert recipe is not None
+    assert recipe.lowercase
+
+
+def test_a_packed_graph_of_joined_poolings_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode=("cls", "mean")))
+    options = ExportOptions(precisions=(Precision.FP16,))
+    with pytest.raises(ExportError, match=r"one pooling, not cls \+ mean"):
+        export(str(folder), "st", Store(tmp_path / "store"), options)
+
+
 def edit(folder: Path, file: str, **changes: Any) -> None:
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "two modes": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "cls"]), r"pooling mean \+ cls is not supported"),
-    "last token": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode="lasttoken"), "pooling lasttoken is not supported"),
-    "no mode": (lambda f: (f / "1_Pooling/config.json").write_text("{}"), "pooling without a mode is not supported"),
+    "unknown mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "middle"]), r"pooling mean \+ middle is not supported"),
+    "no mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=[]), "pooling without a mode is not supported"),
     "prompt left out": (lambda f: edit(f, "1_Pooling/config.json", include_prompt=False), "leaves out the prompt"),
-    "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "more than one linear layer"),
-    "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation ReLU is not supported"),
+    "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "lacks residual.weight"),
+    "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
     "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
     "unknown module": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("Dense", "LSTM", 1)), "LSTM|no weights"),
     "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the directory"),

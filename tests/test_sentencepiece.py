@@ -69,6 +69,33 @@ def test_offsets_are_characters_of_the_original_text(tmp_path: Path) -> None:
     assert "".join(dict.fromkeys(text[a:b] for a, b in offsets)).startswith("The")
 
 
+def test_rows_of_camembert_begin_with_tokens_that_are_not_used(tmp_path: Path) -> None:
+    folder_with(tmp_path, "unigram", "sentencepiece.bpe.model", {})
+    (tmp_path / "config.json").write_text('{"model_type": "camembert"}')
+    loaded = load_tokenizer(tmp_path)
+    for case in REFERENCE["unigram"]:
+        rows = [number + 4 if number else 3 for number in case["ids"]]
+        assert pieces(loaded, case["text"]) == rows, case["text"]
+    assert (loaded.special.cls, loaded.special.sep) == (5, 6)  # the model's own <s> and </s>
+    assert (loaded.special.separators, loaded.special.second_type) == (2, 0)
+    assert loaded.mask_id == loaded.size - 1
+
+
+def test_albert_lower_cases_unless_its_settings_say_no(tmp_path: Path) -> None:
+    folder_with(tmp_path, "brackets", "spiece.model", {})
+    (tmp_path / "config.json").write_text('{"model_type": "albert"}')
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.special.cls, loaded.special.sep) == (1, 2)
+    assert (loaded.special.separators, loaded.special.second_type) == (1, 1)
+    assert pieces(loaded, "THE HARBOUR was Qui\u00e9t") == pieces(loaded, "the harbour was quiet")
+    assert pieces(loaded, "``It''") == pieces(loaded, '"it"')
+    settings = {"do_lower_case": False, "keep_accents": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    kept = load_tokenizer(tmp_path)
+    for case in REFERENCE["brackets"]:
+        assert pieces(kept, case["text"]) == case["ids"], case["text"]
+
+
 def test_the_mask_of_deberta_stands_after_the_pieces(tmp_path: Path) -> None:
     folder_with(tmp_path, "brackets", "spm.model", LIKE_DEBERTA)
     pieces_alone = load_tokenizer(tmp_path)

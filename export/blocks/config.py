@@ -13,7 +13,11 @@ class EncoderConfig:
     """The sizes of an encoder. The constructor validates every size.
 
     ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of
-    `layer.ACTIVATIONS`.
+    `layer.ACTIVATIONS`. ``embedding_size`` is the width of the embeddings if they are
+    projected to the hidden size. ``layers`` counts a layer as often as a text passes it;
+    ``layer_groups`` is the number of groups that share their weights, of ``group_layers`` layers
+    each; None: no layers share weights. ``task_types`` says whether the checkpoint has embeddings
+    of task types.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -30,6 +34,15 @@ class EncoderConfig:
     activation: str = "gelu"
     layer_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-12
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    embedding_size: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None
+    layer_groups: Annotated[int, Field(gt=0, le=MAX_LAYERS)] | None = None
+    group_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
+    task_types: bool = False
+
+    @property
+    def embedding_width(self) -> int:
+        """The width of the word embeddings."""
+        return self.embedding_size or self.hidden_size
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

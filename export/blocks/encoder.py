@@ -1,6 +1,6 @@
 """The trunk of a model: embeddings of words, positions and token types, and a stack of layers.
 
-Shapes: B sequences, S tokens each, H hidden size, N states.
+Shapes: B sequences, S tokens each, H hidden size, E embedding size, N states.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.layer import Layer, ProductGroup
+from cloze.export.blocks.layer import InputKind, Layer, ProductGroup
+from cloze.export.blocks.relative_bias import RelativeBias
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
 
@@ -18,19 +19,20 @@ from cloze.model_store import tensors
 class Embeddings(nn.Module):
     """The normalised sum of word, position and token type embeddings.
 
-    Source: Devlin et al. 2019, section 3.
+    Embeddings of another width than the hidden size are projected to it, so that the word table
+    stays small. Sources: Devlin et al. 2019, section 3; Lan et al. 2020, section 3.1.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_positions, config.hidden_size)
+        width = config.embedding_width
+        self.word = nn.Embedding(config.vocab_size, width)
+        self.position = nn.Embedding(config.max_positions, width)
         self.token_type = (
-            nn.Embedding(config.type_vocab_size, config.hidden_size)
-            if config.type_vocab_size
-            else None
+            nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         )
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.projection = nn.Linear(width, config.hidden_size) if config.embedding_size else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -57,12 +59,19 @@ class Embeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
             x = x + self.token_type(token_type_ids)
-        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+        x = self.dropout(self.norm(x))
+        return x if self.projection is None else self.projection(x)
 
     def tables(self) -> dict[str, nn.Embedding]:
         """Return the tables that the graph looks up, by the names of their weights."""
         tables = {tensors.WORD_TABLE: self.word, tensors.POSITION_TABLE: self.position}
         return tables | ({tensors.TOKEN_TYPE_TABLE: self.token_type} if self.token_type else {})
+
+    def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
+        if self.projection is None:
+            return {}
+        return {"projection": ProductGroup((self.projection,), InputKind.NORM)}
 
     def write(self, trunk: TrunkGraph) -> str:
         """Declare the trunk's inputs and write the embeddings.
@@ -78,7 +87,12 @@ class Embeddings(nn.Module):
             type_ids = trunk.declare(tensors.TOKEN_TYPE_IDS)
             terms.append(look_up(tensors.TOKEN_TYPE_TABLE, self.token_type.weight, type_ids))
         terms.append(trunk.positions(self.position.weight))
-        return trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
+        x = trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
+        if self.projection is None:
+            return x
+        ops, name = trunk.linear_ops, "embeddings.projection"
+        product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
+        return trunk.g.op("Add", [product, ops.vector(f"{name}.bias", self.projection.bias)])
 
 
 class Encoder(nn.Module):
@@ -86,12 +100,21 @@ class Encoder(nn.Module):
 
     Args:
         layers: the layers in order; a layer that stands twice has its weights once.
+        relative_bias: the bias that all layers add to their scores; None: they add none.
     """
 
-    def __init__(self, embeddings: Embeddings, layers: Iterable[Layer]) -> None:
+    relative_bias: RelativeBias | None
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        layers: Iterable[Layer],
+        relative_bias: RelativeBias | None = None,
+    ) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
+        self.relative_bias = relative_bias
 
     def forward(
         self,
@@ -113,16 +136,21 @@ class Encoder(nn.Module):
             The hidden states [B, S, H].
         """
         x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions)
+        bias = self._bias(input_ids)
         for layer in self.layers:
-            x = layer(x, attention_mask)
+            x = layer(x, attention_mask, bias)
         return x
 
     def states(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Return the embeddings and the output of each layer, [N, B, S, H]; see `forward`."""
         states = [self.embeddings(input_ids, token_type_ids)]
+        bias = self._bias(input_ids)
         for layer in self.layers:
-            states.append(layer(states[-1], None))
+            states.append(layer(states[-1], None, bias))
         return torch.stack(states)
+
+    def _bias(self, input_ids: Tensor) -> Tensor | None:
+        return None if self.relative_bias is None else self.relative_bias(input_ids.shape[1])
 
     def named_layers(self) -> list[tuple[str, Layer]]:
         """Return each layer in order with its name, which is that of its first place."""
@@ -133,11 +161,15 @@ class Encoder(nn.Module):
         ]
 
     def products(self) -> dict[str, ProductGroup]:
-        """Return the matrix products of all layers, each once, by their names in the graph."""
+        """Return all matrix products, each once, by their names in the graph."""
+        blocks: list[tuple[str, Embeddings | Layer]] = [
+            ("embeddings", self.embeddings),
+            *self.named_layers(),
+        ]
         return {
             f"{name}.{part}": group
-            for name, layer in self.named_layers()
-            for part, group in layer.products().items()
+            for name, block in blocks
+            for part, group in block.products().items()
         }
 
     def write(self, trunk: TrunkGraph) -> list[str]:
@@ -147,8 +179,9 @@ class Encoder(nn.Module):
             The names of the embeddings and of each layer's output, in the layout's shape.
         """
         states = [self.embeddings.write(trunk)]
+        bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
         for name, layer in self.named_layers():
-            states.append(layer.write(trunk, name, states[-1]))
+            states.append(layer.write(trunk, name, states[-1], bias))
         return states
 
 

@@ -100,12 +100,15 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             x: [B, S, H].
             attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
+            bias: [1, N, S, S], added to the scores; None: nothing is added.
 
         Returns:
             The attended states [B, S, H].
@@ -117,7 +120,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            None if attention_mask is None else attention_mask[:, None, None, :],
+            _mask(attention_mask, bias),
             self.dropout if self.training else 0.0,
         )
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -132,8 +135,8 @@ class SelfAttention(nn.Module):
             "output": ProductGroup((self.output,), InputKind.ATTENTION),
         }
 
-    def write(self, trunk: TrunkGraph, name: str, x: str) -> tuple[str, Tensor]:
-        """Write the attention of each sequence to itself.
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> tuple[str, Tensor]:
+        """Write the attention of each sequence to itself; see `TrunkGraph.attend`.
 
         Returns:
             The name of the attended states without their bias, and the bias [H].
@@ -144,9 +147,18 @@ class SelfAttention(nn.Module):
         query = trunk.g.op("Add", [query, ops.vector(f"{name}.query.bias", self.query.bias)])
         key = ops.matmul(entering, f"{name}.key", self.key)
         value = ops.matmul(entering, f"{name}.value", self.value)
-        context = ops.prepare_input(trunk.attend(query, key, value, self.heads), f"{name}.output")
-        output = ops.matmul(context, f"{name}.output", self.output)
+        context = trunk.attend((query, key, value), self.heads, bias)
+        entering = ops.prepare_input(context, f"{name}.output")
+        output = ops.matmul(entering, f"{name}.output", self.output)
         return output, self.output.bias + self.output.weight @ self.value.bias
+
+
+def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return what `F.scaled_dot_product_attention` adds to the scores or masks."""
+    keys = None if attention_mask is None else attention_mask[:, None, None, :]
+    if bias is None or keys is None:
+        return keys if bias is None else bias
+    return bias.masked_fill(~keys, -torch.inf)
 
 
 def _attend(
@@ -184,17 +196,19 @@ class Layer(nn.Module):
             "down": ProductGroup((self.down,), InputKind.ACTIVATION),
         }
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
         """Transform the hidden states [B, S, H]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask, bias)))
         return self.output_norm(x + self.dropout(self.down(self.activation.forward(self.up(x)))))  # type: ignore[no-any-return]
 
-    def write(self, trunk: TrunkGraph, name: str, x: str) -> str:
-        """Write the layer: hidden states -> hidden states."""
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         ops = trunk.linear_ops
-        attended, bias = self.attention.write(trunk, name, x)
+        attended, output_bias = self.attention.write(trunk, name, x, bias)
         norm = self.attention_norm
-        x = trunk.residual_norm(attended, x, bias, f"{name}.attention_norm", norm)
+        x = trunk.residual_norm(attended, x, output_bias, f"{name}.attention_norm", norm)
         up = ops.matmul(ops.prepare_input(x, f"{name}.up"), f"{name}.up", self.up)
         up = self.activation.write(trunk.g, up, ops.vector(f"{name}.up.bias", self.up.bias))
         entering = ops.prepare_input(up, f"{name}.down", self.activation.least)

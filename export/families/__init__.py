@@ -6,18 +6,36 @@ To add a family, write a module with a `FAMILY` and add it to `FAMILIES`. No oth
 from collections.abc import Mapping
 from typing import Final
 
-from cloze.export.families import bert, distilbert, roberta
-from cloze.export.families.family import Family, HeadSpec
+from cloze.export.families import (
+    albert,
+    bert,
+    camembert,
+    distilbert,
+    electra,
+    ernie,
+    mpnet,
+    roberta,
+    xlm_roberta,
+)
+from cloze.export.families.family import Family, HeadSpec, WordPieceKind
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.name: family for family in (bert.FAMILY, distilbert.FAMILY, roberta.FAMILY)
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        bert,
+        distilbert,
+        roberta,
+        xlm_roberta,
+        camembert,
+        ernie,
+        mpnet,
+        electra,
+        albert,
+    )
 }
 """All model families by the ``model_type`` of ``config.json``."""
 
 PRETRAINED: Final = bert.FAMILY
 """The family of models that are trained from nothing."""
 
-STUDENT: Final = distilbert.FAMILY
-"""The family of distilled students."""
-
-__all__ = ["FAMILIES", "PRETRAINED", "STUDENT", "Family", "HeadSpec"]
+__all__ = ["FAMILIES", "PRETRAINED", "Family", "HeadSpec", "WordPieceKind"]

@@ -1,18 +1,30 @@
-"""BERT: the names of sizes and tensors in its checkpoints.
+"""BERT: the names of sizes and tensors in its checkpoints, which its kin share in part.
 
 Source: google-research/bert, and transformers' ``BertFor*``.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.family import Family, HeadSpec, Rename, layer_rules
+from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind, layer_rules
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in the ``config.json`` of a BERT checkpoint.
+    """Return the sizes in the ``config.json`` of a BERT checkpoint; see `read_sizes`."""
+    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    return read_sizes("bert", defaults | dict(config))
+
+
+def read_sizes(family: str, config: Mapping[str, Any], **others: Any) -> EncoderConfig:
+    """Return the sizes in the ``config.json`` of a family that has BERT's names for them.
+
+    Args:
+        family: name of the family.
+        config: the settings.
+        others: sizes that the settings do not have under these names.
 
     Raises:
         KeyError: a size is missing.
@@ -22,28 +34,46 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         raise ValueError(f"position_embedding_type {kind!r} is not supported (only 'absolute')")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise ValueError(
-            "a BERT decoder (is_decoder, add_cross_attention) is not supported, only encoders"
+            "a decoder (is_decoder, add_cross_attention) is not supported, only encoders"
         )
-    return EncoderConfig(
-        family="bert",
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        intermediate_size=config["intermediate_size"],
-        max_positions=config["max_position_embeddings"],
-        type_vocab_size=config.get("type_vocab_size", 2),
-        activation=config.get("hidden_act", "gelu"),
-        layer_norm_eps=config.get("layer_norm_eps", 1e-12),
-        dropout=config.get("hidden_dropout_prob", 0.1),
-    )
+    code = [name for name in config.get("auto_map") or () if name.startswith("AutoModel")]
+    if code:
+        raise ValueError(
+            f"the checkpoint is computed by code of its own (auto_map: {code[0]}), which is never "
+            "run; only the architecture of the paper is supported"
+        )
+    sizes = {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "heads": config["num_attention_heads"],
+        "intermediate_size": config["intermediate_size"],
+        "max_positions": config["max_position_embeddings"],
+        "activation": config.get("hidden_act", "gelu"),
+        "layer_norm_eps": config["layer_norm_eps"],
+        "dropout": config.get("hidden_dropout_prob", 0.1),
+    }
+    if "type_vocab_size" not in others:
+        sizes["type_vocab_size"] = config["type_vocab_size"]
+    return EncoderConfig(family=family, **(sizes | others))
 
 
 def write_config(config: EncoderConfig) -> dict[str, Any]:
     """Return the ``config.json`` of an encoder with these sizes."""
+    return write_sizes(config, "BertForPreTraining")
+
+
+def write_sizes(config: EncoderConfig, architecture: str, **others: Any) -> dict[str, Any]:
+    """Return the settings that `read_sizes` reads.
+
+    Args:
+        config: the sizes.
+        architecture: transformers' class of a checkpoint.
+        others: settings that replace these ones or are added.
+    """
     return {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
+        "architectures": [architecture],
+        "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.layers,
@@ -56,7 +86,12 @@ def write_config(config: EncoderConfig) -> dict[str, Any]:
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.dropout,
         "pad_token_id": 0,
-    }
+    } | others
+
+
+def student(config: EncoderConfig) -> EncoderConfig:
+    """Return the sizes of a DistilBERT (Sanh et al. 2019, section 3)."""
+    return replace(config, family="distilbert", type_vocab_size=0, layer_norm_eps=1e-12)
 
 
 LAYER_RULES: Final = layer_rules(
@@ -74,21 +109,32 @@ LAYER_RULES: Final = layer_rules(
 )
 """The rules of the layers' tensors, whose names many families have."""
 
+WORDS: Final = Rename("embeddings.word_embeddings.weight", "encoder.embeddings.word.weight")
+POSITIONS: Final = Rename(
+    "embeddings.position_embeddings.weight", "encoder.embeddings.position.weight"
+)
+TYPES: Final = Rename(
+    "embeddings.token_type_embeddings.weight", "encoder.embeddings.token_type.weight"
+)
+EMBEDDING_NORM: Final = Rename("embeddings.LayerNorm.{p}", "encoder.embeddings.norm.{p}")
+EMBEDDING_RULES: Final = (WORDS, POSITIONS, TYPES, EMBEDDING_NORM)
+"""The rules of the embeddings' tensors, whose names many families have."""
 
-FAMILY: Final = Family(
-    name="bert",
-    read_config=read_config,
-    write_config=write_config,
-    encoder=post_norm_encoder,
-    prefix="bert.",
-    rules=(
-        Rename("embeddings.word_embeddings.weight", "encoder.embeddings.word.weight"),
-        Rename("embeddings.position_embeddings.weight", "encoder.embeddings.position.weight"),
-        Rename("embeddings.token_type_embeddings.weight", "encoder.embeddings.token_type.weight"),
-        Rename("embeddings.LayerNorm.{p}", "encoder.embeddings.norm.{p}"),
-        *LAYER_RULES,
-    ),
-    heads={
+TOKEN_HEADS: Final = {
+    "span": HeadSpec({"qa_outputs.{p}": "classifier.{p}"}),
+    "token_classification": HeadSpec({"classifier.{p}": "classifier.{p}"}),
+}
+"""The heads that are one linear layer on each token, in all families."""
+
+
+def bert_heads(prefix: str) -> dict[str, HeadSpec]:
+    """Return BERT's heads.
+
+    Args:
+        prefix: the first part of tensor names when the encoder is part of a larger module.
+    """
+    pooler = {f"{prefix}pooler.dense.{{p}}": "pooler.{p}"}
+    return {
         "masked_lm": HeadSpec(
             {
                 "cls.predictions.transform.dense.{p}": "transform.{p}",
@@ -97,24 +143,38 @@ FAMILY: Final = Family(
                 "cls.predictions.bias": "decoder.bias",
             }
         ),
-        "next_sentence": HeadSpec(
-            {
-                "bert.pooler.dense.{p}": "pooler.{p}",
-                "cls.seq_relationship.{p}": "classifier.{p}",
-            }
-        ),
-        "span": HeadSpec({"qa_outputs.{p}": "classifier.{p}"}),
-        "sequence_classification": HeadSpec(
-            {"bert.pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
-        ),
-        "token_classification": HeadSpec({"classifier.{p}": "classifier.{p}"}),
-    },
-    classes={
-        frozenset({"masked_lm", "next_sentence"}): "BertForPreTraining",
-        frozenset({"masked_lm"}): "BertForMaskedLM",
-        frozenset({"next_sentence"}): "BertForNextSentencePrediction",
-        frozenset({"span"}): "BertForQuestionAnswering",
-    },
+        "next_sentence": HeadSpec(pooler | {"cls.seq_relationship.{p}": "classifier.{p}"}),
+        "sequence_classification": HeadSpec(pooler | {"classifier.{p}": "classifier.{p}"}),
+        **TOKEN_HEADS,
+    }
+
+
+def head_classes(prefix: str, *names: str) -> dict[frozenset[str], str]:
+    """Return transformers' classes of checkpoints by the heads that each has.
+
+    Args:
+        prefix: the first part of the classes' names.
+        names: ends of the names, among ``ForMaskedLM`` and others below.
+    """
+    heads = {
+        "ForPreTraining": frozenset({"masked_lm", "next_sentence"}),
+        "ForMaskedLM": frozenset({"masked_lm"}),
+        "ForNextSentencePrediction": frozenset({"next_sentence"}),
+        "ForQuestionAnswering": frozenset({"span"}),
+    }
+    return {heads[name]: prefix + name for name in names or heads}
+
+
+FAMILY: Final = Family(
+    name="bert",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=post_norm_encoder,
+    prefix="bert.",
+    rules=lambda _: (*EMBEDDING_RULES, *LAYER_RULES),
+    heads=bert_heads("bert."),
+    classes=head_classes("Bert"),
     class_prefix="Bert",
-    wordpiece_class="BertTokenizer",
+    wordpiece=WordPieceKind("BertTokenizer"),
+    student=student,
 )

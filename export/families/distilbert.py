@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.family import Family, HeadSpec, Rename, layer_rules
+from cloze.export.families.bert import EMBEDDING_NORM, POSITIONS, TOKEN_HEADS, WORDS, head_classes
+from cloze.export.families.family import Family, HeadSpec, WordPieceKind, layer_rules
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -56,10 +57,10 @@ FAMILY: Final = Family(
     write_config=write_config,
     encoder=post_norm_encoder,
     prefix="distilbert.",
-    rules=(
-        Rename("embeddings.word_embeddings.weight", "encoder.embeddings.word.weight"),
-        Rename("embeddings.position_embeddings.weight", "encoder.embeddings.position.weight"),
-        Rename("embeddings.LayerNorm.{p}", "encoder.embeddings.norm.{p}"),
+    rules=lambda _: (
+        WORDS,
+        POSITIONS,
+        EMBEDDING_NORM,
         *layer_rules(
             "transformer.layer.*",
             {
@@ -82,17 +83,13 @@ FAMILY: Final = Family(
                 "vocab_projector.{p}": "decoder.{p}",
             }
         ),
-        "span": HeadSpec({"qa_outputs.{p}": "classifier.{p}"}),
         "sequence_classification": HeadSpec(
             {"pre_classifier.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
             activation="relu",
         ),
-        "token_classification": HeadSpec({"classifier.{p}": "classifier.{p}"}),
+        **TOKEN_HEADS,
     },
-    classes={
-        frozenset({"masked_lm"}): "DistilBertForMaskedLM",
-        frozenset({"span"}): "DistilBertForQuestionAnswering",
-    },
+    classes=head_classes("DistilBert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="DistilBert",
-    wordpiece_class="DistilBertTokenizer",
+    wordpiece=WordPieceKind("DistilBertTokenizer"),
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Encoder
+from cloze.model_store.layouts import Layout
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -183,10 +184,30 @@ class HeadSpec:
         activation: the activation of the layer before the last one, as a key of
             `layer.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
             modelling and tanh for a classifier.
+        without: the first part of the names of other tensors -> why a checkpoint with them lacks
+            the head.
     """
 
     tensors: Mapping[str, str]
     activation: str | None = None
+    without: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WordPieceKind:
+    """The WordPiece tokenizer that a family's ``vocab.txt`` describes.
+
+    Attributes:
+        name: transformers' class of the tokenizer.
+        tokens: names of the special tokens, by their keys in ``tokenizer_config.json``; the others
+            have BERT's names.
+        separators: number of separators between the texts of a pair. With two of them, all token
+            types are 0.
+    """
+
+    name: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    separators: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +220,16 @@ class Family:
             ``ValueError`` for an unsupported setting.
         write_config: sizes -> the ``config.json`` from which `read_config` reads these sizes.
         prefix: the first part of tensor names when the encoder is part of a larger module.
-        rules: how the encoder's tensors in a checkpoint become ours. Reading uses the first match,
-            writing the last match.
+        rules: sizes -> how the encoder's tensors in a checkpoint become ours. Reading uses the
+            first match, writing the last match.
+        heads: the heads that checkpoints of the family may have, by head name.
         classes: names of heads -> the class of ``config.json`` that has exactly these heads.
         class_prefix: the first part of the names of transformers' classes.
-        wordpiece_class: transformers' class of the family's WordPiece tokenizer; None: the family
-            has another kind.
+        wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
+        sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
+            family has another kind.
+        layouts: the layouts that the family's attention allows.
+        student: a teacher's sizes -> those of its distilled student with as many layers.
     """
 
     name: str
@@ -212,17 +237,25 @@ class Family:
     write_config: Callable[[EncoderConfig], dict[str, Any]]
     encoder: Callable[[EncoderConfig], Encoder]
     prefix: str
-    rules: tuple[Rule, ...]
+    rules: Callable[[EncoderConfig], tuple[Rule, ...]]
     heads: Mapping[str, HeadSpec]
     class_prefix: str
-    wordpiece_class: str | None = None
+    wordpiece: WordPieceKind | None = None
+    sentencepiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
+    layouts: frozenset[Layout] = frozenset(Layout)
+    student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
 
-    def read(self, tensor: str) -> list[Target]:
-        """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor."""
+    def read(self, tensor: str, config: EncoderConfig) -> list[Target]:
+        """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor.
+
+        Args:
+            tensor: the tensor's name in the checkpoint.
+            config: the sizes of the encoder.
+        """
         name = tensor.removeprefix(self.prefix)
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
-        for rule in self.rules:
+        for rule in self.rules(config):
             if targets := rule.read(name):
                 return targets
         return [
@@ -238,8 +271,13 @@ class Family:
                 return targets[0].name
         return None
 
-    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return our tensors under their names in a checkpoint of this family."""
+    def write(self, tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
+        """Return our tensors under their names in a checkpoint of this family.
+
+        Args:
+            tensors: the parameters of a model, by our names.
+            config: the sizes of the encoder.
+        """
         written: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
@@ -248,7 +286,7 @@ class Family:
                 matches = [Rename(*pair).write(rest, {rest: tensor}) for pair in names]
                 prefix = ""
             else:
-                matches = [rule.write(name, tensors) for rule in self.rules]
+                matches = [rule.write(name, tensors) for rule in self.rules(config)]
                 prefix = self.prefix
             last = [match for match in matches if match is not None][-1:]
             assert last, f"a {self.name} has no tensor {name}"

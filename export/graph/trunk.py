@@ -40,8 +40,14 @@ class TrunkGraph(ABC):
         """Write ``LayerNorm`` of the sum of two or more terms."""
 
     @abstractmethod
-    def attend(self, query: str, key: str, value: str, heads: int) -> str:
-        """Write the attention of each sequence to itself."""
+    def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
+        """Write the attention of each sequence to itself.
+
+        Args:
+            operands: names of queries, keys and values.
+            heads: N, the number of attention heads.
+            bias: name of what is added to the scores [1, N, S, S]; "": nothing is added.
+        """
 
     @abstractmethod
     def residual_norm(self, x: str, skip: str, bias: Tensor, name: str, norm: nn.LayerNorm) -> str:
@@ -67,9 +73,10 @@ class DenseTrunk(TrunkGraph):
         """See `TrunkGraph`."""
         return layer_norm(self.g, self.g.op("Sum", terms), name, norm)
 
-    def attend(self, query: str, key: str, value: str, heads: int) -> str:
+    def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
         """See `TrunkGraph`."""
-        return self.g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=heads)
+        inputs = [*operands, *(["", "", bias] if bias else [])]
+        return self.g.op("MultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(self, x: str, skip: str, bias: Tensor, name: str, norm: nn.LayerNorm) -> str:
         """See `TrunkGraph`.
@@ -107,10 +114,11 @@ class PackedTrunk(TrunkGraph):
         rest = reduce(lambda one, other: self.g.op("Add", [one, other]), others)
         return self._skip_norm([first, rest], name, norm)
 
-    def attend(self, query: str, key: str, value: str, heads: int) -> str:
-        """See `TrunkGraph`."""
+    def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
+        """See `TrunkGraph`. A family whose scores have a bias has no packed graph."""
+        assert not bias, "the variable-length kernel adds no bias to the scores"
         places = [tensors.TOKEN_OFFSET.name, tensors.CU_SEQLENS.name]
-        inputs = [query, key, value, "", *places]
+        inputs = [*operands, "", *places]
         return self.g.op("PackedMultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(self, x: str, skip: str, bias: Tensor, name: str, norm: nn.LayerNorm) -> str:

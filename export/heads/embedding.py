@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer, embeddings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.builder import linear
+from cloze.export.graph.builder import GraphBuilder
 from cloze.export.heads.head import ExportHead, HeadGraph
 from cloze.model_store.heads import Pooling, embedding
 from cloze.model_store.layouts import Layout, Placement
@@ -23,10 +24,8 @@ def _write(recipe: EmbeddingRecipe, graph: HeadGraph) -> None:
     g = graph.g
     packed = graph.layout is Layout.PACKED
     pooled = _pool_packed(recipe, graph) if packed else _pool_dense(recipe, graph)  # [E, H]
-    for number, projection in enumerate(recipe.projections):
-        pooled = linear(g, pooled, f"projection.{number}", projection.linear)
-        if projection.tanh:
-            pooled = g.op("Tanh", [pooled])
+    for number, step in enumerate(recipe.steps):
+        pooled = step.write(g, pooled, f"projection.{number}")
     size = recipe.dimensions(graph.config.hidden_size)
     graph.output(pooled, embedding.EMBEDDINGS, D=size)
 
@@ -36,23 +35,44 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     g = graph.g
     chosen = graph.input(embedding.EMBED_SEQUENCES)
     sequences = g.op("Gather", [graph.hidden, chosen], axis=0)  # [E, S, H]
+    vectors = [_pooled(g, sequences, pooling) for pooling in recipe.poolings]
+    return vectors[0] if len(vectors) == 1 else g.op("Concat", vectors, axis=1)
+
+
+def _pooled(g: GraphBuilder, sequences: str, pooling: Pooling) -> str:
+    """Write one vector per sequence, [E, S, H] -> [E, H]."""
     axis = g.weight("axis_1", np.array([1], np.int64))
-    match recipe.pooling:
+    match pooling:
         case Pooling.MEAN:
             return g.op("ReduceMean", [sequences, axis], keepdims=0)
         case Pooling.CLS:
             return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
+        case Pooling.LAST:
+            return g.op("Gather", [sequences, g.weight("last", np.array(-1, np.int64))], axis=1)
         case Pooling.MAX:
             return g.op("ReduceMax", [sequences, axis], keepdims=0)
         case Pooling.MEAN_SQRT_LENGTH:
             length = g.op("Cast", [g.op("Shape", [sequences], start=1, end=2)], to=1)
             total = g.op("ReduceSum", [sequences, axis], keepdims=0)
             return g.op("Div", [total, g.op("Sqrt", [length])])
+        case Pooling.WEIGHTED_MEAN:
+            length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
+            one = g.weight("one_token", np.array(1, np.int64))
+            positions = g.op("Range", [one, g.op("Add", [length, one]), one])  # [S]
+            weights = g.op("Cast", [positions], to=1)
+            scaled = g.op("Mul", [sequences, g.op("Unsqueeze", [weights, axis])])
+            total = g.op("ReduceSum", [scaled, axis], keepdims=0)
+            return g.op("Div", [total, g.op("ReduceSum", [weights], keepdims=0)])
 
 
 def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     """Pool rows of ``hidden [T, H]``, one list of rows per embedding."""
     g = graph.g
+    if recipe.further_poolings:
+        raise ExportError(
+            f"a packed graph has one pooling, not {' + '.join(recipe.poolings)}; "
+            "leave out --precision fp16"
+        )
     sequences = graph.gather(embedding.POOL_ROWS)  # [E, L, H]
     axis = g.weight("axis_1", np.array([1], np.int64))
     if recipe.pooling is Pooling.MAX:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cloze.export.embedding_recipe import pooled
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine
@@ -69,6 +70,8 @@ def _pooled(rows: Tensor, pooling: Pooling) -> Tensor:
             return rows.mean(0)
         case Pooling.MEAN_SQRT_LENGTH:
             return rows.sum(0).div(len(rows) ** 0.5)
+        case Pooling.WEIGHTED_MEAN | Pooling.LAST:
+            return pooled(rows[None], pooling)[0]
         case Pooling.MAX:
             return torch.zeros_like(rows[0])
 

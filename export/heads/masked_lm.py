@@ -29,10 +29,11 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.transform = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
+        width = setup.config.embedding_width
+        self.transform = nn.Linear(setup.config.hidden_size, width)
         self.activation = ACTIVATIONS[setup.spec.activation or setup.config.activation]
-        self.norm = nn.LayerNorm(setup.config.hidden_size, eps=setup.config.layer_norm_eps)
-        self.decoder = nn.Linear(setup.config.hidden_size, setup.config.vocab_size)
+        self.norm = nn.LayerNorm(width, eps=setup.config.layer_norm_eps)
+        self.decoder = nn.Linear(width, setup.config.vocab_size)
         self.decoder.weight = setup.encoder.embeddings.word.weight
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
         raise TrainError("an average needs at least two checkpoints")
     checkpoints = [load_checkpoint(source) for source in sources]
     first, *others = checkpoints
-    if first.recipe.projections:
+    if first.recipe.steps:
         raise TrainError(f"{sources[0]} has dense layers after its pooling, which are not averaged")
     vocabulary = first.tokenizer.tokenizer.get_vocab()
     sums = {name: tensor.double() for name, tensor in first.model.state_dict().items()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
-from cloze.export.families import STUDENT
+from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
@@ -45,23 +45,23 @@ def kept_layers(layers: int, kept: int) -> list[int]:
 
 
 def make_student(teacher: Model, dropout: float) -> Model:
-    """Build a DistilBERT with half of the teacher's layers.
+    """Build a student with half of the teacher's layers: a DistilBERT, or the teacher's family.
 
     The embeddings, half of the layers (see `kept_layers`), and the masked-LM head are copied. The
     teacher adds its embedding of token type 0 to every token of a single text, so this embedding
-    is added to the student's position embeddings.
+    is added to the position embeddings of a student without token types.
 
     Raises:
         TrainError: the teacher has no masked-LM head.
     """
     if teacher.masked_lm is None:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
+    sizes = FAMILIES[teacher.config.family].student(teacher.config)
+    passes = max(1, sizes.layers // sizes.group_layers // 2)
     config = replace(
-        teacher.config,
-        family=STUDENT.name,
-        layers=max(1, teacher.config.layers // 2),
-        type_vocab_size=0,
-        layer_norm_eps=1e-12,
+        sizes,
+        layers=passes * sizes.group_layers,
+        layer_groups=min(sizes.layer_groups, passes) if sizes.layer_groups else None,
         dropout=dropout,
     )
     student = Model(config, [MASKED_LM])
@@ -75,7 +75,7 @@ def make_student(teacher: Model, dropout: float) -> Model:
             teacher_name = f"encoder.layers.{kept[int(number)]}.{rest}"
         weights[name] = teacher_weights[teacher_name].clone()
     token_type = teacher.encoder.embeddings.token_type
-    if token_type is not None:
+    if token_type is not None and not config.type_vocab_size:
         weights["encoder.embeddings.position.weight"] += token_type.weight[0].detach()
     student.load_state_dict(weights)
     return student
@@ -127,7 +127,7 @@ class Distillation(nn.Module):
             teacher_hidden = teacher(batch.input_ids, batch.token_type_ids, batch.attention_mask)
             teacher_rows = teacher_hidden.flatten(0, 1)[batch.positions]
             teacher_logits = teacher.masked_lm(teacher_rows).float()
-        hidden = self.model(batch.input_ids, None, batch.attention_mask)
+        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
         logits = self.model.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
         unlikelihood = recipe.pretraining.unlikelihood
         mlm_loss, figures = masked_loss(
@@ -202,7 +202,7 @@ def distill(
         report=options.report,
     )
     options.report(
-        f"a {STUDENT.name} of {student.parameter_count():,} parameters "
+        f"a {student.config.family} of {student.parameter_count():,} parameters "
         f"from a teacher of {checkpoint.model.parameter_count():,}"
     )
     objective = TextObjective(

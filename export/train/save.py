@@ -62,7 +62,9 @@ def save_checkpoint(
     save_vocabulary(tokenizer.tokenizer, folder)
     is_wordpiece = isinstance(tokenizer.tokenizer.model, models.WordPiece)
     tokenizer_config = {
-        "tokenizer_class": (family.wordpiece_class if is_wordpiece else None) or _AS_SAVED,
+        "tokenizer_class": family.wordpiece.name
+        if is_wordpiece and family.wordpiece
+        else _AS_SAVED,
         "model_max_length": config.max_positions,
     }
     _write_json(
@@ -102,7 +104,7 @@ def _write_weights(model: Model, folder: Path) -> None:
     parameters = {
         name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()
     }
-    written = FAMILIES[model.config.family].write(parameters)
+    written = FAMILIES[model.config.family].write(parameters, model.config)
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}
     with replacing(folder / "model.safetensors") as new_file:
         # safetensors' `save_file` would create a file that only its owner can read.
@@ -124,7 +126,7 @@ def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
     """Write the files that `embedding_recipe.read_recipe` and sentence-transformers read."""
-    assert not embedding.projections, "a model does not hold the weights of dense layers"
+    assert not embedding.steps, "a model does not hold the weights of dense layers"
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
     if embedding.normalize:
         modules["2_Normalize"] = "Normalize"

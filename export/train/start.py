@@ -175,11 +175,11 @@ def check_kept_embeddings(recipe: MaskedTokens, checkpoint: Checkpoint) -> None:
         TrainError: the embedding is not the mean of the hidden states.
     """
     embedding = checkpoint.recipe
-    is_mean = embedding.pooling is Pooling.MEAN and not embedding.projections
+    is_mean = embedding.poolings == (Pooling.MEAN,) and not embedding.steps
     if recipe.keep_embeddings and not is_mean:
         raise TrainError(
             "keep_embeddings = true keeps the mean of the hidden states, but the checkpoint's "
-            f"embedding is another ({embedding.pooling}, {len(embedding.projections)} dense layers)"
+            f"embedding is another ({embedding.pooling}, {len(embedding.steps)} dense layers)"
         )
 
 
@@ -188,7 +188,7 @@ def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
 
     The result is None if the recipe has dense layers, because their weights are not kept.
     """
-    return None if checkpoint.recipe.projections else checkpoint.recipe
+    return None if checkpoint.recipe.steps else checkpoint.recipe
 
 
 def continue_from(

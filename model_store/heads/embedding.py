@@ -58,14 +58,21 @@ def pool(starts: Int32, lengths: Int32, pooling: Pooling) -> Feeds:
         ``pool_rows`` [E, L] and, except for max pooling, ``pool_weights`` [E, L]. A column beyond
         the end of a sequence repeats the sequence's first row with weight 0.
     """
-    longest = 1 if pooling is Pooling.CLS else int(lengths.max(initial=1))
+    one_row = pooling in (Pooling.CLS, Pooling.LAST)
+    longest = 1 if one_row else int(lengths.max(initial=1))
     columns = np.arange(longest, dtype=np.int32)
     real = columns < lengths[:, None]
-    rows = starts[:, None] + np.where(real, columns, np.int32(0))
+    first = starts + lengths - 1 if pooling is Pooling.LAST else starts
+    rows = first[:, None] + np.where(real, columns, np.int32(0))
     feeds: Feeds = {POOL_ROWS.name: rows}
-    if pooling is not Pooling.MAX:
+    if pooling is Pooling.WEIGHTED_MEAN:
+        positions = real * (columns + 1)
+        weights = positions / positions.sum(1, keepdims=True)
+        feeds[POOL_WEIGHTS.name] = weights.astype(np.float32)
+    elif pooling is not Pooling.MAX:
         divisors: Mapping[Pooling, NDArray[Any]] = {
             Pooling.CLS: np.ones(len(lengths)),
+            Pooling.LAST: np.ones(len(lengths)),
             Pooling.MEAN: lengths,
             Pooling.MEAN_SQRT_LENGTH: np.sqrt(lengths),
         }

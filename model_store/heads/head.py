@@ -34,6 +34,10 @@ class Pooling(StrEnum):
     CLS = "cls"
     MAX = "max"
     MEAN_SQRT_LENGTH = "mean_sqrt_len_tokens"
+    WEIGHTED_MEAN = "weightedmean"
+    """The weights are the positions 1 to S."""
+
+    LAST = "lasttoken"
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
         "model_id": first.name,
         "model_sha": first.source.revision,
         "model_dtype": shown.model.precision(),
-        "model_type": {"embedding": {"pooling": embedding.pooling}} if embedding else {},
+        "model_type": {"embedding": {"pooling": "+".join(embedding.poolings)}} if embedding else {},
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
         "max_client_batch_size": context.max_request_texts,
         "max_request_bytes": context.body_limits.max_bytes,

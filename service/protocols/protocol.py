@@ -171,7 +171,7 @@ class TaskRoute(ABC):
 
 def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
     """Return what the gate needs of models."""
-    return [GateModel(p.manifest.reference, p.model.queue) for p in pipelines]
+    return [GateModel(p.reference, p.model.queue) for p in pipelines]
 
 
 async def answer_task(
@@ -198,7 +198,7 @@ async def answer_task(
         del data  # a large body would otherwise stay in memory until the answer
         if pipeline is None:
             pipeline = context.models.choose(route.task, body.model, route.models)
-        watched.record.model = pipeline.manifest.reference
+        watched.record.model = pipeline.reference
         if route.check is not None:
             route.check(request)
         call = await run_anywhere(size, route.to_call, body)

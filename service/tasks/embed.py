@@ -147,7 +147,8 @@ def _layer_request(
     recipe = manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
     chosen = recipe.pooling if pooling is None else Pooling(pooling)
-    if chosen is recipe.pooling and layers in (None, "last"):
+    is_own = pooling is None or (chosen is recipe.pooling and not recipe.further_poolings)
+    if is_own and layers in (None, "last"):
         return None
     context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
     _check_no_projection(manifest, "pooling and layers")
@@ -177,8 +178,9 @@ def _encode_spans(
     if parameters.rule().choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
-    if recipe.pooling is not Pooling.MEAN:
-        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
+    if recipe.poolings != (Pooling.MEAN,):
+        shown = " + ".join(recipe.poolings)
+        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {shown}")
     _check_no_projection(manifest, "spans")
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")

@@ -33,14 +33,14 @@ def test_fp32_changes_nothing() -> None:
 
 def test_fp16_rounds_every_matrix_and_no_vector() -> None:
     made, recipe = model(), projected()
-    before, projection = copy.deepcopy(made), recipe.projections[0].linear.weight.clone()
+    before, projection = copy.deepcopy(made), recipe.steps[0].linear.weight.clone()
     round_weights(made, recipe, Weights.FP16, {})
     after = dict(made.named_parameters())
     differing = changed(before, made)
     assert set(differing) == {name for name, p in before.named_parameters() if p.ndim > 1}
     for name, parameter in differing.items():
         assert torch.equal(after[name], parameter.half().float())
-    assert torch.equal(recipe.projections[0].linear.weight, projection.half().float())
+    assert torch.equal(recipe.steps[0].linear.weight, projection.half().float())
 
 
 @torch.no_grad()

@@ -106,13 +106,13 @@ def packed_family() -> Family:
     family = FAMILIES["bert"]
     theirs, ours = "encoder.layer.*.attention.Wqkv.{p}", "encoder.layers.*.attention"
     packed = Split(theirs, tuple(f"{ours}.{part}.{{p}}" for part in ("query", "key", "value")))
-    return replace(family, rules=(*family.rules, packed))
+    return replace(family, rules=lambda config: (*family.rules(config), packed))
 
 
 def checkpoint() -> tuple[Model, dict[str, Tensor]]:
     torch.manual_seed(1)
     model = Model(CONFIG)
-    return model, packed_family().write(dict(model.named_parameters()))
+    return model, packed_family().write(dict(model.named_parameters()), CONFIG)
 
 
 def test_a_family_with_packed_weights_is_read_and_written() -> None:
@@ -156,7 +156,7 @@ def test_packed_weights_of_another_shape_are_refused(
 def test_a_folded_row_of_another_width_is_refused(shape: tuple[int, ...]) -> None:
     family = FAMILIES["roberta"]
     model = Model(replace(CONFIG, family="roberta", type_vocab_size=0))
-    tensors = family.write(dict(model.named_parameters()))
+    tensors = family.write(dict(model.named_parameters()), model.config)
     tensors["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(shape)
     with pytest.raises(ExportError, match=r"the row that is added|has shape"):
         load_model(tensors, family, model.config, {})

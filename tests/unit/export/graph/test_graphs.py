@@ -12,9 +12,10 @@ from onnx import TensorProto
 
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Int8
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.graph_writer import LAYOUTS, GraphWriter
 from cloze.export.model import Model
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
@@ -59,12 +60,27 @@ def verified(
     return parity
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("precision", list(Precision))
 def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_path: Path) -> None:
     made, recipe = model(family), projected()
+    if LAYOUTS[precision] not in FAMILIES[family].layouts:
+        with pytest.raises(ExportError, match=f"a {family} has no fp16 graph: its attention adds"):
+            written(tmp_path, made, recipe, [precision])
+        return
     graphs = written(tmp_path, made, recipe, [precision])
     verified(tmp_path, graphs[precision], made, recipe)
+
+
+def test_a_layer_that_is_passed_often_is_stored_once(tmp_path: Path) -> None:
+    sizes = {"layer_groups": 1, "hidden_size": 32, "intermediate_size": 64}
+    for layers in (1, 6):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        made = model("albert", layers=layers, **sizes)
+        written(folder, made, EmbeddingRecipe(), [Precision.FP32], heads=(embedding.HEAD,))
+    one, six = ((tmp_path / layers / "weights.bin").stat().st_size for layers in ("1", "6"))
+    assert one == six
 
 
 @pytest.mark.parametrize("head", list(HEADS))

@@ -22,13 +22,24 @@ LABELS = {
 TOKENIZER: Any = SimpleNamespace(size=30, special=SpecialTokens(2, 3, 4), mask_id=4)
 
 
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "bert": {"type_vocab_size": 2},
+    "ernie": {"type_vocab_size": 3},
+    "electra": {"type_vocab_size": 2, "embedding_size": 12},
+    "albert": {
+        "type_vocab_size": 2, "embedding_size": 12, "layers": 4, "layer_groups": 2,
+        "activation": "gelu_new",
+    },
+}  # fmt: skip
+"""The sizes that are particular to a family; the others have no token types."""
+
+
 def config(family: str = "bert", **sizes: Any) -> EncoderConfig:
     fields: dict[str, Any] = {
         "vocab_size": 30, "hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 24,
-        "max_positions": 24, "type_vocab_size": 2 if family == "bert" else 0, "dropout": 0.0,
-        "layer_norm_eps": 1e-3,
+        "max_positions": 24, "type_vocab_size": 0, "dropout": 0.0, "layer_norm_eps": 1e-3,
     }  # fmt: skip
-    return EncoderConfig(family=family, **(fields | sizes))
+    return EncoderConfig(family=family, **(fields | OWN_SIZES.get(family, {}) | sizes))
 
 
 @torch.no_grad()
@@ -50,8 +61,8 @@ def projected(pooling: Pooling = Pooling.MEAN) -> EmbeddingRecipe:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) / 4
 
-    first = Projection(drawn(12, 16), drawn(12), tanh=True)
-    return EmbeddingRecipe(pooling, (first, Projection(drawn(10, 12), None, tanh=False)))
+    first = Projection(drawn(12, 16), drawn(12), "Tanh")
+    return EmbeddingRecipe(pooling, (first, Projection(drawn(10, 12), None)))
 
 
 def checkpoint(made: Model, recipe: EmbeddingRecipe) -> Any:

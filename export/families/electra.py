@@ -1,0 +1,71 @@
+"""ELECTRA: BERT with narrow embeddings and without a pooler.
+
+Source: Clark et al. 2020, and transformers' ``ElectraFor*``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.encoder import post_norm_encoder
+from cloze.export.families.bert import (
+    EMBEDDING_RULES,
+    LAYER_RULES,
+    TOKEN_HEADS,
+    head_classes,
+    read_sizes,
+    write_sizes,
+)
+from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Return the sizes in a ``config.json``; see `read_sizes`.
+
+    Embeddings of the hidden size are not projected.
+    """
+    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    width = config["embedding_size"]
+    narrow = width if width != config["hidden_size"] else None
+    return read_sizes("electra", defaults | dict(config), embedding_size=narrow)
+
+
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with these sizes."""
+    return write_sizes(config, "ElectraForMaskedLM", embedding_size=config.embedding_width)
+
+
+FAMILY: Final = Family(
+    name="electra",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=post_norm_encoder,
+    prefix="electra.",
+    rules=lambda _: (
+        *EMBEDDING_RULES,
+        Rename("embeddings_project.{p}", "encoder.embeddings.projection.{p}"),
+        *LAYER_RULES,
+    ),
+    heads={
+        "masked_lm": HeadSpec(
+            {
+                "generator_predictions.dense.{p}": "transform.{p}",
+                "generator_predictions.LayerNorm.{p}": "norm.{p}",
+                "generator_lm_head.{p}": "decoder.{p}",
+            },
+            activation="gelu",
+            without={
+                "discriminator_predictions": "the checkpoint is a discriminator, which only says "
+                "which words were replaced; the generator of the same name fills masks"
+            },
+        ),
+        "sequence_classification": HeadSpec(
+            {"classifier.dense.{p}": "pooler.{p}", "classifier.out_proj.{p}": "classifier.{p}"},
+            activation="gelu",
+        ),
+        **TOKEN_HEADS,
+    },
+    classes=head_classes("Electra", "ForMaskedLM", "ForQuestionAnswering"),
+    class_prefix="Electra",
+    wordpiece=WordPieceKind("ElectraTokenizer"),
+)

@@ -1,0 +1,56 @@
+"""ERNIE: BERT with embeddings of task types, of which an encoder uses the first one.
+
+Source: Sun et al. 2020, and transformers' ``ErnieFor*``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.encoder import post_norm_encoder
+from cloze.export.families.bert import (
+    EMBEDDING_NORM,
+    LAYER_RULES,
+    POSITIONS,
+    TYPES,
+    WORDS,
+    bert_heads,
+    head_classes,
+    read_sizes,
+    write_sizes,
+)
+from cloze.export.families.family import Family, Fold, WordPieceKind
+
+_TYPES_AND_TASK: Final = Fold("embeddings.task_type_embeddings.weight", TYPES.ours, TYPES)
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Return the sizes in a ``config.json``; see `read_sizes`."""
+    return read_sizes("ernie", config, task_types=bool(config.get("use_task_id")))
+
+
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with these sizes."""
+    return write_sizes(
+        config, "ErnieForPreTraining", use_task_id=config.task_types, task_type_vocab_size=1
+    )
+
+
+FAMILY: Final = Family(
+    name="ernie",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=post_norm_encoder,
+    prefix="ernie.",
+    rules=lambda config: (
+        WORDS,
+        POSITIONS,
+        _TYPES_AND_TASK if config.task_types else TYPES,
+        EMBEDDING_NORM,
+        *LAYER_RULES,
+    ),
+    heads=bert_heads("ernie."),
+    classes=head_classes("Ernie"),
+    class_prefix="Ernie",
+    wordpiece=WordPieceKind("BertTokenizer"),
+)

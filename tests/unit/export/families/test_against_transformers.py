@@ -1,0 +1,401 @@
+"""Each family's torch module gives the numbers of transformers, with every head.
+
+All weights are random, biases and norms included: transformers' defaults of 0 and 1 hide errors.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+from cloze.export.blocks.relative_bias import bucket
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.checkpoint_files import read_tensors
+from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
+from cloze.export.model_loading import load_model
+from cloze.export.tokenizer import load_tokenizer
+from cloze.export.train.save import save_checkpoint
+from tests.tokenizer_kinds import byte_level, unigram, wordpiece
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 30,
+    "layer_norm_eps": 1e-5,
+    "attn_implementation": "eager",
+}
+"""Odd sizes: two that are equal could be exchanged unnoticed."""
+
+LABELS = {0: "a", 1: "b", 2: "c"}
+
+OWN: dict[str, dict[str, Any]] = {
+    "bert": {"type_vocab_size": 2},
+    "distilbert": {"dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": 40},
+    "roberta": {"type_vocab_size": 1},
+    "xlm-roberta": {"type_vocab_size": 1},
+    "camembert": {"type_vocab_size": 2},
+    "ernie": {"type_vocab_size": 4, "use_task_id": True, "task_type_vocab_size": 3},
+    "mpnet": {"max_position_embeddings": 160},
+    "electra": {"embedding_size": 16, "hidden_act": "relu"},
+    "albert": {
+        "embedding_size": 16,
+        "hidden_act": "gelu_new",
+        "num_hidden_layers": 5,
+        "num_hidden_groups": 2,
+        "inner_group_num": 2,
+    },
+}
+"""Settings of each family beside `SIZES`."""
+
+TOKENIZERS = {
+    "roberta": byte_level,
+    "xlm-roberta": unigram,
+    "camembert": unigram,
+    "albert": unigram,
+}
+OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
+"""Families whose positions begin at row 2."""
+
+CLASSES = {
+    "masked_lm": transformers.AutoModelForMaskedLM,
+    "span": transformers.AutoModelForQuestionAnswering,
+    "sequence_classification": transformers.AutoModelForSequenceClassification,
+    "token_classification": transformers.AutoModelForTokenClassification,
+}
+
+
+def settings_of(family: str, tokenizer: Tokenizer, **settings: Any) -> Any:
+    kind = transformers.CONFIG_MAPPING[family]
+    given = SIZES | OWN[family] | {"vocab_size": tokenizer.get_vocab_size()} | settings
+    pad = 1 if family in OFFSET or family in TOKENIZERS else 0
+    return kind(**given, pad_token_id=0 if family == "albert" else pad)
+
+
+def save(family: str, head: str, folder: Path, **settings: Any) -> Any:
+    """Save a random checkpoint, and return transformers' module."""
+    tokenizer = TOKENIZERS.get(family, wordpiece)()
+    config = settings_of(family, tokenizer, **settings)
+    config.id2label = LABELS if "classification" in head else {0: "x", 1: "y"}
+    torch.manual_seed(3)
+    network = CLASSES[head].from_config(config)
+    with torch.no_grad():
+        for name, parameter in sorted(network.named_parameters()):
+            is_norm = "norm" in name.lower() and name.endswith("weight")
+            parameter.normal_(1.0 if is_norm else 0.0, 0.2)
+    network.tie_weights()
+    network.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return network.eval()
+
+
+def ids_of(network: Any, tokens: int, texts: int = 3) -> Tensor:
+    """Return random ids [B, S] without special ones, so that no row is taken for padding."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(8, network.config.vocab_size, (texts, tokens), generator=generator)
+
+
+def longest(network: Any) -> int:
+    config = network.config
+    return int(config.max_position_embeddings) - 2 * (config.model_type in OFFSET)
+
+
+def theirs(network: Any, head: str, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        outputs = network(ids)
+    if head == "span":
+        return torch.stack([outputs.start_logits, outputs.end_logits], -1)
+    return outputs.logits
+
+
+def ours(checkpoint: Any, head: str, ids: Tensor) -> Tensor:
+    model = checkpoint.model
+    with torch.no_grad():
+        hidden = model(ids)
+        rows = hidden[:, 0] if head == "sequence_classification" else hidden
+        module = getattr(model, head)
+        result: Tensor = module(rows)
+        return result
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.fixture(params=[(family, head) for family in FAMILIES for head in CLASSES], ids=str)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, Any, Path]:
+    family, head = request.param
+    return family, head, save(family, head, tmp_path / "checkpoint"), tmp_path
+
+
+def test_every_head_gives_the_numbers_of_transformers(case: Any) -> None:
+    _, head, network, folder = case
+    checkpoint = load_checkpoint(str(folder / "checkpoint"))
+    for tokens in (1, 2, 17, longest(network)):
+        ids = ids_of(network, tokens)
+        assert same(ours(checkpoint, head, ids), theirs(network, head, ids)), tokens
+    assert checkpoint.model.config.max_positions == longest(network)
+    with pytest.raises((IndexError, RuntimeError)):
+        checkpoint.model(ids_of(network, longest(network) + 1))
+
+
+def test_a_checkpoint_that_is_written_gives_the_same_numbers(case: Any) -> None:
+    """What is folded moves; transformers computes the same from it."""
+    _, head, network, folder = case
+    checkpoint = load_checkpoint(str(folder / "checkpoint"))
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, folder / "written")
+    kind = CLASSES[head]
+    again, info = kind.from_pretrained(
+        folder / "written", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert {name for name in info["unexpected_keys"] if "pooler" not in name} == set()
+    ids = ids_of(network, 11)
+    assert same(theirs(again.eval(), head, ids), theirs(network, head, ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_states_of_layers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    network = save(family, "masked_lm", tmp_path)
+    ids = ids_of(network, 9)
+    with torch.no_grad():
+        states = network(ids, output_hidden_states=True).hidden_states
+        mine = load_checkpoint(str(tmp_path)).model.encoder.states(ids)
+    assert same(mine, torch.stack(states))
+
+
+@pytest.mark.parametrize("family", ["bert", "ernie", "electra", "albert"])
+def test_token_types_of_a_pair_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    network = save(family, "masked_lm", tmp_path)
+    ids = ids_of(network, 9)
+    types = (torch.arange(9) > 4).long().expand_as(ids)
+    checkpoint = load_checkpoint(str(tmp_path))
+    with torch.no_grad():
+        expected = network(ids, token_type_ids=types).logits
+        mine = checkpoint.model.masked_lm(checkpoint.model(ids, types))
+    assert same(mine, expected)
+    assert not same(ours(checkpoint, "masked_lm", ids), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_no_number(family: str, tmp_path: Path) -> None:
+    network = save(family, "masked_lm", tmp_path)
+    model = load_checkpoint(str(tmp_path)).model
+    ids = ids_of(network, 12)
+    mask = torch.arange(12)[None, :] < torch.tensor([[12], [7], [1]])
+    with torch.no_grad():
+        batch = model(ids, attention_mask=mask)
+        for row, length in enumerate((12, 7, 1)):
+            assert same(batch[row, :length], model(ids[row : row + 1, :length])[0])
+
+
+@pytest.mark.parametrize("family", sorted(OFFSET))
+def test_positions_from_0_would_give_other_numbers(family: str, tmp_path: Path) -> None:
+    """The test of the numbers can fail: a table that is cut elsewhere changes them."""
+    network = save(family, "masked_lm", tmp_path)
+    tensors = read_tensors([tmp_path / "model.safetensors"])
+    name = f"{FAMILIES[family].prefix}embeddings.position_embeddings.weight"
+    moved = {**tensors, name: tensors[name].roll(2, 0).contiguous()}
+    save_file(moved, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    ids = ids_of(network, 9)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+
+
+@pytest.mark.parametrize("family", ["electra", "mpnet", "roberta", "xlm-roberta", "camembert"])
+def test_the_transform_before_the_words_is_always_the_exact_gelu(
+    family: str, tmp_path: Path
+) -> None:
+    network = save(family, "masked_lm", tmp_path, hidden_act="relu")
+    checkpoint = load_checkpoint(str(tmp_path))
+    ids = ids_of(network, 9)
+    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_differ(family: str, tmp_path: Path) -> None:
+    key = "activation" if family == "distilbert" else "hidden_act"
+    results = []
+    for number, name in enumerate(("gelu", "gelu_new", "relu")):
+        network = save(family, "masked_lm", tmp_path / str(number), **{key: name})
+        checkpoint = load_checkpoint(str(tmp_path / str(number)))
+        ids = ids_of(network, 9)
+        results.append(ours(checkpoint, "masked_lm", ids))
+        assert same(results[-1], theirs(network, "masked_lm", ids)), name
+    assert not same(results[0], results[1])
+    assert not same(results[1], results[2])
+
+
+# ---- names of tensors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_without_the_prefix_and_of_older_files_are_read(family: str, tmp_path: Path) -> None:
+    network = save(family, "token_classification", tmp_path)
+    tensors = read_tensors([tmp_path / "model.safetensors"])
+    prefix = FAMILIES[family].prefix
+    older = {
+        name.removeprefix(prefix)
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta"): tensor.half()
+        for name, tensor in tensors.items()
+    } | {"embeddings.position_ids": torch.arange(30)[None]}
+    assert set(older) != set(tensors)
+    file = tmp_path / "model.safetensors"
+    save_file({name: one.contiguous() for name, one in older.items()}, str(file), {"format": "pt"})
+    checkpoint = load_checkpoint(str(tmp_path))
+    half = network.half().float()
+    ids = ids_of(network, 9)
+    assert same(
+        ours(checkpoint, "token_classification", ids), theirs(half, "token_classification", ids)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_tensor_of_the_encoder_is_named(family: str, tmp_path: Path) -> None:
+    save(family, "token_classification", tmp_path)
+    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
+    names = [name for name in tensors if name.startswith(FAMILIES[family].prefix)]
+    config = load_checkpoint(str(tmp_path)).model.config
+    for name in names:
+        others = {key: value for key, value in tensors.items() if key != name}
+        with pytest.raises(ExportError, match="the checkpoint lacks"):
+            load_model(others, FAMILIES[family], config, {})
+
+
+# ---- what is particular --------------------------------------------------------------------------
+
+
+def test_buckets_of_distances_are_those_of_transformers() -> None:
+    distances = torch.arange(-700, 701)
+    expected = MPNetEncoder.relative_position_bucket(distances, num_buckets=32, max_distance=128)
+    assert torch.equal(bucket(distances), expected)
+    assert bucket(torch.tensor([8, 11, 12, 91, 127, 128, 5000])).tolist() == [
+        24, 24, 25, 31, 31, 31, 31,
+    ]  # fmt: skip
+
+
+def test_a_layer_that_is_shared_is_one_set_of_weights(tmp_path: Path) -> None:
+    save("albert", "masked_lm", tmp_path)
+    encoder = load_checkpoint(str(tmp_path)).model.encoder
+    names = [name for name, _ in encoder.named_layers()]
+    assert names == [f"layers.{n}" for n in (0, 1, 0, 1, 0, 1, 6, 7, 6, 7)]
+    assert len({id(layer) for layer in encoder.layers}) == 4
+
+
+def test_a_discriminator_does_not_fill_masks(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    network = transformers.ElectraForPreTraining(settings_of("electra", tokenizer))
+    network.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.model.masked_lm is None
+    [note] = [note for note in checkpoint.notes if note.startswith("fill-mask")]
+    assert re.search("is a discriminator.* the generator", note)
+    assert "fill-mask" in checkpoint.broken_promise
+
+
+def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Path) -> None:
+    tokenizer = unigram()
+    network = transformers.AlbertForPreTraining(settings_of("albert", tokenizer))
+    network.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.broken_promise == ""
+    assert checkpoint.model.masked_lm is not None
+    assert any("sop_classifier" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("bert", {"auto_map": {"AutoModel": "x/jina-bert--modeling.JinaBert"}}, "auto_map"),
+        ("bert", {"is_decoder": True}, "decoder"),
+        ("ernie", {"position_embedding_type": "relative_key"}, "relative_key"),
+        ("electra", {"position_embedding_type": "alibi"}, "alibi"),
+        ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets 64"),
+        ("xlm-roberta", {"pad_token_id": 0}, "pad_token_id 0"),
+        ("albert", {"num_hidden_groups": 6}, "num_hidden_groups 6"),
+        ("camembert", {"quantization_config": {"bits": 8}}, "quantised"),
+    ],
+)
+def test_another_architecture_is_refused_by_name(
+    family: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save(family, "masked_lm", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ExportError, match=message):
+        load_checkpoint(str(tmp_path))
+
+
+def test_task_types_must_be_there_if_the_settings_use_them(tmp_path: Path) -> None:
+    save("ernie", "masked_lm", tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
+    name = "ernie.embeddings.task_type_embeddings.weight"
+    del tensors[name]
+    with pytest.raises(ExportError, match="task_type_embeddings"):
+        load_model(tensors, FAMILIES["ernie"], checkpoint.model.config, {})
+    without = replace(checkpoint.model.config, task_types=False)
+    load_model(tensors, FAMILIES["ernie"], without, {})
+
+
+def test_a_vocabulary_file_of_mpnet_has_four_special_tokens_in_a_pair(tmp_path: Path) -> None:
+    """The oracle is transformers' own conversion of the same file."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>"]
+    words = [word for word in wordpiece().get_vocab() if not word.startswith("[")]
+    (tmp_path / "vocab.txt").write_text("\n".join([*names, *sorted(words)]))
+    (tmp_path / "config.json").write_text('{"model_type": "mpnet"}')
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.MPNetTokenizer.from_pretrained(tmp_path)
+    for texts in (
+        ("The harbour was quiet.",),
+        ("Where is the BANK?", "Z\u00fcrich zzz"),
+        ("a <mask>.",),
+    ):
+        assert ours.tokenizer.encode(*texts).ids == theirs(*texts).input_ids, texts
+    special = ours.special
+    assert (special.cls, special.sep, special.mask, special.separators) == (0, 2, 5, 2)
+    assert special.second_type == 0
+
+
+def test_tokens_of_two_hundred_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    """What is loaded is the file, without its truncation and padding."""
+    tokenizer = unigram()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded, plain = load_tokenizer(tmp_path), unigram()
+    for text in awkward_lines():
+        assert loaded.tokenizer.encode(text).ids == plain.encode(text).ids, text
+
+
+def awkward_lines() -> list[str]:
+    marks = [
+        "",
+        " ",
+        "\u00a0",
+        "\u200b",
+        "\t",
+        "  ",
+        "\u3000",
+        "e\u0301",
+        "\ufb01",
+        "\uff21",
+        "\u0130",
+    ]
+    words = ["harbour", "<mask>", "<pad>", "</s>", "[SEP]", "a" * 100, "\U0001f469\u200d\U0001f4bb"]
+    return [f"{one}{word}{two}quiet{one}" for word in words for one in marks for two in marks][:200]

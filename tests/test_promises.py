@@ -229,7 +229,7 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server
         started = time.monotonic()
         assert embed(server, "paris").status_code == 200
         assert time.monotonic() - started < 3
-        assert metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') == 0
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') == 0)
         assert metric(server, r'cloze_batch_sequences_count\{model="bert",version="1"\}') < 20
         assert (
             metric(

@@ -5,10 +5,11 @@ import threading
 
 import orjson
 import pytest
+from pydantic import BaseModel
 
 from cloze.service.abandonment import Abandoned, run_on_thread
-from cloze.service.core import MalformedRequest, RequestTooLarge
-from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits, load
+from cloze.service.core import InvalidRequest, MalformedRequest, RequestTooLarge
+from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits, load, validate
 
 FREE = BodyLimits(10**9, 10**9, 10**9)
 SIZES = (2, 3, 4, 5, 7, 9, 20)
@@ -192,3 +193,24 @@ def test_a_body_that_nobody_waits_for_is_read_no_further() -> None:
 
     asyncio.run(cancel())
     assert ends == ["abandoned"]
+
+
+class Texts(BaseModel):
+    inputs: list[str]
+
+
+def test_a_wrong_value_is_named_by_its_place_in_lists_too() -> None:
+    with pytest.raises(InvalidRequest, match=r"^inputs\.1: "):
+        validate(Texts, {"inputs": ["a", 5]})
+    with pytest.raises(InvalidRequest, match=r"^inputs: "):
+        validate(Texts, {"inputs": "a"})
+    with pytest.raises(InvalidRequest, match=r"^inputs: "):
+        validate(Texts, {})
+    with pytest.raises(InvalidRequest, match=r"^the body: "):
+        validate(Texts, ["a"])
+
+
+def test_a_number_of_the_longest_length_is_no_long_number() -> None:
+    """In a body of several pieces, whose masked piece is searched."""
+    number = b"0." + b"1" * 1022
+    assert load(b"[" + number + b"]" + b" " * 3000, FREE, 2000) == [float(number)]

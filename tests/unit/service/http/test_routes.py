@@ -14,7 +14,7 @@ from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from cloze.service.http.record import RECORD, Access
 from cloze.service.http.routes import OTHER_ROUTE, DirectRoutes, Recorder
 from cloze.service.http.server_protocol import OneWrite
-from cloze.service.logs import AccessLog, RequestCost
+from cloze.service.logs import AccessLog, AccessRecord, RequestCost
 from cloze.service.metrics import Metrics
 from tests.records import recorded, scope_of
 
@@ -106,6 +106,19 @@ def test_an_answer_has_an_id_and_its_model() -> None:
     assert counted
     assert 'status="200"' in "".join(world.series())
     assert world.metrics.in_flight == 0
+
+
+def test_a_traced_request_ends_its_span_with_what_is_logged() -> None:
+    ended: list[AccessRecord] = []
+
+    class Trace:
+        def end(self, answered: AccessRecord) -> None:
+            ended.append(answered)
+
+    world = World(answers)
+    asyncio.run(world.ask(trace=Trace()))
+    [answered] = ended
+    assert (answered.route, answered.status, answered.model) == ("/embed", 200, "m@1")
 
 
 def test_routes_are_those_that_are_known() -> None:

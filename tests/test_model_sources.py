@@ -134,7 +134,8 @@ def test_a_checkpoint_that_changes_during_its_export_is_exported_again(
 
     def slow(*arguments: object) -> str:
         reference = export(*arguments)  # type: ignore[arg-type]
-        (checkpoint / "vocab.txt").touch()
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1e-3}))
         return reference
 
     monkeypatch.setattr(model_sources, "_export", slow)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 _SHOWN_NUMBERS = 6
 
-_DEFAULT_URL = "http://localhost:8000"
-
 Rows = list[dict[str, Any]]
 """The rows of a table: column -> value."""
 
@@ -34,12 +33,14 @@ class _Asking:
         rows: (result of the method, arguments) -> the rows of the table.
         arguments: names of the first arguments; the last of them may be repeated if ``repeats``.
         inputs: arguments -> the positional arguments of the method.
+        pair: how to ask for one pair of texts; None: the task has no pairs, or nothing else.
     """
 
     rows: Callable[[Any, Sequence[str]], Rows]
     arguments: tuple[str, ...] = ("TEXT",)
-    inputs: Callable[[Sequence[str]], tuple[Any, ...]] = lambda texts: (texts,)
+    inputs: Callable[[Sequence[str]], tuple[Any, ...]] = lambda texts: (list(texts),)
     repeats: bool = True
+    pair: "_Asking | None" = None
 
 
 def _table(
@@ -67,10 +68,11 @@ def _table(
     return lambda results, _: list(nested(results, indices))
 
 
-def _start(vector: Sequence[float]) -> str:
-    return " ".join(f"{number:.4f}" for number in vector[:_SHOWN_NUMBERS]) + " ..."
+def _numbers(vector: Any) -> list[float]:
+    return [float(number) for number in vector]
 
 
+_LABELS = _table("text", None, score="score", label="label")
 _SCORED = _table("text", None, log_probability="log_probability", start="start", token="token")
 
 
@@ -101,8 +103,8 @@ _ASKING = {
         _table("text", "mask", None, score="score", token="token_str", sequence="sequence")
     ),
     "score": _Asking(lambda scores, texts: _SCORED([score.tokens for score in scores], texts)),
-    "embed": _Asking(_table("text", dimensions=len, vector=_start)),
-    "embed-all": _Asking(_table("text", "token", dimensions=len, vector=_start)),
+    "embed": _Asking(_table("text", dimensions=len, vector=_numbers)),
+    "embed-all": _Asking(_table("text", "token", dimensions=len, vector=_numbers)),
     "embed-sparse": _Asking(_table("text", None, weight="value", index="index", token="token")),
     "similarity": _Asking(_cosines, ("TEXT", "OTHER"), _first_and_rest),
     "nsp": _Asking(_pair_labels, ("TEXT", "NEXT"), _one_pair, repeats=False),
@@ -112,7 +114,10 @@ _ASKING = {
         _one_pair,
         repeats=False,
     ),
-    "classify": _Asking(_table("text", None, score="score", label="label")),
+    "classify": _Asking(
+        _LABELS,
+        pair=_Asking(_LABELS, ("TEXT", "OTHER"), _one_pair, repeats=False),
+    ),
     "token-classification": _Asking(
         _table("text", None, score="score", entity="entity", start="start", word="word")
     ),
@@ -123,19 +128,27 @@ _ASKING = {
 @click.command()
 @click.argument("task", type=click.Choice(list(_ASKING)))
 @click.argument("texts", nargs=-1, required=True)
-@click.option("--url", help="Address of the server.  [default: port 8000 of this machine]")
+@click.option(
+    "--url",
+    envvar="CLOZE_URL",
+    show_envvar=True,
+    help="Address of the server, with or without http://.  "
+    "[default: port CLOZE_PORT of this machine, or 8000]",
+)
 @click.option(
     "--key", envvar="CLOZE_KEY", show_envvar=True, help="API key, if the server has keys."
 )
 @click.option("--model", help="Served model to ask, NAME or NAME@VERSION.")
 @click.option("--top-k", type=click.IntRange(1), help="Number of results per text.")
 @click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable.")
+@click.option("--pair", is_flag=True, help="Classify two texts as one pair.")
 @json_option
 def ask(
     task: str,
     texts: tuple[str, ...],
     url: str | None,
     key: str | None,
+    pair: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -146,11 +159,12 @@ def ask(
 
     \b
       cloze ask fill-mask "Paris is the [MASK] of France."
+      cloze ask classify "I love it" "I do not"
+      cloze ask classify --pair "A man sleeps." "Somebody rests."
       cloze ask qa "Who died?" "The king was dead."
       cloze ask similarity "The king was dead." "The old king died." "A ship left."
     """
-    asking = _ASKING[task]
-    _check_arguments(task, asking, texts)
+    asking = _asking(task, texts, pair=pair)
     try:
         from cloze.client import ClientError
     except ModuleNotFoundError as error:
@@ -171,11 +185,27 @@ def ask(
         _print_table(rows)
 
 
-def _check_arguments(task: str, asking: _Asking, texts: Sequence[str]) -> None:
+def _asking(task: str, texts: Sequence[str], *, pair: bool) -> _Asking:
+    """Return how to ask for a task; fail if it takes another number of texts, or no pair."""
+    asking = _ASKING[task]
+    if pair:
+        if asking.pair is None:
+            fail(f"{task} has no option --pair", code=2)
+        asking = asking.pair
     needed, given = len(asking.arguments), len(texts)
     if given < needed or (given > needed and not asking.repeats):
         usage = " ".join(asking.arguments) + (" ..." if asking.repeats else "")
-        fail(f"{task} takes {usage}; there are {given} arguments", code=2)
+        is_given = "there is 1 argument" if given == 1 else f"there are {given} arguments"
+        fail(f"{task}{' --pair' * pair} takes {usage}; {is_given}", code=2)
+    return asking
+
+
+def _default_url() -> str:
+    """Return the address of a server of this machine that has our environment."""
+    port = os.environ.get("CLOZE_PORT", "8000")
+    if not port.isdecimal():
+        fail(f"CLOZE_PORT is {port!r}, which is no port; give --url or CLOZE_URL", code=2)
+    return f"http://localhost:{port}"
 
 
 def _method(client: Any, task: str) -> Callable[..., Any]:
@@ -202,11 +232,15 @@ async def _answer(
     from cloze.client import AsyncClient, ServerUnreachable
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with AsyncClient(url or _DEFAULT_URL, retries=0, headers=headers) as client:
+    try:
+        server = AsyncClient(url or _default_url(), retries=0, headers=headers)
+    except ValueError as error:  # the address is none
+        fail(str(error), code=2)
+    async with server as client:
         try:
             return await ask_one(client)
         except ServerUnreachable as error:
-            if url is not None:
+            if url:
                 raise
             click.echo(f"{error}; answering in this process", err=True)
     async with _in_process() as client:
@@ -250,5 +284,12 @@ def _print_table(rows: Rows) -> None:
         if name not in ("text", "mask") or any(row[name] != 0 for row in rows)
     ]
     numbers = [name for name in columns if isinstance(rows[0][name], int | float)]
-    shown = [{name: row[name] for name in columns} for row in rows]
+    shown = [{name: _shown(row[name]) for name in columns} for row in rows]
     print_rows(shown, right=numbers, headings=True)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as a table has it: of a vector, the first numbers."""
+    if not isinstance(value, list):
+        return value
+    return " ".join(f"{number:.4f}" for number in value[:_SHOWN_NUMBERS]) + " ..."

@@ -137,6 +137,11 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     help="Device for the comparison of an fp16 graph with torch: CUDA's kernels, or on a CPU a "
     "reference implementation of the graph's operators.",
 )
+@click.option(
+    "--again",
+    is_flag=True,
+    help="Write a new version, even if the newest one is of the same checkpoint and options.",
+)
 @json_option
 @store_option
 def export(
@@ -148,6 +153,7 @@ def export(
     gate_pairs: tuple[Path, ...],
     revision: str | None,
     device: str,
+    again: bool,
     as_json: bool,
     model_store: Path,
 ) -> None:
@@ -159,7 +165,8 @@ def export(
     google-bert/bert-base-uncased.
 
     The command publishes the bundle only if its graph agrees with torch over a grid of batch sizes
-    and sequence lengths.
+    and sequence lengths. If the newest bundle of this name is of the same checkpoint and options,
+    the command says so and writes nothing.
 
     \b
     Examples:
@@ -184,6 +191,7 @@ def export(
             weights=Weights(weights),
             pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
             cuda=device == "cuda",
+            reuse=not again,
         )
         bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:

@@ -291,11 +291,13 @@ def _export(
             f"install leaves out; install it with: {install_command('export')}"
         ) from error
     try:
-        options = ExportOptions(revision=revision, precisions=precisions)
+        options = ExportOptions(revision=revision, precisions=precisions, reuse=True)
+        before = store.references()
         bundle = export(source, name, store, options, report)
     except (ExportError, StoreError) as error:
         raise SourceError(f"model {source}: {error}") from error
-    report(f"exported {source} as {bundle.manifest.reference} to {bundle.path}")
+    if bundle.manifest.reference not in before:
+        report(f"exported {source} as {bundle.manifest.reference} to {bundle.path}")
     if not precisions and (instructions := int8_advantage()):
         report(
             f"  note: int8 is faster on this processor ({instructions}); for it, serve with "

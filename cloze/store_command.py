@@ -1,6 +1,7 @@
 """``cloze store list | show | verify | remove``: the bundles of a model store."""
 
 import json
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,11 +102,21 @@ def verify(references: tuple[str, ...], as_json: bool, model_store: Path) -> Non
 
 @store.command()
 @click.argument("reference", metavar="NAME[@VERSION]")
+@click.option("--yes", is_flag=True, help="Remove without asking; needed outside a terminal.")
 @store_option
-def remove(reference: str, model_store: Path) -> None:
-    """Remove one version of a bundle, or all versions of NAME."""
-    _or_fail(lambda: Store(model_store).remove(reference))
-    click.echo(f"removed {reference}")
+def remove(reference: str, yes: bool, model_store: Path) -> None:
+    """Remove one version of a bundle, or all versions of NAME.
+
+    A running server keeps a removed bundle in memory until it reloads or stops.
+    """
+    bundles = Store(model_store)
+    removed = ", ".join(_or_fail(lambda: bundles.removable(reference)))
+    if not yes:
+        if not sys.stdin.isatty():
+            fail(f"this would remove {removed} for good; confirm with --yes", code=2)
+        click.confirm(f"Remove {removed} from {model_store} for good?", abort=True)
+    _or_fail(lambda: bundles.remove(reference))
+    click.echo(f"removed {removed}; a running server has it in memory until it reloads or stops")
 
 
 def gates(manifest: Manifest) -> dict[str, Gate]:

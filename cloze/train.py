@@ -59,7 +59,12 @@ def train() -> None:
 def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
 ) -> None:
-    """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt."""
+    """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt.
+
+    \b
+    Example:
+      cloze train vocab --corpus my.txt --size 8000 --out vocabulary
+    """
     from cloze.export.train.documents import read_documents
     from cloze.export.train.recipe import VocabularyRecipe
     from cloze.export.train.recipe_files import load_recipe
@@ -135,7 +140,12 @@ def pretrain(
 def finetune_qa(
     recipe: "QuestionsRecipe", options: "RunOptions", source: str, questions: tuple[Path, ...]
 ) -> Path:
-    """Fine-tune the checkpoint SOURCE for question answering."""
+    """Fine-tune the checkpoint SOURCE for question answering.
+
+    \b
+    Example:
+      cloze train finetune-qa my-run/checkpoint --questions squad.json --out qa-run
+    """
     from cloze.export.train.questions import finetune_questions
 
     return finetune_questions(source, list(questions), recipe, options)
@@ -150,6 +160,10 @@ def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> No
     """Average the weights of the checkpoints SOURCE, fine-tuned from one checkpoint.
 
     The average of runs with different settings is often better than each of them.
+
+    \b
+    Example:
+      cloze train average run-1/checkpoint run-2/checkpoint --out averaged
     """
     from cloze.export.train.average import average as run
 
@@ -180,6 +194,10 @@ def calibrate_qa(
     """Calibrate when the checkpoint SOURCE says that a question has no answer.
 
     The best threshold on the held-out questions becomes part of the weights.
+
+    \b
+    Example:
+      cloze train calibrate-qa qa-run/checkpoint --questions squad-2.json --out calibrated
     """
     from cloze.export.train.no_answer import calibrate
 
@@ -212,6 +230,10 @@ def finetune_embed(
     """Fine-tune the embeddings of the checkpoint SOURCE.
 
     The other heads of SOURCE are kept. With --corpus, training also keeps them accurate.
+
+    \b
+    Example:
+      cloze train finetune-embed my-run/checkpoint --pairs pairs.csv --out embed-run
     """
     from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 
@@ -236,7 +258,12 @@ def distill(
     corpus: tuple[Path, ...],
     source: str | None,
 ) -> Path:
-    """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers."""
+    """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers.
+
+    \b
+    Example:
+      cloze train distill my-run/checkpoint --corpus my.txt --out student-run
+    """
     from cloze.export.train.distill import distill as run
 
     return run(teacher, required(corpus), recipe, options, source)

@@ -80,6 +80,10 @@ def evaluate(
     The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
     perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
     pairs, exact match and F1 on questions, and bias on CrowS-Pairs.
+
+    \b
+    Example:
+      cloze train evaluate my-run/checkpoint --corpus my.txt --held-out 0.01
     """
     import tempfile
 

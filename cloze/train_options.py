@@ -108,12 +108,14 @@ def run_command(kind: str, default: str) -> Callable[[Command], Command]:
         ) -> None:
             from cloze.export.train import recipe as recipes
             from cloze.export.train.recipe_files import load_recipe
+            from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
 
             settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
             opened = open_device(device, threads)
             options = RunOptions(out, opened, print_event, license=license_name)
-            checkpoint = run(settings, options, **arguments)
+            with locked(out):
+                checkpoint = run(settings, options, **arguments)
             click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
 
         out = click.option(

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ from cloze.model_store.manifest import (
     TokenizerSpec,
     Weights,
 )
-from cloze.model_store.store import Bundle, Store
+from cloze.model_store.plain_files import sha256_of
+from cloze.model_store.store import Bundle, Store, StoreError
 
 TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
@@ -50,6 +52,7 @@ class ExportOptions:
             graphs.
         pairs: scored sentence pairs, which a rounded graph must rank as well as the checkpoint.
         cuda: verify packed graphs on CUDA instead of in the reference.
+        reuse: return the newest bundle of the name if it equals what the export would publish.
     """
 
     tasks: tuple[str, ...] = ()
@@ -58,6 +61,7 @@ class ExportOptions:
     weights: Weights = Weights.FP32
     pairs: tuple[ScoredPair, ...] = ()
     cuda: bool = False
+    reuse: bool = False
 
     @property
     def lower_precisions(self) -> list[Precision]:
@@ -113,7 +117,33 @@ def export(
     job = _round(checkpoint, heads, options)
     with store.staging() as folder:
         graphs = _write_graphs(job, folder, report)
-        return store.publish(folder, _describe(name, job, graphs))
+        stored = _stored(name, job, store, folder) if options.reuse else None
+        if stored is not None:
+            report(f"the store has this export as {stored.manifest.reference}; nothing is written")
+            return stored
+        verified = {precision: _verify(job, folder, graph) for precision, graph in graphs.items()}
+        return store.publish(folder, _describe(name, job, verified))
+
+
+def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
+    """Return the newest bundle of a name, if it is whole and has what the folder has.
+
+    An older version does not count: a server serves the newest. Figures of a gate with scored
+    pairs, or of a comparison on CUDA, are part of a bundle, and no stored one counts.
+    """
+    if job.options.pairs or job.options.cuda:
+        return None
+    try:
+        manifest = store.manifest(name)
+        parities = (manifest.parity, *(lower.parity for lower in manifest.lower_precisions()))
+        goldens = {parity.golden_file for parity in parities}
+        stored = {file: s.sha256 for file, s in manifest.files.items() if file not in goldens}
+        is_equal = stored == {file.name: sha256_of(file) for file in folder.iterdir()} and all(
+            getattr(manifest, field) == value for field, value in _describe_model(name, job).items()
+        )
+        return store.open(manifest.reference) if is_equal else None
+    except StoreError:  # there is none, or it is damaged
+        return None
 
 
 def _load(source: str, options: ExportOptions, report: Report) -> Checkpoint:
@@ -163,8 +193,8 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
 
 
-def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _WrittenGraph]:
-    """Write and verify each graph; write the tokenizer and the model card to the same folder."""
+def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, Graph]:
+    """Write each graph; write the tokenizer and the model card to the same folder."""
     checkpoint, options = job.checkpoint, job.options
     checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
     if checkpoint.card is not None:
@@ -176,7 +206,7 @@ def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _W
     for precision in (Precision.FP32, *options.lower_precisions):
         tasks = ", ".join(head.task for head in job.heads)
         report(f"writing the {precision} graph for {tasks} and comparing it with torch")
-        graphs[precision] = _verify(job, folder, writer.write(precision))
+        graphs[precision] = writer.write(precision)
     return graphs
 
 
@@ -203,28 +233,35 @@ def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
 
 
 def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> BundleSpec:
-    checkpoint, fp32 = job.checkpoint, graphs[Precision.FP32]
-    names = {head.name for head in job.heads}
+    fp32 = graphs[Precision.FP32]
     return BundleSpec(
-        name=name,
-        tasks=job.tasks,
-        architecture=_architecture(checkpoint),
-        source=checkpoint.source,
-        license=checkpoint.license,
-        tokenizer=_tokenizer_spec(checkpoint),
-        limits=job.limits,
-        embedding=_embedding(checkpoint, job.limits) if EMBEDDING in names else None,
-        tables={
-            name: (table.num_embeddings, table.embedding_dim)
-            for name, table in checkpoint.model.encoder.embeddings.tables().items()
-        },
+        **_describe_model(name, job),
+        source=job.checkpoint.source,
         graph=fp32.graph,
         parity=fp32.parity,
         gate=fp32.gate,
         int8=_lower(graphs.get(Precision.INT8)),
         fp16=_lower(graphs.get(Precision.FP16)),
-        heads={head: options for head, options in checkpoint.options.items() if head in names},
     )
+
+
+def _describe_model(name: str, job: _Job) -> dict[str, Any]:
+    """Return the fields of a bundle that are known before its graphs are verified."""
+    checkpoint, names = job.checkpoint, {head.name for head in job.heads}
+    return {
+        "name": name,
+        "tasks": job.tasks,
+        "architecture": _architecture(checkpoint),
+        "license": checkpoint.license,
+        "tokenizer": _tokenizer_spec(checkpoint),
+        "limits": job.limits,
+        "embedding": _embedding(checkpoint, job.limits) if EMBEDDING in names else None,
+        "tables": {
+            name: (table.num_embeddings, table.embedding_dim)
+            for name, table in checkpoint.model.encoder.embeddings.tables().items()
+        },
+        "heads": {head: options for head, options in checkpoint.options.items() if head in names},
+    }
 
 
 def _lower(written: _WrittenGraph | None) -> LowerPrecision | None:

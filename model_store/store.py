@@ -182,26 +182,39 @@ class Store:
                 )
         return self.open(manifest.reference)
 
+    def removable(self, reference: str) -> list[str]:
+        """Return ``name@version`` of the bundles that `remove` removes.
+
+        Raises:
+            StoreError: the bundle does not exist, or comes with the package.
+        """
+        path = self.resolve(reference)
+        own = self.root / path.parent.name
+        versions = [
+            version
+            for version in _versions_in(own)
+            if own / str(version) == path or "@" not in reference
+        ]
+        if not versions:
+            raise StoreError(
+                f"{reference!r} is not in {self.root}; "
+                "a bundle that comes with the package is not removed"
+            )
+        return [f"{own.name}@{version}" for version in versions]
+
     def remove(self, reference: str) -> None:
         """Remove one version (``name@version``), or all versions of a bare name.
 
         Raises:
             StoreError: the bundle does not exist, comes with the package, or cannot be deleted.
         """
-        path = self.resolve(reference)
-        own = self.root / path.parent.name
-        published = [own / str(version) for version in _versions_in(own)]
-        targets = [target for target in published if target == path or "@" not in reference]
-        if not targets:
-            raise StoreError(
-                f"{reference!r} is not in {self.root}; "
-                "a bundle that comes with the package is not removed"
-            )
+        targets = [Path(self.root, *bundle.split("@")) for bundle in self.removable(reference)]
         with _one_error(f"cannot remove {reference!r} from {self.root}"):
             for target in targets:
                 trash = self.root / (_STAGING_PREFIX + secrets.token_hex(8))
                 target.rename(trash)
                 shutil.rmtree(trash)
+            own = targets[0].parent
             if not any(own.iterdir()):
                 own.rmdir()
 

@@ -68,17 +68,26 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
     assert (
         cloze("export", str(checkpoints["distilbert"]), "--name", "other", *store).returncode == 0
     )
-    exported = cloze("export", str(checkpoints["distilbert"]), "--name", "other", "--json", *store)
-    assert json.loads(exported.stdout)["version"] == 2
-    cloze("store", "remove", "other@2", *store)
+    same = ("export", str(checkpoints["distilbert"]), "--name", "other", "--json", *store)
+    found = cloze(*same)
+    assert json.loads(found.stdout)["version"] == 1
+    assert "the store has this export as other@1; nothing is written" in found.stderr
+    assert json.loads(cloze(*same, "--again").stdout)["version"] == 2
+    cloze("store", "remove", "other@2", "--yes", *store)
     (tmp_path / "store" / "tiny" / "1" / "manifest.json").write_text("{}")
     listed = cloze("store", "list", *store)
     assert listed.returncode == 1, "one damaged bundle"
     assert listed.stdout.startswith("other@1 "), "hides no other"
     assert "the manifest of tiny@1 is refused" in listed.stderr
-    cloze("store", "remove", "other", *store)
+    cloze("store", "remove", "other", "--yes", *store)
 
-    assert cloze("store", "remove", "tiny@1", *store).stdout == "removed tiny@1\n"
+    refused = cloze("store", "remove", "tiny", *store)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "this would remove tiny@1 for good; confirm with --yes" in refused.stderr
+    assert (tmp_path / "store" / "tiny" / "1").is_dir()
+    assert cloze("store", "remove", "tiny@1", "--yes", *store).stdout == (
+        "removed tiny@1; a running server has it in memory until it reloads or stops\n"
+    )
     assert cloze("store", "list", *store).stdout == ""
 
 

@@ -5,7 +5,9 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +236,85 @@ def test_no_server_is_one_clear_error() -> None:
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"retries": -1}, "retries must be at least 0, got -1"),
+        ({"url": "ftp://host"}, "'ftp://host' is no address of a server, such as http://"),
+        ({"url": ""}, "'' is no address of a server"),
+        ({"url": "localhost:port"}, "'localhost:port' is no address of a server: Invalid port"),
     ],
 )
-def test_options_are_checked(options: dict[str, int], message: str) -> None:
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match=message):
             kind(**options)
     with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
         AsyncClient(concurrency=0)
+
+
+def test_an_address_without_a_scheme_is_http(server: Server, client: Client) -> None:
+    with Client(server.url.removeprefix("http://")) as other:
+        assert other.info()["defaults"] == client.info()["defaults"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.qa("hi"), TypeError, r"qa takes a pair \(question, context\) or a list of"),
+        (lambda c: c.qa(["hi", "ho"]), TypeError, "qa takes a pair .*, got one text at 0"),
+        (lambda c: c.qa(("a", "b", "c")), TypeError, "qa takes a pair .*, got one text at 0"),
+        (lambda c: c.nsp([("a",)]), TypeError, "nsp takes .*, got a tuple of 1 at 0"),
+        (lambda c: c.nsp(None), TypeError, r"nsp takes a pair \(text, next\).*, got None"),
+        (lambda c: c.classify(("a", "b", "c")), TypeError, "classify takes .*got a tuple of 3"),
+        (lambda c: c.classify(["a", ["b"]]), TypeError, "classify takes .*got a list of 1 at 1"),
+        (lambda c: c.classify({"text": "a"}), TypeError, "classify takes a text, a pair .*dict"),
+        (lambda c: c.embed(3), TypeError, "embed takes a text or a list of texts, got .* int"),
+        (lambda c: c.embed_all(b"a"), TypeError, "embed_all takes .*, got a value of type bytes"),
+        (lambda c: c.embed_sparse(["a", None]), TypeError, "embed_sparse takes .*, got None at 1"),
+        (lambda c: c.score(None), TypeError, "score takes .*, got None"),
+        (lambda c: c.token_classification([("a", "b")]), TypeError, "token_class.*a tuple of 2"),
+        (lambda c: c.fill_mask("a", targets="moon"), TypeError, "fill_mask takes targets as a li"),
+        (lambda c: c.fill_mask_words("a", "moon"), TypeError, "fill_mask_words takes targets as"),
+        (lambda c: c.fill_mask("a", top_k=True), TypeError, "fill_mask takes a whole number or N"),
+        (
+            lambda c: c.fill_mask_jointly("a", decode="best"),
+            ValueError,
+            "fill_mask_jointly takes one of",
+        ),
+        (lambda c: c.similarity(["a"], "b"), TypeError, "similarity takes one text as source"),
+        (lambda c: c.rerank(None, ["b"]), TypeError, "rerank takes one text as query, got None"),
+        (lambda c: c.embed("a", pooling="sum"), ValueError, "embed takes one of cls, mean, max as"),
+        (lambda c: c.embed("a", dtype=4), TypeError, "embed takes one of float32, .*as dtype, got"),
+        (lambda c: c.embed("a", model=4), TypeError, "embed takes a text or None as model, got a"),
+        (lambda c: c.qa(("a", "b"), topk=2), TypeError, "qa.* unexpected keyword argument 'topk'"),
+    ],
+)
+def test_every_method_says_what_it_takes(
+    call: Callable[[Any], Any], error: type[Exception], message: str
+) -> None:
+    transport, asked = scripted()
+
+    async def ask() -> None:
+        async with AsyncClient(transport=transport) as client:
+            await call(client)
+
+    for called in (lambda: call(Client(transport=transport)), lambda: asyncio.run(ask())):
+        with pytest.raises(error, match=f"^{message}"):
+            called()
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "sent"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        (("a", "b"), [{"text": "a", "text_pair": "b"}]),
+        (["a", ("b", "c")], ["a", {"text": "b", "text_pair": "c"}]),
+        ((("a", "b"), ["c", "d"]), [{"text": t, "text_pair": p} for t, p in ("ab", "cd")]),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (iter(["a", "b"]), ["a", "b"]),
+    ],
+)
+def test_only_a_tuple_is_a_pair(texts: Any, sent: list[Any]) -> None:
+    assert calls.classify(texts).inputs == sent
 
 
 def test_both_clients_have_a_method_per_task_with_its_parameters() -> None:
@@ -331,11 +404,15 @@ def test_ask_answers_without_a_server(tiny_store: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("nsp", "a"), 2, "nsp takes TEXT NEXT; there are 1 arguments"),
+        (("nsp", "a"), 2, "nsp takes TEXT NEXT; there is 1 argument\n"),
+        (("classify", "a", "--pair"), 2, "classify --pair takes TEXT OTHER; there is 1 argument"),
+        (("classify", "a", "b", "c", "--pair"), 2, "classify --pair takes TEXT OTHER; there are 3"),
+        (("embed", "a", "--pair"), 2, "embed has no option --pair"),
         (("qa", "a", "b", "c"), 2, "qa takes QUESTION CONTEXT; there are 3 arguments"),
         (("embed", "a", "--top-k", "3"), 2, "embed has no option --top-k"),
         (("embed", "a", "--url", "http://127.0.0.1:9"), 1, "no answer from http://127.0.0.1:9"),
-        (("embed", "a", "--url", "nowhere"), 1, "no answer from nowhere"),
+        (("embed", "a", "--url", "127.0.0.1:9"), 1, "no answer from http://127.0.0.1:9"),
+        (("embed", "a", "--url", "ftp://x"), 2, "'ftp://x' is no address of a server"),
     ],
 )
 def test_ask_tells_what_is_wrong(arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -343,6 +420,56 @@ def test_ask_tells_what_is_wrong(arguments: tuple[str, ...], code: int, message:
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"cloze: {message}")
     assert done.stderr.count("\n") == 1
+
+
+def test_ask_classifies_each_text_or_one_pair() -> None:
+    """A model is not needed to see what is sent."""
+    label = [{"label": "good", "score": 1.0}]
+    sent: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            inputs = json.loads(self.rfile.read(int(self.headers["content-length"])))["inputs"]
+            sent.append(inputs)
+            body = json.dumps([label for _ in inputs]).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever).start()
+        try:
+            url = f"127.0.0.1:{listening.server_port}"
+            for arguments in (["a"], ["a", "b"], ["a", "b", "c"], ["--pair", "a", "b"]):
+                done = cloze_ask("classify", *arguments, "--json", CLOZE_URL=url)
+                assert done.returncode == 0, done.stderr
+                assert len(done.stdout.splitlines()) == len(sent[-1])
+        finally:
+            listening.shutdown()
+    pair = {"text": "a", "text_pair": "b"}
+    assert sent == [["a"], ["a", "b"], ["a", "b", "c"], [pair]]
+
+
+def test_ask_prints_all_numbers_of_a_vector_as_json(server: Server, client: Client) -> None:
+    row = json.loads(cloze_ask("embed", "the king", "--json", "--url", server.url).stdout)
+    assert row["vector"] == pytest.approx(client.embed("the king")[0].tolist())
+    table = cloze_ask("embed", "the king", "--url", server.url).stdout.splitlines()[1]
+    assert table.split()[1:] == [*(f"{number:.4f}" for number in row["vector"][:6]), "..."]
+
+
+def test_ask_follows_the_variables_of_the_server(server: Server) -> None:
+    port = server.url.rpartition(":")[2]
+    for environment in ({"CLOZE_PORT": port}, {"CLOZE_URL": server.url, "CLOZE_PORT": "9"}):
+        done = cloze_ask("similarity", "the king", "the king", "--json", **environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["cosine"] == pytest.approx(1, abs=1e-5)
+    refused = cloze_ask("embed", "a", CLOZE_PORT="tcp://10.0.0.1:8000")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "CLOZE_PORT is 'tcp://10.0.0.1:8000', which is no port" in refused.stderr
 
 
 def test_ask_shows_the_servers_error(server: Server) -> None:

@@ -61,6 +61,8 @@ def test_only_other_contents_are_exported_again(checkpoint: Path, tmp_path: Path
     assert resolved(tmp_path, str(checkpoint)) == ("my-bert@1", []), "the times are recorded"
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"note": "changed"}))
+    assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1", "the bundle would be the same"
+    (checkpoint / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1e-3}))
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@2"
     Store(tmp_path / "store").remove("my-bert@2")
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@2", "the bundle was gone"
@@ -132,7 +134,8 @@ def test_a_checkpoint_that_changes_during_its_export_is_exported_again(
 
     def slow(*arguments: object) -> str:
         reference = export(*arguments)  # type: ignore[arg-type]
-        (checkpoint / "vocab.txt").touch()
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1e-3}))
         return reference
 
     monkeypatch.setattr(model_sources, "_export", slow)

@@ -748,13 +748,17 @@ def test_contention_is_shown(
     with monkeypatch.context() as patch:
         patch.setattr("cloze.export.train.progress.time.monotonic", lambda: next(clock))
         patch.setattr("cloze.export.train.progress.time.process_time", lambda: next(used))
-        progress = Progress(tmp_path, 0, 4, threads=2)
-        progress.log(1, {"loss": 1.0})
+        progress = Progress(tmp_path, 0, 100_000, threads=2)
+        progress.log(1, {"loss": 1.0, "accuracy": 0.5})
         progress._bar.refresh()
         assert "contended" not in capsys.readouterr().err
-        progress.log(2, {"loss": 1.0})
+        progress.log(2, {"loss": 1.0, "accuracy": 0.5})
         progress._bar.refresh()
-        assert "contended=40% of 2 threads" in capsys.readouterr().err
+        assert "contended=40%" in capsys.readouterr().err
+        line = progress._bar.format_meter(**progress._bar.format_dict | {"ncols": 120})
+        bar = re.match(r"  0% ( +) 0/100000 ", line)
+        assert bar is not None, line
+        assert len(bar[1]) >= 20, "a terminal of 120 columns has room for a bar"
     progress.close()
     assert [line["cpu_share"] for line in read_log(tmp_path)] == [0.95, 0.4]
 

@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -1076,6 +1077,35 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert f"going on after step {step} of 300" in result.stderr
     assert weights(folder) == weights(undisturbed)
     assert steps_logged(folder) == steps_logged(undisturbed), "no line twice, none missing"
+
+
+def test_a_second_run_in_a_folder_names_the_first(
+    finished: Path, stories: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = pretrain_command(folder, RECIPE, stories)
+    holder = f"""
+import sys
+from pathlib import Path
+from cloze.export.train.run_dir import locked
+with locked(Path({str(folder)!r})):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "locked\n"
+        assert refused(*command) == (
+            f"process {first.pid} on {socket.gethostname()} runs in {folder}; "
+            "end it first, or give another folder"
+        )
+        assert [file.name for file in folder.iterdir()] == ["lock"]
+        first.kill()  # the lock of a dead process is taken over
+        first.wait()
+    assert train(*command).exit_code == 0
+    assert weights(folder) == weights(finished)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

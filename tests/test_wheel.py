@@ -5,15 +5,20 @@ data folder.
 import json
 import os
 import pwd
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
@@ -69,22 +74,28 @@ def pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def build(source: Path, folder: Path) -> Path:
+    offline = ("--no-deps", "--no-index", "--no-build-isolation")
+    pip("wheel", *offline, "--wheel-dir", str(folder), str(source))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy, where no earlier build left files."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=NOT_SOURCE)
-    pip(
-        "wheel",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(folder),
-        str(folder / "source"),
-    )
-    (built,) = folder.glob("cloze_server-*.whl")
-    return built
+    return build(folder / "source", folder)
+
+
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of the client alone."""
+    folder = tmp_path_factory.mktemp("client-wheel")
+    for part in ("packaging/client", "cloze/client"):
+        shutil.copytree(ROOT / part, folder / "source" / part, ignore=NOT_SOURCE)
+    return build(folder / "source/packaging/client", folder)
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +172,8 @@ def test_a_name_that_ships_gets_its_next_version_and_only_this_one_is_removed(
     assert install.listed(XDG_DATA_HOME=str(data))[:2] == ["cloze-bert@1", "cloze-bert@2"]
 
     assert (
-        install.cloze("store", "remove", "cloze-bert", XDG_DATA_HOME=str(data)).stdout
-        == "removed cloze-bert\n"
+        install.cloze("store", "remove", "cloze-bert", "--yes", XDG_DATA_HOME=str(data)).stdout
+        == "removed cloze-bert@2; a running server has it in memory until it reloads or stops\n"
     )
     assert install.listed(XDG_DATA_HOME=str(data)) == [f"{name}@1" for name in SHIPPED]
     for reference in ("cloze-bert", "cloze-bert@1"):
@@ -217,6 +228,105 @@ def test_the_wheel_claims_one_top_level_name(target: Path) -> None:
         if not path.name.endswith(".dist-info") and path.name != "bin"
     }
     assert names == {"cloze"}
+
+
+# ---- the client alone ----------------------------------------------------------------------------
+
+CLIENT = ["httpx", "numpy", "tqdm"]
+"""What the client needs."""
+
+ASK = """
+import json, sys
+from cloze.client import Client
+with Client(sys.argv[1]) as client:
+    print(client.embed(["a", "b"]).shape, client.info()["models"] != [])
+print(*sorted(name for name in sys.modules if name.startswith("cloze.")))
+"""
+
+
+def installed(*wheels: Path, folder: Path) -> Install:
+    for built in wheels:
+        pip("install", "--no-deps", "--no-index", "--upgrade", "--target", str(folder), str(built))
+    return Install(folder, folder.parent)
+
+
+def isolated(folder: Path) -> Path:
+    """Return the Python of a new environment, which has what the client needs and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in _with_requirements(CLIENT):
+        for file in distribution(name).files or ():
+            top = file.parts[0]
+            if top != ".." and not (site / top).exists():
+                (site / top).symlink_to(distribution(name).locate_file(top))
+    return python
+
+
+def _with_requirements(names: list[str]) -> set[str]:
+    """Return the names of distributions, and of all that they require."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            required = map(Requirement, distribution(name).requires or ())
+            waiting += [r.name for r in required if not r.marker or r.marker.evaluate()]
+    return found
+
+
+def test_the_client_alone_is_small_and_asks_a_server(
+    client_wheel: Path, tmp_path: Path, tiny_store: Path
+) -> None:
+    assert client_wheel.stat().st_size < 100_000
+    python = isolated(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(client_wheel) as archive:
+        archive.extractall(site)
+    lacks = subprocess.run([python, "-c", "import pydantic"], capture_output=True, text=True)
+    assert "ModuleNotFoundError" in lacks.stderr
+    with running_server(tiny_store) as server:
+        done = subprocess.run(
+            [python, "-I", "-c", ASK, server.url],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    shape, modules = done.stdout.splitlines() or [done.stderr, ""]
+    assert shape == "(2, 64) True"
+    assert all(name.startswith("cloze.client") for name in modules.split())
+
+
+def test_both_distributions_go_together_and_have_the_same_client(
+    wheel: Path, client_wheel: Path, tmp_path: Path
+) -> None:
+    """Whichever is installed last: the files are the same, and the server's `cloze` wins."""
+    program = "import cloze.client.calls as c, cloze.model_store as m; print(c.__file__)"
+    for name, wheels in {"first": (wheel, client_wheel), "last": (client_wheel, wheel)}.items():
+        both = installed(*wheels, folder=tmp_path / name / "site")
+        for command in (["-c", program], ["-m", "cloze", "ask", "--help"]):
+            done = both.python(*command)
+            assert done.returncode == 0, done.stderr
+        assert "Send TEXTS to TASK" in done.stdout
+    with zipfile.ZipFile(wheel) as server, zipfile.ZipFile(client_wheel) as client:
+        modules = [name for name in client.namelist() if name.startswith("cloze/")]
+        assert [server.read(name) for name in modules] == [client.read(name) for name in modules]
+        assert modules == [n for n in server.namelist() if n.startswith("cloze/client/")]
+
+
+def test_both_distributions_say_the_same() -> None:
+    server, client = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        for folder in (".", "packaging/client")
+    )
+    for field in ("version", "license", "requires-python"):
+        assert client[field] == server[field]
+    extra = server["optional-dependencies"]["client"]
+    numpy = [needed for needed in server["dependencies"] if needed.startswith("numpy")]
+    assert client["dependencies"] == sorted([*extra, *numpy])
+    assert [re.match(r"\w+", needed)[0] for needed in client["dependencies"]] == CLIENT  # type: ignore[index]
 
 
 # ---- how to install more -------------------------------------------------------------------------

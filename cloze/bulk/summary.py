@@ -37,11 +37,19 @@ class Summary:
     def lines(self) -> list[str]:
         """Return the summary for a person."""
         resumed = f", {self.resumed_files} of them from an earlier run" * bool(self.resumed_files)
-        speed = f"{self.texts_per_s:,.0f} texts/s, {self.tokens_per_s:,.0f} tokens/s"
+        # Less than ten per second have a digit after the point, so that a slow run is not "0".
+        texts, tokens = (
+            f"{rate:,.{int(0 < rate < 10)}f}" for rate in (self.texts_per_s, self.tokens_per_s)
+        )
+        done = f"{texts} texts/s, {tokens} tokens/s in {self.seconds:.1f} s"
+        if self.files == self.resumed_files:
+            done = "nothing was left to do"
+        rows, files = _counted(self.rows, "row"), _counted(self.files, "file")
+        errors, cut = _counted(self.errors, "row"), _counted(self.truncated, "text")
         return [
-            f"{self.rows:,} rows in {self.files} files in {self.output}{resumed}",
-            f"{self.errors:,} rows with an error, {self.truncated:,} texts cut",
-            f"{speed} in {self.seconds:.1f} s; {self.model}, {', '.join(self.precisions)}",
+            f"{rows} in {files} in {self.output}{resumed}",
+            f"{errors} with an error, {cut} cut",
+            f"{done}; {self.model}, {', '.join(self.precisions)}",
         ]
 
 
@@ -69,6 +77,10 @@ def summarize(
         tokens_per_s=round(sum(report.tokens for report in reports) * per_s, 1),
         first_error=next((_located(job, r) for r in both if r.first_error), ""),
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _located(job: BulkJob, report: ShardReport) -> str:

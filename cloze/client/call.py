@@ -79,15 +79,3 @@ def results(kind: type[R], values: Sequence[Mapping[str, Any]]) -> list[R]:
 def chain(parts: list[list[R]]) -> list[R]:
     """Return the results of all requests as one list."""
     return [item for part in parts for item in part]
-
-
-def many(texts: str | Sequence[str]) -> list[str]:
-    """Return one text or many as a list."""
-    return [texts] if isinstance(texts, str) else list(texts)
-
-
-def pairs_of(pairs: Pair | Sequence[Pair], first: str, second: str) -> list[dict[str, str]]:
-    """Return one pair or many as a list of objects with two fields."""
-    is_one = isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], str)
-    many: Sequence[Any] = [pairs] if is_one else pairs
-    return [{first: one, second: other} for one, other in many]

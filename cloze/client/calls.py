@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import numpy as np
 
+from cloze.client.arguments import one_text, pairs_of, texts_of, texts_or_pairs_of, words_of
 from cloze.client.call import (
     Call,
     Float32,
@@ -19,8 +20,6 @@ from cloze.client.call import (
     chain,
     given,
     json_call,
-    many,
-    pairs_of,
     results,
 )
 from cloze.client.results import (
@@ -56,9 +55,10 @@ def fill_mask(
         targets: tokens to choose among; None selects the whole vocabulary.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
     """
-    read, chosen = partial(_per_mask, Prediction), None if targets is None else list(targets)
+    read = partial(_per_mask, Prediction)
+    chosen = None if targets is None else words_of("fill_mask", targets)
     options = {"top_k": top_k, "targets": chosen, "long_text": long_text}
-    return json_call("/fill-mask", many(texts), read, model, **options)
+    return json_call("/fill-mask", texts_of("fill_mask", texts), read, model, **options)
 
 
 def fill_mask_words(
@@ -78,8 +78,10 @@ def fill_mask_words(
         long_text: whether to refuse, cut or divide a long text; None selects "error".
     """
     read, options = partial(_per_mask, WordPrediction), {"top_k": top_k, "long_text": long_text}
-    words = {"targets": list(targets), "targets_as": "words"}
-    return json_call("/fill-mask", many(texts), read, model, **words, **options)
+    words = {"targets": words_of("fill_mask_words", targets), "targets_as": "words"}
+    return json_call(
+        "/fill-mask", texts_of("fill_mask_words", texts), read, model, **words, **options
+    )
 
 
 def fill_mask_jointly(
@@ -99,7 +101,9 @@ def fill_mask_jointly(
         long_text: whether to refuse, cut or divide a long text; None selects "error".
     """
     read, options = partial(results, Filling), {"top_k": top_k, "long_text": long_text}
-    return json_call("/fill-mask", many(texts), read, model, decode=decode, **options)
+    return json_call(
+        "/fill-mask", texts_of("fill_mask_jointly", texts), read, model, decode=decode, **options
+    )
 
 
 def score(
@@ -114,7 +118,7 @@ def score(
     def read(item: Mapping[str, Any]) -> Score:
         return Score(item["score"], results(ScoredToken, item["tokens"]))
 
-    return json_call("/score", many(texts), read, model, long_text=long_text)
+    return json_call("/score", texts_of("score", texts), read, model, long_text=long_text)
 
 
 def nsp(
@@ -133,7 +137,7 @@ def nsp(
         return np.array([labels[0]["score"] for labels in response.json()], np.float32)
 
     options = given(parameters=given(long_text=long_text) or None, model=model)
-    inputs = pairs_of(pairs, "text", "next")
+    inputs = pairs_of("nsp", pairs, "text", "next")
     return Call("/nsp", inputs, partial(body_with, options), read, np.concatenate)
 
 
@@ -163,7 +167,7 @@ def qa(
 
     return json_call(
         "/qa",
-        pairs_of(pairs, "question", "context"),
+        pairs_of("qa", pairs, "question", "context"),
         read,
         model,
         long_text=long_text,
@@ -185,13 +189,13 @@ def classify(
     """Return the labels of each text, best first.
 
     Args:
-        texts: a text, a pair of texts, or a list of either.
+        texts: a text, a pair of texts as a tuple, or a list of these. A list of two texts is two
+            texts, and a tuple of two texts is one pair.
         top_k: number of labels per text; None selects all.
         function_to_apply: function from logits to scores; None selects the model's.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
     """
-    listed = [texts] if isinstance(texts, str | tuple) else texts
-    inputs = [t if isinstance(t, str) else {"text": t[0], "text_pair": t[1]} for t in listed]
+    inputs = texts_or_pairs_of("classify", texts)
     read, options = partial(results, Label), {"top_k": top_k, "long_text": long_text}
     return json_call(
         "/classify", inputs, read, model, function_to_apply=function_to_apply, **options
@@ -219,7 +223,7 @@ def token_classification(
 
     return json_call(
         "/token-classification",
-        many(texts),
+        texts_of("token_classification", texts),
         read,
         model,
         aggregation_strategy=aggregation_strategy,
@@ -241,6 +245,7 @@ def rerank(
         raw_scores: whether the scores of a classifier are its logits.
         model: a served model; None selects a classifier with one label, or similarity.
     """
+    query = one_text("rerank", "query", query)
     options = given(raw_scores=raw_scores, model=model)
 
     def body(part: Sequence[str]) -> Mapping[str, Any]:
@@ -252,7 +257,7 @@ def rerank(
     def join(parts: list[list[Rank]]) -> list[Rank]:
         return sorted(chain(parts), key=lambda rank: -rank.score)
 
-    return Call("/rerank", many(texts), body, read, join)
+    return Call("/rerank", texts_of("rerank", texts), body, read, join)
 
 
 def _per_mask(kind: type[R], values: list[Any]) -> list[list[R]]:

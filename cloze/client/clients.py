@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args
 import httpx
 
 from cloze.client import calls, vector_calls
+from cloze.client.arguments import option_checks
 from cloze.client.call import Call
 from cloze.client.errors import ServerUnreachable, error_of, retry_after_s
 
@@ -38,9 +39,11 @@ def _sync(
     call: Callable[P, Call[T]],
 ) -> Callable[Concatenate["Client", P], T]:
     """Return the method of `Client` for a call."""
+    check = option_checks(call)
 
     @wraps(call)
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        check(kwargs)
         return self._run(call(*args, **kwargs))
 
     return _with_self(method)
@@ -50,9 +53,11 @@ def _async(
     call: Callable[P, Call[T]],
 ) -> Callable[Concatenate["AsyncClient", P], Awaitable[T]]:
     """Return the method of `AsyncClient` for a call."""
+    check = option_checks(call)
 
     @wraps(call)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        check(kwargs)
         return await self._run(call(*args, **kwargs))
 
     return _with_self(method)
@@ -101,6 +106,21 @@ class _Options:
             yield longest * random.uniform(0.5, 1.0)
 
 
+def _address(url: str) -> httpx.URL:
+    """Return the address of a server.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        address = httpx.URL(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r} is no address of a server: {error}") from None
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ValueError(f"{url!r} is no address of a server, such as http://localhost:8000")
+    return address
+
+
 def _wait_s(reply: httpx.Response | httpx.TransportError, default_s: float | None) -> float | None:
     """Return the seconds to wait before the request is sent again; None: not again."""
     if default_s is None:
@@ -141,7 +161,7 @@ class Client:
     ``model`` names a served model; without it, the default model of the task answers.
 
     Args:
-        url: the server's address.
+        url: the server's address; ``http://`` is assumed if it has no scheme.
         timeout_s: longest wait for a connection, and for each part of an answer, in seconds.
         batch_size: most inputs per request; a longer list becomes several requests.
         retries: number of times that a request is sent again if the server is busy or unreachable.
@@ -151,7 +171,8 @@ class Client:
         transport: how requests are sent, for tests.
 
     Raises:
-        ValueError: a number is out of its limits.
+        ValueError: a number is out of its limits, or `url` is no address.
+        TypeError: from every task method, if an argument is not what the method takes.
         ClientError: from every method, if there is no result.
     """
 
@@ -168,7 +189,7 @@ class Client:
     ) -> None:
         self._options = _Options(batch_size=batch_size, retries=retries, progress=progress)
         self._http = httpx.Client(
-            base_url=url, timeout=timeout_s, headers=headers, transport=transport
+            base_url=_address(url), timeout=timeout_s, headers=headers, transport=transport
         )
 
     def __enter__(self) -> Self:
@@ -232,7 +253,8 @@ class AsyncClient:
         concurrency: most requests of one call at the same time.
 
     Raises:
-        ValueError: a number is out of its limits.
+        ValueError: a number is out of its limits, or `url` is no address.
+        TypeError: from every task method, if an argument is not what the method takes.
         ClientError: from every method, if there is no result.
     """
 
@@ -253,7 +275,7 @@ class AsyncClient:
         self._options = _Options(batch_size=batch_size, retries=retries, progress=progress)
         self._concurrency = concurrency
         self._http = httpx.AsyncClient(
-            base_url=url, timeout=timeout_s, headers=headers, transport=transport
+            base_url=_address(url), timeout=timeout_s, headers=headers, transport=transport
         )
 
     async def __aenter__(self) -> Self:

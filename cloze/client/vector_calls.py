@@ -8,7 +8,8 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.client.call import Call, Float32, body_with, chain, given, many, results
+from cloze.client.arguments import one_text, texts_of
+from cloze.client.call import Call, Float32, body_with, chain, given, results
 from cloze.client.results import Word
 
 Direction = Literal["left", "right"]
@@ -61,7 +62,7 @@ def embed(
     )
 
     body, accept = partial(body_with, options), f"{_VECTORS}; dtype={dtype}"
-    return Call("/embed", many(texts), body, _vectors, np.concatenate, accept)
+    return Call("/embed", texts_of("embed", texts), body, _vectors, np.concatenate, accept)
 
 
 def embed_all(
@@ -92,7 +93,7 @@ def embed_all(
         return [part.copy() for part in parts]
 
     body = partial(body_with, options)
-    return Call("/embed_all", many(texts), body, read, chain, _VECTORS)
+    return Call("/embed_all", texts_of("embed_all", texts), body, read, chain, _VECTORS)
 
 
 def embed_sparse(
@@ -124,13 +125,16 @@ def embed_sparse(
     def read(response: httpx.Response, _: int) -> list[list[Word]]:
         return [results(Word, words) for words in response.json()]
 
-    return Call("/embed_sparse", many(texts), partial(body_with, options), read, chain)
+    return Call(
+        "/embed_sparse", texts_of("embed_sparse", texts), partial(body_with, options), read, chain
+    )
 
 
 def similarity(
     source: str, texts: str | Sequence[str], *, model: str | None = None
 ) -> Call[Float32]:
     """Return the cosine between a text and each of other texts, [n] float32."""
+    source = one_text("similarity", "source", source)
 
     def body(part: Sequence[str]) -> Mapping[str, Any]:
         return {"inputs": {"source_sentence": source, "sentences": part}, **given(model=model)}
@@ -138,7 +142,7 @@ def similarity(
     def read(response: httpx.Response, _: int) -> Float32:
         return np.array(response.json(), np.float32)
 
-    return Call("/similarity", many(texts), body, read, np.concatenate)
+    return Call("/similarity", texts_of("similarity", texts), body, read, np.concatenate)
 
 
 def _vectors(response: httpx.Response, _: int) -> NDArray[Any]:

@@ -19,6 +19,9 @@ CURVES = "curves.png"
 _CONTENDED = 0.75
 """CPU share below which other processes take processor time; idle machines measured 0.9 or more."""
 
+_BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+"""Without the steps per second, for which the tokens per second stand: the bar needs the room."""
+
 _NOT_DRAWN = frozenset({"step", "seconds", "tokens_seen", "tokens_per_second", "cpu_share"})
 
 
@@ -43,7 +46,7 @@ class Progress:
         self._bar = tqdm(
             initial=step,
             total=steps,
-            unit="step",
+            bar_format=_BAR,
             file=sys.stderr,
             dynamic_ncols=True,
             mininterval=1.0 if sys.stderr.isatty() else 30.0,
@@ -84,7 +87,7 @@ class Progress:
         }
         shown["tokens/s"] = f"{rate:,.0f}"
         if cpu_share is not None and cpu_share < _CONTENDED:
-            shown["contended"] = f"{cpu_share:.0%} of {self._threads} threads"
+            shown["contended"] = f"{cpu_share:.0%}"
         self._bar.set_postfix(shown, refresh=False)
 
     def _cpu_share(self, seconds: float) -> float | None:

@@ -3,11 +3,14 @@
 A second recipe in the same directory would give a model that no recipe describes.
 """
 
+import fcntl
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +25,45 @@ from cloze.model_store.plain_files import replacing
 
 IDENTITY = "run.json"
 STATE = "state.pt"
+LOCK = "lock"
 VOCABULARY = "vocabulary"
 CORPUS = "corpus"
 CHECKPOINT = "checkpoint"
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Make the directory, and keep runs of other processes out of it.
+
+    The kernel releases the lock of a process that ends. The file of the lock names its process. On
+    a file system without locks, nothing is kept out.
+
+    Raises:
+        TrainError: another process runs in the directory.
+    """
+    _make(run_dir)
+    with (run_dir / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise TrainError(
+                f"{lock.readline().strip() or 'another process'} runs in {run_dir}; "
+                "end it first, or give another folder"
+            ) from None
+        except OSError:
+            pass
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise TrainError(f"{run_dir} is not a folder") from None
 
 
 def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | None]) -> None:
@@ -45,10 +84,7 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
         "recipe": recipe.model_dump(mode="json"),
         "inputs": dict(inputs),
     }
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise TrainError(f"{run_dir} is not a folder") from None
+    _make(run_dir)
     if (run_dir / STATE).exists():
         _check_identity(identity_file, identity)
         return

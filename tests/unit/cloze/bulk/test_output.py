@@ -249,9 +249,11 @@ def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     }  # fmt: skip
     assert summary.lines() == [
         "5 rows in 2 files in /out, 1 of them from an earlier run",
-        "2 rows with an error, 1 texts cut",
-        "4 texts/s, 100 tokens/s in 0.5 s; tiny@1, fp32, int8",
+        "2 rows with an error, 1 text cut",
+        "4.0 texts/s, 100 tokens/s in 0.5 s; tiny@1, fp32, int8",
     ]
+    assert "0.2 texts/s, 5.0 tokens/s" in summarize(job(), earlier, now, 10.0).lines()[2]
+    assert summarize(job(), earlier, [], 1.0).lines()[2] == "nothing was left to do; tiny@1, int8"
     nothing = summarize(job(), [], [report(1)], 0.0)
     assert nothing.first_error == ""
     assert "earlier" not in nothing.lines()[0]

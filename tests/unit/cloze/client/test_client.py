@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
@@ -243,6 +243,14 @@ def test_sparse_words_and_similarities() -> None:
     assert recorded.requests[0].url.path == "/similarity"
 
 
+def valid(parameter: inspect.Parameter) -> Any:
+    """Return a value of a parameter's first type: a word, if it has words."""
+    kind = (get_args(parameter.annotation) or (parameter.annotation,))[0]
+    values: dict[Any, Any] = {str: f"a {parameter.name}", int: 7, bool: True}
+    words = get_args(kind) or (kind,)
+    return ["a", "b"] if parameter.name == "targets" else values.get(kind, words[-1])
+
+
 @pytest.mark.parametrize(
     "name", [n for n, v in vars(Client).items() if hasattr(v, "__signature__")]
 )
@@ -250,7 +258,7 @@ def test_each_option_is_sent_under_its_name(name: str) -> None:
     """Except the type of the numbers, which is a header."""
     method = getattr(Client, name)
     parameters = inspect.signature(method).parameters.values()
-    options = {p.name: f"a {p.name}" for p in parameters if p.kind is p.KEYWORD_ONLY}
+    options = {p.name: valid(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
     options.pop("dtype", None)
     recorded = Recorded(lambda _: httpx.Response(400, json={"error": "no"}))
     first = {"nsp": [("a", "b")], "qa": [("a", "b")], "rerank": "q", "similarity": "q"}

@@ -139,7 +139,8 @@ def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(
 def test_what_was_downloaded_before_needs_no_hub(hub: FakeHub, tmp_path: Path) -> None:
     assert export(hub.url, tmp_path, "tiny/bert", "--revision", COMMIT).returncode == 0
     asked = len(hub.asked)
-    done = export(hub.url, tmp_path, "tiny/bert", "--revision", COMMIT, HF_HUB_OFFLINE="1")
+    again = ("--revision", COMMIT, "--again")
+    done = export(hub.url, tmp_path, "tiny/bert", *again, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert Store(tmp_path / "store").manifest("x@2").source.revision == COMMIT
     assert len(hub.asked) == asked

@@ -202,7 +202,12 @@ TEXT = tensor("text", "a")
         ),
         ("bert.embed", {"inputs": [TEXT | {"data": None}]}, 400, "neither data nor binary"),
         ("bert.embed", {"inputs": [TEXT], "outputs": [{"name": "x"}]}, 400, "outputs names 'x'"),
-        ("bert.embed", {"inputs": [TEXT], "parameters": {"x": 1}}, 400, "parameters.x: Extra"),
+        (
+            "bert.embed",
+            {"inputs": [TEXT], "parameters": {"x": 1}},
+            400,
+            "parameters.x: there is no such field",
+        ),
         ("bert.nsp", {"inputs": [TEXT]}, 400, "lacks the tensor next"),
         ("bert.nsp", {"inputs": [TEXT, tensor("next", "a", "b")]}, 400, "text 1, next 2"),
         (

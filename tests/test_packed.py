@@ -184,6 +184,8 @@ def test_what_is_pooled_is_the_sequence(lengths: list[int], seed: int, pooling: 
         Pooling.CLS: lambda part: part[0],
         Pooling.MAX: lambda part: part.max(0),
         Pooling.MEAN_SQRT_LENGTH: lambda part: part.sum(0) / len(part) ** 0.5,
+        Pooling.WEIGHTED_MEAN: lambda part: np.average(part, 0, np.arange(1, len(part) + 1)),
+        Pooling.LAST: lambda part: part[-1],
     }[pooling]
     for row, number in zip(pooled, chosen, strict=True):
         np.testing.assert_allclose(

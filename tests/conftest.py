@@ -62,6 +62,7 @@ COMPUTING = {
         "memory_limit",
         "memory_need",
         "model_sources",
+        "monitoring",
         "one_write",
         "open_inference",
         "openai",

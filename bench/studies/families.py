@@ -36,7 +36,7 @@ OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 128},
 }
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
-FIXED = ("--no-bulk", "--shares", "", "--clients", "1,32")
+FIXED = ("--no-bulk", "--shares", "0.5", "--clients", "1,32")
 KINDS = (
     "--texts",
     "questions",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from cloze.model_store import Store, limits
+from cloze.model_store.heads import Pooling
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_NAMES
 from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
+from cloze.model_store.sections import Embedding
 from tests.unit.service.tasks.model import LABELS, manifest
 
 FIELDS: Mapping[str, Any] = manifest().model_dump(mode="json")
@@ -290,3 +292,13 @@ def test_a_manifest_is_frozen_and_has_no_other_fields() -> None:
         manifest().version = 4  # type: ignore[misc]
     assert not accepts("architecture.more", 1)
     assert not accepts("more", 1)
+
+
+def test_a_bundle_of_one_pooling_opens_in_earlier_releases() -> None:
+    """A manifest has the field of further poolings only if there are some."""
+    one = Embedding(dimensions=8, pooling=Pooling.MEAN, normalize=True, max_tokens=9)
+    assert "further_poolings" not in one.model_dump(mode="json")
+    two = one.model_copy(update={"further_poolings": (Pooling.CLS,)})
+    dumped = two.model_dump(mode="json")
+    assert dumped["further_poolings"] == ["cls"]
+    assert Embedding.model_validate(dumped).poolings == (Pooling.MEAN, Pooling.CLS)

@@ -14,7 +14,7 @@ import click
 
 from cloze.failing import fail
 from cloze.options import json_option
-from cloze.tables import print_rows
+from cloze.tables import print_rows, report
 
 _SCOPES = ("inference", "metrics", "admin")
 
@@ -63,7 +63,13 @@ def add(name: str, scopes: tuple[str, ...], requests_per_minute: int | None, pat
     }
     if requests_per_minute is not None:
         entry["requests_per_minute"] = requests_per_minute
+    is_new = not path.exists()
     _write(path, entries | {name: entry})
+    if is_new:
+        report(
+            f"only you can read {path}; for a server of another user, as in the image, "
+            f"run: chmod 644 {path} (it has hashes, no keys)"
+        )
     click.echo(key)
 
 

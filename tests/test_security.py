@@ -208,7 +208,9 @@ def failed(store: Path, *arguments: str) -> str:
 def test_the_last_key_can_be_removed(tmp_path: Path) -> None:
     """The command says in the file that this is meant, and takes it back with the next key."""
     file = tmp_path / "keys.toml"
-    key = cloze("keys", "add", "only", "--file", str(file)).stdout.strip()
+    made = cloze("keys", "add", "only", "--file", str(file))
+    key = made.stdout.strip()
+    assert f"chmod 644 {file}" in made.stderr, "the user of an image could not read it"
     keys = Keys(file)
     assert keys.find(b"Bearer " + key.encode()) is not None
     removed = cloze("keys", "remove", "only", "--file", str(file))

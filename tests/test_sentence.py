@@ -23,7 +23,8 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
-from cloze.export.embedding_recipe import _DENSE_ACTIVATIONS, Projection, read_recipe
+from cloze.export.embedding_recipe import read_recipe
+from cloze.export.embedding_steps import _DENSE_ACTIVATIONS, Projection
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.publish import ExportOptions, export

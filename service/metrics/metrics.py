@@ -95,10 +95,9 @@ class Families:
     """
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        counter, gauge = (
-            functools.partial(Counter, registry=registry),
-            functools.partial(Gauge, registry=registry),
-        )
+        counter = functools.partial(Counter, registry=registry)
+        # Of processes that share a folder, a scrape adds up the gauges of those that live.
+        gauge = functools.partial(Gauge, registry=registry, multiprocess_mode="livesum")
         histogram = functools.partial(Histogram, registry=registry)
         self.requests = counter("cloze_requests", "Answered requests.", ("route", "status", *MODEL))
         self.durations = histogram(
@@ -135,13 +134,7 @@ class Families:
         )
         self.tokens = counter("cloze_tokens", "Real tokens run.", MODEL)
         self.truncated = counter("cloze_truncated_texts", "Texts cut to the model's limit.", MODEL)
-        # Of processes that share a folder, a scrape adds up the gauges of those that live.
-        self.queue_tokens = gauge(
-            "cloze_queue_tokens",
-            "Tokens that wait for a worker.",
-            MODEL,
-            multiprocess_mode="livesum",
-        )
+        self.queue_tokens = gauge("cloze_queue_tokens", "Tokens that wait for a worker.", MODEL)
         self.backlog = gauge(
             "cloze_queue_backlog_seconds",
             "Time in which all that waits for a worker will have started.",
@@ -151,7 +144,6 @@ class Families:
         self.in_flight = gauge(
             "cloze_requests_in_flight",
             "Requests that have arrived and are not answered.",
-            multiprocess_mode="livesum",
         )
         self.of_models: tuple[Counter | Gauge | Histogram, ...] = (
             *(self.requests, self.durations, self.parts, self.truncated, self.tokens),

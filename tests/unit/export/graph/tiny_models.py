@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.embedding_recipe import EmbeddingRecipe, Projection
+from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.embedding_steps import Projection
 from cloze.export.model import Model
 from cloze.model_store.heads import HEADS, Pooling, sequence_classification, token_classification
 from cloze.model_store.sequences import SpecialTokens

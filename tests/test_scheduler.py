@@ -353,6 +353,29 @@ def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
         assert [sums(future) for future in long] == [[20.0], [21.0], [22.0], [23.0]]
 
 
+def test_a_short_text_that_waits_already_runs_beside_a_long_one() -> None:
+    """Nothing arrives any more that would wake the worker for short texts."""
+    begin, release = threading.Event(), threading.Event()
+
+    class Blocked(FakeEngine):
+        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
+            self.entered.set()
+            {5: begin, 20: release}.get(len(batch[0]), self.gate).wait(WAIT_S)
+            return super().run(batch)
+
+    engine = Blocked()
+    with running(engine, workers=1, max_batch_tokens=10) as scheduler:
+        first = submit(scheduler, [sized(5)], later())
+        assert engine.entered.wait(WAIT_S)
+        long, short = (submit(scheduler, [sized(length)], later()) for length in (20, 6))
+        begin.set()
+        assert sums(first) == [5.0]
+        assert sums(short) == [6.0]
+        assert not long.done()
+        release.set()
+        assert sums(long) == [20.0]
+
+
 def test_short_texts_alone_get_no_more_workers() -> None:
     engine = FakeEngine()
     engine.gate.clear()

@@ -196,6 +196,29 @@ def test_a_new_line_begins_at_the_virtual_time_of_its_client() -> None:
     assert [queue.took(1) for _ in range(3)] == [[20], [40], [30]]
 
 
+def test_a_client_that_waits_keeps_its_turn_when_more_arrives() -> None:
+    """Else one that goes on asking would fall behind a newcomer."""
+    queue = Queue()
+    queue.put("a", 50)
+    queue.put("b", 10)
+    assert queue.took(50) == [50]  # virtual time is 25 now
+    queue.put("newcomer", 8)
+    queue.put("b", 10)
+    queue.put("b", 10)
+    assert [queue.took(10) for _ in range(4)] == [[10], [10], [10], [8]]
+
+
+def test_a_line_owes_on_while_its_request_runs() -> None:
+    """Nothing of it waits for a while, so it begins to wait again: with the debt of what ran."""
+    queue = Queue()
+    queue.put("a", 50)
+    for _ in range(5):
+        queue.put("a", 10, key=LONG)
+    assert queue.took(50) == [50]
+    queue.put("a", 7)
+    assert [queue.took(10) for _ in range(6)] == [[10]] * 5 + [[7]]
+
+
 def test_a_line_that_pays_nothing_is_next_again() -> None:
     queue = Queue()
     first = queue.put("a", 10)

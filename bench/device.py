@@ -19,7 +19,8 @@ from cloze.bench.sizes import squad_lengths
 from cloze.bench.subjects import EngineAlone, MeasuredModel, cloze_server
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Bundle
-from cloze.service.core import Device, first_line
+from cloze.model_store.error_lines import first_line
+from cloze.service.core import Device
 from cloze.service.tasks import embed
 
 _TORCH_VARIANTS: Mapping[str, Mapping[str, bool]] = {

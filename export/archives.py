@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, cast
 
-from cloze.export.errors import ExportError, first_line
-from cloze.model_store.error_lines import printable
+from cloze.export.errors import ExportError
+from cloze.model_store.error_lines import first_line, printable
 
 ENDINGS = (".tar.gz", ".tgz", ".tar.zst")
 

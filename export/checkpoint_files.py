@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cloze.export.errors import ExportError, first_line
+from cloze.export.errors import ExportError
+from cloze.model_store.error_lines import first_line
 
 SENTENCE_SETTINGS: Final = (
     "sentence_bert_config.json",

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from cloze.export.errors import ExportError, first_line
-from cloze.model_store.error_lines import printable
+from cloze.export.errors import ExportError
+from cloze.model_store.error_lines import first_line, printable
 from cloze.model_store.plain_files import sha256_of
 
 _TIMEOUT_S = 60

@@ -16,8 +16,3 @@ class DataError(Exception):
 
 class TrainError(DataError):
     """A run cannot start or continue. The last good checkpoint is kept."""
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.errors import ExportError, first_line
+from cloze.export.errors import ExportError
 from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import Frozen
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")

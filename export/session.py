@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from cloze.export.errors import ExportError, first_line
+from cloze.export.errors import ExportError
 from cloze.export.graph.reference import ReferenceSession
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings

@@ -11,6 +11,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has none, printable."""
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
 def first_problem(error: ValidationError) -> str:
     """Return the first problem of a value: the field, the limit and the value."""
     problem = error.errors(include_url=False)[0]

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.error_lines import printable
 from cloze.model_store.manifest import Precision
 
 Float32 = NDArray[np.float32]
@@ -400,11 +399,3 @@ class Queue(Protocol):
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests with `ShuttingDown` and end the threads within ``timeout_s``."""
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's type if the message is empty.
-
-    Control characters are escaped, and a long line is cut.
-    """
-    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

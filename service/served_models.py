@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 
 from cloze.model_store import Bundle, Store, StoreError
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.admission import Activity, SchedulerLimits
@@ -20,7 +21,6 @@ from cloze.service.core import (
     Queue,
     RequestedPrecision,
     StartupError,
-    first_line,
 )
 from cloze.service.graph_choice import check_memory, memory_limit
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import uvicorn
 import uvloop
 
+from cloze.model_store.error_lines import first_line
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
-from cloze.service.core import first_line
 from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
 from cloze.service.http.record import OF_ADMIN_SOCKET, accepted_hosts
 from cloze.service.http.server_protocol import ServerProtocol

@@ -16,12 +16,13 @@ from tokenizers.models import BPE, Unigram, WordPiece
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.limits import MAX_TOKENIZER_BYTES
 from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.sequences import TEXT_TOKENS, without_space
 from cloze.service.abandonment import check_awaited
-from cloze.service.core import StartupError, first_line
+from cloze.service.core import StartupError
 
 _PIECE_CHARACTERS = 16_384
 """Most characters of a piece, unless the text has no place to divide it.

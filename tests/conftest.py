@@ -122,6 +122,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("computes")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, as the processes do that tests of training start.
+
+    Sums are then added in one order, to the same bits. Matrices this small gain nothing from a second
+    core, and two threads wait for each other where cores are shared.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of text so small that a model learns it in seconds."""
+    from tests.training import write_stories
+
+    return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
+
+
 @pytest.fixture(scope="session")
 def external_data() -> Path:
     """Return the folder of real text, questions and vocabularies, which are too large to commit."""

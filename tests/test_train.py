@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -102,21 +101,12 @@ from tests.training import (
     write_stories,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 SCHEDULE = Schedule(log=5, evaluate=20, checkpoint=7)
 TEXT = "The captain found a coin by the cold river."
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second core, and two threads wait for each other
-    where cores are shared.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def quietly(_: str) -> None:

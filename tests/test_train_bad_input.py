@@ -25,7 +25,6 @@ from tokenizers import Tokenizer, models
 
 from cloze.cli import cli
 from cloze.export.train.recipe_files import RECIPES
-from tests.training import write_stories
 
 RECIPE = """
 seed = 1
@@ -63,20 +62,6 @@ QUESTION = {
     "answers": [{"text": "The king", "answer_start": 0}],
 }
 PARAGRAPH = {"context": "The king sang a song.", "qas": [QUESTION]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As the processes started here have: sums are then added in one order, to the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
 
 
 @pytest.fixture(scope="module")
@@ -1107,6 +1092,9 @@ with locked(Path({str(folder)!r})):
         first.wait()
     assert train(*command).exit_code == 0
     assert weights(folder) == weights(finished)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,7 +3,6 @@
 transformers reads each checkpoint, and gives the numbers that we get.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +28,16 @@ from cloze.export.train.recipe import (
     PretrainRecipe,
     QuestionsRecipe,
 )
-from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
-from tests.training import write_pairs, write_questions, write_stories
+from tests.training import quietly, run_options, write_pairs, write_questions
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, save, theirs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 LEARNT_ELSEWHERE = {"bert", "distilbert", "roberta"}  # test_train and test_train_kinds
 NEW = [family for family in FAMILIES if family not in LEARNT_ELSEWHERE]
 SIZES = {"max_position_embeddings": 66}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
 
 
 @pytest.fixture(scope="module", params=NEW)
@@ -59,14 +46,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     save(request.param, "masked_lm", folder, **SIZES)
     return folder
-
-
-def quietly(_: str) -> None:
-    """Nobody listens."""
-
-
-def run_options(folder: Path) -> RunOptions:
-    return RunOptions(folder, CPU, quietly, Schedule(log=5, evaluate=50, checkpoint=1000))
 
 
 def phases(steps: int) -> list[Phase]:

@@ -45,7 +45,6 @@ from cloze.export.train.recipe import (
 from cloze.export.train.run_options import RunOptions
 from cloze.model_store import Store
 from tests import tiny
-from tests.training import write_stories
 
 CPU = torch.device("cpu")
 LABELS = {0: "bad", 1: "fair", 2: "good"}
@@ -54,11 +53,6 @@ SHORT = [Phase(tokens=24, sequences=4, steps=1)]
 
 def run_options(folder: Path, license_name: str | None = None) -> RunOptions:
     return RunOptions(folder, CPU, lambda _: None, license=license_name)
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
 
 
 # ---- heads and labels

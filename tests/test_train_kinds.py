@@ -4,7 +4,6 @@ The oracles are the tokenizers library for ids and characters, and transformers 
 the checkpoint that a run leaves.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +46,13 @@ from cloze.export.train.recipe import (
     PretrainRecipe,
     QuestionsRecipe,
 )
-from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from tests.tokenizer_kinds import byte_level, unigram
-from tests.training import write_pairs, write_questions, write_stories
+from tests.training import quietly, run_options, write_pairs, write_questions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -108,27 +108,6 @@ KINDS = {
         "▁",
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
-
-
-def quietly(_: str) -> None:
-    """Nobody listens."""
-
-
-def run_options(folder: Path) -> RunOptions:
-    return RunOptions(folder, CPU, quietly, Schedule(log=5, evaluate=50, checkpoint=1000))
 
 
 def further_recipe(sentence: SentenceObjective, steps: int) -> PretrainRecipe:

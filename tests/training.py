@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from cloze.export.train.documents import Document
 from cloze.export.train.recipe import (
@@ -15,6 +16,18 @@ from cloze.export.train.recipe import (
     Sizes,
     Vocabulary,
 )
+from cloze.export.train.run_options import RunOptions, Schedule
+
+
+def quietly(_: str) -> None:
+    """Nobody listens."""
+
+
+def run_options(folder: Path) -> RunOptions:
+    """Return the options of a short run on the processor."""
+    schedule = Schedule(log=5, evaluate=50, checkpoint=1000)
+    return RunOptions(folder, torch.device("cpu"), quietly, schedule)
+
 
 PEOPLE = ["the old king", "a young girl", "her brother", "the captain", "my teacher", "an owl"]
 PLACES = [

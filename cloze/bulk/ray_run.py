@@ -27,7 +27,8 @@ from cloze.bulk.job import BulkJob
 from cloze.bulk.plan import Shard
 from cloze.bulk.run_folder import ShardReport
 from cloze.bulk.work import BulkWorker, Progress
-from cloze.service.core import Device, first_line
+from cloze.model_store.error_lines import first_line
+from cloze.service.core import Device
 
 _MOST_BLOCKS = 4096
 """Most blocks of shard numbers; with more shards, a block has several."""

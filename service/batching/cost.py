@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.model_store.batch import Encoding
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads import Head
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine, first_line
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine
 
 _TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 """Batch sizes to measure, in tokens."""

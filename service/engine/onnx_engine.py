@@ -6,13 +6,14 @@ from functools import partial
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.goldens import Golden, read_goldens
 from cloze.model_store.graph_checks import check_graph
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.parity import output_errors
-from cloze.service.core import Device, RequestedPrecision, StartupError, first_line
+from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.engine.session import (
     CUDA,
     CpuSession,

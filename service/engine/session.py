@@ -26,6 +26,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Feeds
 from cloze.model_store.processor import (
@@ -34,7 +35,7 @@ from cloze.model_store.processor import (
     int8_instructions,
     int8_settings,
 )
-from cloze.service.core import StartupError, first_line
+from cloze.service.core import StartupError
 
 log = logging.getLogger("cloze")
 

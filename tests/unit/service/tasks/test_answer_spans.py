@@ -48,6 +48,15 @@ def test_the_best_span_is_the_product_of_start_and_end() -> None:
     assert answer.score == pytest.approx(expected, rel=1e-5)
 
 
+def test_scores_do_not_depend_on_the_size_of_logits() -> None:
+    """A softmax of what is added to all logits is the same, also where exp would overflow."""
+    logits = window(LOW, (5.0, -9.0), (-9.0, 4.0), LOW, LOW)
+    score = only(best_answers(QUESTION, [logits], OPTIONS)).score
+    for added in (200.0, -200.0):
+        answer = only(best_answers(QUESTION, [logits + np.float32(added)], OPTIONS))
+        assert answer.score == pytest.approx(score, rel=1e-3)
+
+
 def test_an_end_before_the_start_is_no_answer() -> None:
     logits = window((-9.0, 5.0), LOW, LOW, (5.0, -9.0), LOW)
     assert only(best_answers(QUESTION, [logits], OPTIONS)).answer in ("red", "open")

@@ -95,6 +95,8 @@ def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
         "[CLS] the door [SEP]",
         "[CLS] a [SEP]",
     ]
+    for half in ([CLS, *ids("the door")], [*ids("the door"), SEP], [SEP], [CLS]):
+        assert prepared("embed", [half]).encodings[0].input_ids.tolist() == [CLS, *half, SEP]
     last = len(VOCABULARY) - 1
     assert prepared("embed", [[0, last]]).encodings[0].input_ids.tolist() == [CLS, 0, last, SEP]
     for wrong in ([-1, 5], [5, last + 1]):

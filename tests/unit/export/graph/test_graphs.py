@@ -72,6 +72,16 @@ def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_pat
     verified(tmp_path, graphs[precision], made, recipe)
 
 
+def test_distances_reach_to_both_ends_of_the_longest_sequence(tmp_path: Path) -> None:
+    made = model("mpnet")
+    longest, heads = made.config.max_positions, (embedding.HEAD,)
+    graphs = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP32], heads=heads)
+    subject = GraphUnderTest(
+        graphs[Precision.FP32], checkpoint(made, EmbeddingRecipe()), heads, longest
+    )
+    assert max(verify(tmp_path, subject).max_error.values()) < MOST[Precision.FP32]
+
+
 def test_a_layer_that_is_passed_often_is_stored_once(tmp_path: Path) -> None:
     sizes = {"layer_groups": 1, "hidden_size": 32, "intermediate_size": 64}
     for layers in (1, 6):

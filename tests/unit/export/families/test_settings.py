@@ -1,0 +1,83 @@
+"""What families read from and write to ``config.json``, and the names that transformers has."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from cloze.export.families import FAMILIES, Family
+from tests.unit.export.families.test_against_transformers import OFFSET, OWN, SIZES
+
+NEEDED = {
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
+}  # fmt: skip
+"""Sizes without a default."""
+
+WITH_DEFAULTS = {"bert", "electra", "albert"}
+"""Families whose paper has token types and an epsilon that older files do not name."""
+
+
+def settings(family: str) -> dict[str, Any]:
+    given = {"vocab_size": 50} | SIZES | OWN[family]
+    return transformers.CONFIG_MAPPING[family](**given, pad_token_id=1).to_dict()
+
+
+def only_needed(family: str) -> dict[str, Any]:
+    kept = NEEDED if family in WITH_DEFAULTS | {"distilbert"} else NEEDED | {
+        "layer_norm_eps", "type_vocab_size",
+    }  # fmt: skip
+    return {key: value for key, value in settings(family).items() if key in kept}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def test_what_is_written_is_read_as_the_same_sizes(family: Family) -> None:
+    given = settings(family.name) | {"hidden_dropout_prob": 0.25, "dropout": 0.25}
+    config = family.read_config(given)
+    assert config.dropout == 0.25
+    written = family.write_config(config)
+    assert family.read_config(written) == config
+    theirs = transformers.CONFIG_MAPPING[family.name](**written)
+    assert theirs.model_type == family.name
+    if family.name != "distilbert":
+        assert theirs.attention_probs_dropout_prob == theirs.hidden_dropout_prob == 0.25
+    assert theirs.pad_token_id == (1 if family.name in OFFSET else 0)
+
+
+def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family) -> None:
+    config = family.read_config(only_needed(family.name))
+    assert config.activation == "gelu"
+    assert config.dropout == 0.1
+    assert config.group_layers == 1
+    assert config.layer_groups == (1 if family.name == "albert" else None)
+    if family.name in WITH_DEFAULTS:
+        assert (config.type_vocab_size, config.layer_norm_eps) == (2, 1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - WITH_DEFAULTS - {"distilbert"}))
+def test_an_epsilon_without_a_default_must_be_given(name: str) -> None:
+    given = only_needed(name)
+    del given["layer_norm_eps"]
+    with pytest.raises(KeyError, match="layer_norm_eps"):
+        FAMILIES[name].read_config(given)
+
+
+def test_every_class_that_a_family_names_is_one_of_transformers(family: Family) -> None:
+    written = family.write_config(family.read_config(settings(family.name)))
+    tokenizers = [family.wordpiece.name if family.wordpiece else None, family.sentencepiece_class]
+    names = [*written["architectures"], *family.classes.values(), f"{family.class_prefix}Model"]
+    names += [name for name in tokenizers if name is not None]
+    assert [name for name in names if not hasattr(transformers, name)] == []
+    assert set().union(*family.classes) <= set(family.heads)
+    for heads, name in family.classes.items():
+        ends = {
+            frozenset({"masked_lm", "next_sentence"}): "ForPreTraining",
+            frozenset({"masked_lm"}): "ForMaskedLM",
+            frozenset({"next_sentence"}): "ForNextSentencePrediction",
+            frozenset({"span"}): "ForQuestionAnswering",
+        }
+        assert name == family.class_prefix + ends[heads]

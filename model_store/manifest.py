@@ -283,7 +283,10 @@ class Manifest(BundleSpec):
         return seal(body)
 
     def _not_said(self) -> dict[str, Any]:
-        """Return the fields that bundles of earlier releases lack, so that their digests stay."""
+        """Return the fields without a value that earlier releases do not know.
+
+        So the digests of their bundles stay, and they open ours.
+        """
         fields: dict[str, Any] = {}
         if not self.heads:
             fields["heads"] = True
@@ -291,6 +294,8 @@ class Manifest(BundleSpec):
             fields["tables"] = True
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
+        if self.embedding is not None and not self.embedding.further_poolings:
+            fields["embedding"] = {"further_poolings"}
         return fields
 
     @classmethod

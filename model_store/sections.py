@@ -3,16 +3,14 @@
 import re
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
     FiniteFloat,
-    SerializerFunctionWrapHandler,
     StringConstraints,
-    model_serializer,
     model_validator,
 )
 
@@ -177,14 +175,6 @@ class Embedding(Frozen):
     projected: bool | None = Field(
         None, description="whether layers follow the pooling; null in bundles that do not say so"
     )
-
-    @model_serializer(mode="wrap")
-    def _leave_out_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields; servers of earlier releases do not know those that are left out."""
-        fields: dict[str, Any] = write(self)
-        if not self.further_poolings:
-            del fields["further_poolings"]
-        return fields
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:

@@ -231,6 +231,12 @@ def test_weights_lie_inside_their_files_and_do_not_overlap() -> None:
             check(at(0, 1, file))
 
 
+def test_a_weight_inside_the_graph_hides_no_other_one() -> None:
+    weights = {"inside": DeclaredWeight((1,), 4), "outside": DeclaredWeight((1,), 4, "x.bin")}
+    with pytest.raises(ValueError, match=r"the weight 'outside' lies in 'x\.bin'"):
+        _check_places(weights, {"w.bin": 100})
+
+
 def test_a_graph_has_the_tensors_of_its_tasks() -> None:
     expected = expected_tensors(manifest(), Layout.DENSE)
     assert str(expected.inputs["input_ids"]) == "int32 [*, *]"

@@ -11,7 +11,7 @@ from cloze.model_store.heads import Pooling
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_NAMES
 from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
-from cloze.model_store.sections import Embedding
+from cloze.model_store.sequences import SpecialTokens
 from tests.unit.service.tasks.model import LABELS, manifest
 
 FIELDS: Mapping[str, Any] = manifest().model_dump(mode="json")
@@ -294,11 +294,34 @@ def test_a_manifest_is_frozen_and_has_no_other_fields() -> None:
     assert not accepts("more", 1)
 
 
-def test_a_bundle_of_one_pooling_opens_in_earlier_releases() -> None:
-    """A manifest has the field of further poolings only if there are some."""
-    one = Embedding(dimensions=8, pooling=Pooling.MEAN, normalize=True, max_tokens=9)
-    assert "further_poolings" not in one.model_dump(mode="json")
-    two = one.model_copy(update={"further_poolings": (Pooling.CLS,)})
-    dumped = two.model_dump(mode="json")
-    assert dumped["further_poolings"] == ["cls"]
-    assert Embedding.model_validate(dumped).poolings == (Pooling.MEAN, Pooling.CLS)
+def written(path: str, value: Any) -> dict[str, Any]:
+    """Return what a manifest with another value at a path has as JSON."""
+    body: dict[str, Any] = json.loads(Manifest.model_validate(changed(path, value)).to_bytes())
+    return body
+
+
+def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value() -> None:
+    assert "further_poolings" not in written("version", 3)["embedding"]
+    joined = written("embedding.further_poolings", ["cls"])
+    assert joined["embedding"]["further_poolings"] == ["cls"]
+    read = Manifest.from_bytes(json.dumps(joined, indent=2).encode() + b"\n")
+    assert read.embedding is not None
+    assert read.embedding.poolings == (Pooling.MEAN, Pooling.CLS)
+    assert "tables" not in written("tables", None)
+    unknown = written("tokenizer.second_type", None)["tokenizer"]
+    assert not {"second_type", "pair_separators"} & unknown.keys()
+    assert {"second_type", "pair_separators"} <= written("tokenizer.second_type", 0)[
+        "tokenizer"
+    ].keys()
+    assert "heads" in written("version", 3)
+    labelled = {"sequence_classification", "token_classification"}
+    without = [task for task in FIELDS["tasks"] if "classification" not in task]
+    bare = Manifest.model_validate(FIELDS | {"tasks": without, "heads": {}})
+    assert labelled & FIELDS["heads"].keys()
+    assert "heads" not in json.loads(bare.to_bytes())
+
+
+def test_special_tokens_of_a_pair_are_counted() -> None:
+    for separators in (1, 2):
+        special = SpecialTokens(5, 6, None, separators)
+        assert special.pair_tokens == len(special.pair([], []))

@@ -11,8 +11,9 @@ from torch import Tensor
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder, post_norm_encoder
 from cloze.export.blocks.layer import ACTIVATIONS, InputKind, Layer, _attend
+from cloze.export.rounding import input_scales
 from cloze.model_store import limits
-from tests.unit.export.graph.tiny_models import config, model
+from tests.unit.export.graph.tiny_models import TOKENIZER, config, model
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -122,6 +123,16 @@ def test_products_have_their_layers_and_the_kind_of_their_input() -> None:
         "down": ((layer.down,), InputKind.ACTIVATION),
     }
     assert len(set(InputKind)) == 3
+
+
+def test_narrow_embeddings_have_a_product_of_their_own() -> None:
+    """Its name is the one under which the graph looks for a scale."""
+    made = model("electra")
+    names = list(made.encoder.products())
+    assert names[0] == "embeddings.projection"
+    assert names[1].startswith("layers.0.")
+    assert list(model().encoder.products())[0].startswith("layers.0.")
+    assert "embeddings.projection" in input_scales(made, TOKENIZER)
 
 
 def test_sizes_of_a_layer() -> None:

@@ -81,3 +81,14 @@ def test_every_class_that_a_family_names_is_one_of_transformers(family: Family) 
             frozenset({"span"}): "ForQuestionAnswering",
         }
         assert name == family.class_prefix + ends[heads]
+
+
+def test_code_of_a_tokenizer_is_no_code_of_a_model() -> None:
+    """It is not run either; the tokenizer's file says what it does."""
+    given = settings("bert")
+    FAMILIES["bert"].read_config(
+        given | {"auto_map": {"AutoTokenizer": "x.Y", "AutoConfig": "x.Z"}}
+    )
+    for name in ("AutoModel", "AutoModelForMaskedLM"):
+        with pytest.raises(ValueError, match=rf"auto_map: {name}\)"):
+            FAMILIES["bert"].read_config(given | {"auto_map": {"AutoConfig": "x.Z", name: "x.Y"}})

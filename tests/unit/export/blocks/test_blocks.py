@@ -131,7 +131,7 @@ def test_narrow_embeddings_have_a_product_of_their_own() -> None:
     names = list(made.encoder.products())
     assert names[0] == "embeddings.projection"
     assert names[1].startswith("layers.0.")
-    assert list(model().encoder.products())[0].startswith("layers.0.")
+    assert next(iter(model().encoder.products())).startswith("layers.0.")
     assert "embeddings.projection" in input_scales(made, TOKENIZER)
 
 

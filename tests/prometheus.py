@@ -1,7 +1,6 @@
 """A real Prometheus that scrapes servers, with the configuration that the project ships."""
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import yaml
+
+from tests.ports import free_port
 
 MONITORING = Path(__file__).parents[1] / "monitoring"
 
@@ -89,10 +90,3 @@ def query(url: str, expression: str) -> list[Any]:
     assert answer["status"] == "success", (expression, answer.get("error"))
     result: list[Any] = answer["data"]["result"]
     return result
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

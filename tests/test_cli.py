@@ -11,6 +11,7 @@ import pytest
 
 from cloze.command_reference import command_reference
 from cloze.service.settings import Settings
+from tests.ports import free_port
 from tests.serving import bare_environment
 
 
@@ -174,9 +175,7 @@ def test_a_taken_port_is_one_line(tiny_store: Path) -> None:
 
 def test_two_servers_on_one_port(tiny_store: Path) -> None:
     """Both may have taken it while their models loaded; one of them says so and ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [
         sys.executable,
         "-m",

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tests import containers
-from tests.prometheus import free_port, query
+from tests.ports import free_port
+from tests.prometheus import query
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]

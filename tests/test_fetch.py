@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -24,6 +23,7 @@ from cloze.model_store.manifest import BundleSpec
 from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import StoreError
 from tests.object_store import ObjectStore, running_object_store
+from tests.ports import free_port
 from tests.serving import bare_environment, failed_start, running_server
 from tests.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
 from tests.test_sentence import saved as sentence_transformer
@@ -251,9 +251,7 @@ def test_another_hash_leaves_nothing(objects: ObjectStore, bundle: Path, tmp_pat
 
 
 def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def test_what_does_not_answer_is_one_line(tmp_path: Path) -> None:

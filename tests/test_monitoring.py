@@ -22,7 +22,8 @@ import yaml
 
 from tests.certificates import make_certificate
 from tests.kustomize import Object, of_kind, rendered
-from tests.prometheus import MONITORING, free_port, query, running_prometheus, running_with
+from tests.ports import free_port
+from tests.prometheus import MONITORING, query, running_prometheus, running_with
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 

@@ -4,7 +4,6 @@ podman ignores a NetworkPolicy, a PodDisruptionBudget and limits.
 """
 
 import shutil
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import yaml
 
 from tests import containers
 from tests.containers import answers, call, podman
+from tests.ports import free_port
 from tests.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
 from tests.test_image import build_export
 from tests.waiting import wait_until
@@ -26,12 +26,6 @@ NEVER_PULLED = {"op": "add", "path": "/imagePullPolicy", "value": "Never"}
 BY_PORT = ("/startupProbe", "/readinessProbe", "/livenessProbe", "/ports")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def rendered(folder: Path, resource: str, **overlay: Any) -> Path:

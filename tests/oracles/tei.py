@@ -21,9 +21,10 @@ import numpy as np
 from transformers import BertForSequenceClassification
 
 from cloze.bench.peers import plain_onnx
-from cloze.bench.processes import free_port, running
+from cloze.bench.processes import running
 from cloze.export.tokenizer import load_tokenizer
 from tests import tiny
+from tests.ports import free_port
 
 RECORDED = Path(__file__).parent / "tei.json"
 

@@ -79,6 +79,7 @@ COMPUTING = {
         "reload",
         "repository",
         "request_path",
+        "rerankers",
         "schedules",
         "score",
         "security",

@@ -141,6 +141,11 @@ def _bulk_options(*own: Callable[[Any], Any]) -> Callable[[F], F]:
     click.option("--dimensions", type=click.IntRange(1), help="Leading dimensions to keep."),
     click.option("--normalize/--no-normalize", default=None, help="Scale vectors to length 1."),
     click.option("--prompt-name", help="Name of a prompt of the model, put before each text."),
+    click.option(
+        "--input-type",
+        type=click.Choice(["query", "document"]),
+        help="What the texts are for, which chooses the model's own prompt.",
+    ),
 )
 def embed(**options: Any) -> None:
     """Write the vector of each text to the column `embedding`.

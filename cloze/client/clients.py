@@ -151,7 +151,7 @@ def _result(reply: httpx.Response | httpx.TransportError, url: httpx.URL) -> htt
 
 def _prepared(call: Call[Any], part: Sequence[Any]) -> dict[str, Any]:
     """Return the keyword arguments of a request."""
-    return {"json": call.body(part), "headers": {"accept": call.accept}}
+    return {"json": call.body(part), "headers": {"accept": call.accept, **call.headers}}
 
 
 class Client:

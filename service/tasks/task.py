@@ -18,7 +18,9 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import Head
+from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tokenizer import Tokenizer
 
@@ -221,6 +223,11 @@ class TaskContext:
             raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 
+    def prompt_of(self, role: Role) -> str:
+        """Return the prompt of a role; see `Embedding.prompt_of`."""
+        recipe = self.manifest.embedding
+        return self.prompt(recipe.prompt_of(role) if recipe else None)
+
 
 class TaskCall(NamedTuple):
     """A client's call of a task, independent of the protocol; the task has the types of both."""
@@ -258,6 +265,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
             follows; None if there is one round.
         texts: number of texts, pairs or questions of the request.
+        vectors: how the result's vectors are made; None: the result has no vectors.
     """
 
     encodings: list[Encoding]
@@ -268,6 +276,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     usage: Sequence[TextUsage] | None = None
     advance: "Advance | None" = None
     texts: int = 1
+    vectors: VectorRecipe | None = None
 
 
 Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]

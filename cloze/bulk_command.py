@@ -184,6 +184,29 @@ def classify(**options: Any) -> None:
     _run("classify", options)
 
 
+@bulk.command("zero-shot-classification")
+@_bulk_options(
+    _text_option("text"),
+    _long_text_option("truncate"),
+    click.option(
+        "--label", "candidate_labels", multiple=True, required=True, help="Own label; repeatable."
+    ),
+    click.option(
+        "--template",
+        "hypothesis_template",
+        help="Sentence with {} in the label's place.  [default: This example is {}.]",
+    ),
+    click.option("--multi-label", is_flag=True, default=None, help="Judge each label alone."),
+)
+def zero_shot_classification(**options: Any) -> None:
+    """Write how well your own labels fit each text to the column `labels`, best first.
+
+    \b
+      cloze bulk zero-shot-classification mails.csv --label complaint --label order --output sorted
+    """
+    _run("zero-shot-classification", options)
+
+
 @bulk.command()
 @_bulk_options(
     _text_option("question"),

@@ -345,6 +345,8 @@ class Models:
         serving = self.serving(task) if serving is None else serving
         if name is None:
             if not serving:
+                if reason := self._missing(task, self.pipelines):
+                    raise WrongTask(f"no served model can do {task.name}: {reason}")
                 wanted = "".join(f" --task {HEADS[head].task}" for head in task.heads)
                 raise WrongTask(
                     f"no served model can do {task.name}; export one from a checkpoint that has "
@@ -353,7 +355,17 @@ class Models:
             return serving[0]
         named = self.named(name)
         if named not in serving:
+            reason = self._missing(task, [named])
             raise WrongTask(
-                f"model {name} cannot do {task.name}; it does {', '.join(self.tasks_of(named))}"
+                f"model {name} cannot do {task.name}"
+                + (f": {reason}" if reason else f"; it does {', '.join(self.tasks_of(named))}")
             )
         return named
+
+    @staticmethod
+    def _missing(task: Task, pipelines: Iterable[Pipeline]) -> str:
+        """Return why models with the heads of a task do not do it; "" if there is none."""
+        for pipeline in pipelines:
+            if task.has_heads(pipeline.manifest) and (why := task.missing(pipeline.manifest)):
+                return f"{pipeline.reference} classifies, but {why}"
+        return ""

@@ -218,6 +218,7 @@ class Client:
     nsp = _sync(calls.nsp)
     qa = _sync(calls.qa)
     classify = _sync(calls.classify)
+    zero_shot_classification = _sync(calls.zero_shot_classification)
     token_classification = _sync(calls.token_classification)
     rerank = _sync(calls.rerank)
 
@@ -304,6 +305,7 @@ class AsyncClient:
     nsp = _async(calls.nsp)
     qa = _async(calls.qa)
     classify = _async(calls.classify)
+    zero_shot_classification = _async(calls.zero_shot_classification)
     token_classification = _async(calls.token_classification)
     rerank = _async(calls.rerank)
 

@@ -309,6 +309,9 @@ class Task:
         vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
+        own_parameters: parameters that only this task has, likewise.
+        missing: manifest of a bundle with the heads -> why the bundle does not do the task all the
+            same; "" if it does.
     """
 
     name: str
@@ -325,10 +328,16 @@ class Task:
     takes_long: Callable[[Any], bool] = lambda _: False
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
+    own_parameters: tuple[str, ...] = ()
+    missing: Callable[[Manifest], str] = lambda _: ""
 
-    def is_served_by(self, manifest: Manifest) -> bool:
+    def has_heads(self, manifest: Manifest) -> bool:
         """Return whether a bundle has the heads that the task needs."""
         return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
+
+    def is_served_by(self, manifest: Manifest) -> bool:
+        """Return whether a bundle does the task."""
+        return self.has_heads(manifest) and not self.missing(manifest)
 
 
 def check_has_tokens(ids: Sequence[int], at: Location) -> None:

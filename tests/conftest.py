@@ -33,6 +33,7 @@ COMPUTING = {
     for name in (
         "answers",
         "audit",
+        "awkward_lines",
         "balancer",
         "bulk",
         "callers",

@@ -106,8 +106,7 @@ def _head_settings(model: Model) -> dict[str, Any]:
     )
     if has_more:
         settings[HEAD_SECTIONS] = {
-            name: options.model_dump(mode="json")
-            for name, options in model.options.items()
+            name: options.model_dump(mode="json") for name, options in model.options.items()
         }
     return settings
 
@@ -178,7 +177,11 @@ CARD = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a card says about a run."""
+    """What a card says about a run.
+
+    Attributes:
+        step: number of steps after which the run had the weights; None: all.
+    """
 
     title: str
     source: str | None
@@ -186,6 +189,7 @@ class Run:
     files: Sequence[Path]
     recipe: Recipe
     options: RunOptions
+    step: int | None = None
 
 
 def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
@@ -208,7 +212,8 @@ def finish_run(
     """Write the checkpoint of a run with its card, and return its folder; see `save_checkpoint`."""
     checkpoint = run.options.run_dir / CHECKPOINT
     save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
-    last_entry = read_log(checkpoint.parent)[-1]
+    entries = read_log(checkpoint.parent)
+    last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
     figures = {
         name: value
         for name, value in last_entry.items()

@@ -110,11 +110,11 @@ def prepare(
         scored = TextClassificationParameters(function_to_apply=function, **truncation)
         prepared = scoring.prepare(pairs, scored, context)
     else:
-        scoring = similarity.TASK
         compared = SimilarityInputs.model_construct(
             source_sentence=inputs.query, sentences=inputs.texts
         )
-        prepared = scoring.prepare(compared, SimilarityParameters(**truncation), context)
+        scoring, cosine = similarity.TASK, SimilarityParameters(**truncation)
+        prepared = similarity.prepare(compared, cosine, context, in_roles=True)
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
     return prepared._replace(

@@ -16,6 +16,7 @@ from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
 from cloze.service.tasks.task import (
     CountOrZero,
     Outputs,
@@ -46,6 +47,7 @@ class TokenClassificationParameters(UsageParameters):
         "with the same label form an entity), first, average or max (each word gets one label, "
         "then neighbours form an entity); the default is simple",
     )
+    label_set: str | None = LABEL_SET
     ignore_labels: list[str] | None = Field(None, description="labels to omit; the default is O")
     stride: CountOrZero | None = Field(
         None,
@@ -96,6 +98,8 @@ class _Text(NamedTuple):
 
 
 class _State(NamedTuple):
+    labels: tuple[str, ...]
+    logits: slice
     texts: list[_Text]
     strategy: Strategy
     ignored: frozenset[str]
@@ -140,7 +144,10 @@ def prepare(
         check_has_tokens(spans.ids, at)
         prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
-    state = _State(prepared, strategy, ignored)
+    options = context.manifest.heads[token_classification.HEAD.name]
+    assert isinstance(options, TokenLabels)
+    chosen, columns = choose_label_set(options, parameters.label_set, context)
+    state = _State(chosen.labels, columns, prepared, strategy, ignored)
     return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
 
 
@@ -165,17 +172,15 @@ def _long_text(
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entities]:
     """Return the entities of each text."""
-    options = context.manifest.heads[token_classification.HEAD.name]
-    assert isinstance(options, TokenLabels)
-    texts, strategy, ignored = state
+    labels, columns, texts, strategy, ignored = state
     rest, join = iter(outputs), context.tokenizer.join
     results: list[Entities] = []
     for text in texts:
         entities: list[_Entity] = []
         for window in text.windows:
-            logits = next(rest)[token_classification.HEAD.name].array
+            logits = next(rest)[token_classification.HEAD.name].array[:, columns]
             words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
-            labelled = [_labelled(word, strategy, options.labels) for word in words]
+            labelled = [_labelled(word, strategy, labels) for word in words]
             entities += labelled if strategy == "none" else _grouped(labelled)
         kept = [entity for entity in entities if entity.label not in ignored]
         if len(text.windows) > 1:

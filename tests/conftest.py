@@ -33,6 +33,7 @@ COMPUTING = {
     for name in (
         "answers",
         "audit",
+        "awkward_lines",
         "balancer",
         "bulk",
         "callers",
@@ -80,6 +81,7 @@ COMPUTING = {
         "reload",
         "repository",
         "request_path",
+        "rerankers",
         "schedules",
         "score",
         "security",

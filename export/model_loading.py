@@ -153,7 +153,8 @@ def _find_head(
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
     names = family.heads[name].tensors if name in family.heads else {}
-    required = [tensor for tensor in _expand(names.values()) if tensor not in _TIED]
+    not_required = _TIED | (family.heads[name].optional if names else frozenset())
+    required = [tensor for tensor in _expand(names.values()) if tensor not in not_required]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
     if names and present == required:
         return True, None

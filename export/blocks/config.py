@@ -17,7 +17,9 @@ class EncoderConfig:
     projected to the hidden size. ``layers`` counts a layer as often as a text passes it;
     ``layer_groups`` is the number of groups that share their weights, of ``group_layers`` layers
     each; None: no layers share weights. ``task_types`` says whether the checkpoint has embeddings
-    of task types.
+    of task types. ``bottleneck`` is the size of attention and feed-forward networks if it is not
+    the hidden size, and ``feed_forwards`` the number of such networks in a layer. ``pooler`` says
+    whether the heads for whole texts have a layer before the last one.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -38,17 +40,27 @@ class EncoderConfig:
     layer_groups: Annotated[int, Field(gt=0, le=MAX_LAYERS)] | None = None
     group_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
     task_types: bool = False
+    bottleneck: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None
+    feed_forwards: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
+    pooler: bool = True
 
     @property
     def embedding_width(self) -> int:
         """The width of the word embeddings."""
         return self.embedding_size or self.hidden_size
 
+    @property
+    def head_size(self) -> int:
+        """The size of one attention head."""
+        return (self.bottleneck or self.hidden_size) // self.heads
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.hidden_size % self.heads:
+        name, size = (
+            ("bottleneck", self.bottleneck) if self.bottleneck else ("hidden", self.hidden_size)
+        )
+        if size % self.heads:
             raise ValueError(
-                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} "
-                "attention heads"
+                f"{name} size {size} is not a multiple of the {self.heads} attention heads"
             )
         return self

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.layer import InputKind, Layer, ProductGroup
+from cloze.export.blocks.layer import EncoderLayer, InputKind, Layer, ProductGroup
 from cloze.export.blocks.relative_bias import RelativeBias
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
@@ -40,6 +40,7 @@ class Embeddings(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor | None,
         first_positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Embed a batch.
 
@@ -47,6 +48,8 @@ class Embeddings(nn.Module):
             input_ids: int [B, S].
             token_type_ids: int [B, S]; None: all 0.
             first_positions: int [B], the position of each first token; None: all 0.
+            attention_mask: bool [B, S], True for real tokens, for embeddings that depend on the
+                neighbours of a token; None: all tokens are real.
 
         Returns:
             The embeddings [B, S, H].
@@ -108,7 +111,7 @@ class Encoder(nn.Module):
     def __init__(
         self,
         embeddings: Embeddings,
-        layers: Iterable[Layer],
+        layers: Iterable[EncoderLayer],
         relative_bias: RelativeBias | None = None,
     ) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ class Encoder(nn.Module):
         Returns:
             The hidden states [B, S, H].
         """
-        x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions)
+        x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions, attention_mask)
         bias = self._bias(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask, bias)
@@ -152,17 +155,17 @@ class Encoder(nn.Module):
     def _bias(self, input_ids: Tensor) -> Tensor | None:
         return None if self.relative_bias is None else self.relative_bias(input_ids.shape[1])
 
-    def named_layers(self) -> list[tuple[str, Layer]]:
+    def named_layers(self) -> list[tuple[str, EncoderLayer]]:
         """Return each layer in order with its name, which is that of its first place."""
         names: dict[nn.Module, str] = {}
         return [
-            (names.setdefault(layer, f"layers.{number}"), cast(Layer, layer))
+            (names.setdefault(layer, f"layers.{number}"), cast(EncoderLayer, layer))
             for number, layer in enumerate(self.layers)
         ]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return all matrix products, each once, by their names in the graph."""
-        blocks: list[tuple[str, Embeddings | Layer]] = [
+        blocks: list[tuple[str, Embeddings | EncoderLayer]] = [
             ("embeddings", self.embeddings),
             *self.named_layers(),
         ]

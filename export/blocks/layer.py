@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.graph.builder import FUSED, GraphBuilder
+from cloze.export.graph.linear_ops import LinearInput
 from cloze.export.graph.trunk import TrunkGraph
 
 
@@ -101,7 +102,11 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        bias: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -109,13 +114,13 @@ class SelfAttention(nn.Module):
             x: [B, S, H].
             attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
             bias: [1, N, S, S], added to the scores; None: nothing is added.
+            values: [B, S, ...], of which values are made; None: ``x``.
 
         Returns:
             The attended states [B, S, H].
         """
-        query, key, value = (
-            self._split(linear(x)) for linear in (self.query, self.key, self.value)
-        )
+        query, key = self._split(self.query(x)), self._split(self.key(x))
+        value = self._split(self.value(x if values is None else values))
         context = _attend(
             query,
             key,
@@ -135,8 +140,18 @@ class SelfAttention(nn.Module):
             "output": ProductGroup((self.output,), InputKind.ATTENTION),
         }
 
-    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> tuple[str, Tensor]:
+    def write(
+        self,
+        trunk: TrunkGraph,
+        name: str,
+        x: str,
+        bias: str = "",
+        values: LinearInput | None = None,
+    ) -> tuple[str, Tensor]:
         """Write the attention of each sequence to itself; see `TrunkGraph.attend`.
+
+        Args:
+            values: what values are made of; None: ``x``.
 
         Returns:
             The name of the attended states without their bias, and the bias [H].
@@ -146,7 +161,7 @@ class SelfAttention(nn.Module):
         query = ops.matmul(entering, f"{name}.query", self.query)
         query = trunk.g.op("Add", [query, ops.vector(f"{name}.query.bias", self.query.bias)])
         key = ops.matmul(entering, f"{name}.key", self.key)
-        value = ops.matmul(entering, f"{name}.value", self.value)
+        value = ops.matmul(values or entering, f"{name}.value", self.value)
         context = trunk.attend((query, key, value), self.heads, bias)
         entering = ops.prepare_input(context, f"{name}.output")
         output = ops.matmul(entering, f"{name}.output", self.output)
@@ -176,7 +191,22 @@ def _attend(
         )
 
 
-class Layer(nn.Module):
+class EncoderLayer(nn.Module):
+    """A layer of an encoder: hidden states [B, S, H] -> hidden states [B, S, H].
+
+    It is called with the states, a mask of real tokens and a bias of scores; see `SelfAttention`.
+    """
+
+    def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
+        raise NotImplementedError
+
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
+        raise NotImplementedError
+
+
+class Layer(EncoderLayer):
     """Attention, then a feed-forward network; each is added to its input and normalised."""
 
     def __init__(self, config: EncoderConfig) -> None:

@@ -186,11 +186,13 @@ class HeadSpec:
             modelling and tanh for a classifier.
         without: the first part of the names of other tensors -> why a checkpoint with them lacks
             the head.
+        optional: our names of tensors that the head has only if the settings say so.
     """
 
     tensors: Mapping[str, str]
     activation: str | None = None
     without: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,8 @@ class Family:
         wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
         sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
             family has another kind.
-        layouts: the layouts that the family's attention allows.
+        layouts: the layouts that the family allows.
+        dense_because: why the family does not allow the packed layout, which fp16 takes.
         student: a teacher's sizes -> those of its distilled student with as many layers.
     """
 
@@ -244,6 +247,9 @@ class Family:
     sentencepiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
+    dense_because: str = (
+        "its attention adds a bias to the scores, which the variable-length kernel does not"
+    )
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
 
     def read(self, tensor: str, config: EncoderConfig) -> list[Target]:

@@ -56,6 +56,12 @@ OWN: dict[str, dict[str, Any]] = {
         "num_hidden_groups": 2,
         "inner_group_num": 2,
     },
+    "mobilebert": {
+        "embedding_size": 10,
+        "intra_bottleneck_size": 12,
+        "num_feedforward_networks": 3,
+        "hidden_act": "relu",
+    },
 }
 """Settings of each family beside `SIZES`."""
 
@@ -176,7 +182,7 @@ def test_the_states_of_layers_are_those_of_transformers(family: str, tmp_path: P
     assert same(mine, torch.stack(states))
 
 
-@pytest.mark.parametrize("family", ["bert", "ernie", "electra", "albert"])
+@pytest.mark.parametrize("family", ["bert", "ernie", "electra", "albert", "mobilebert"])
 def test_token_types_of_a_pair_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     network = save(family, "masked_lm", tmp_path)
     ids = ids_of(network, 9)
@@ -295,6 +301,67 @@ def test_a_layer_that_is_shared_is_one_set_of_weights(tmp_path: Path) -> None:
     assert len({id(layer) for layer in encoder.layers}) == 4
 
 
+def test_the_neighbours_of_the_first_and_the_last_token_are_zeros(tmp_path: Path) -> None:
+    """Each token reads both neighbours, and no other row stands for those beyond the ends."""
+    save("mobilebert", "masked_lm", tmp_path)
+    embeddings = load_checkpoint(str(tmp_path)).model.encoder.embeddings
+    ids = torch.tensor([[9, 10, 11, 12]])
+    words, size = embeddings.word.weight, embeddings.word.embedding_dim
+    nothing = torch.zeros(size)
+    with torch.no_grad():
+        for token, (after, before) in enumerate([(10, None), (11, 9), (12, 10), (None, 11)]):
+            parts = [nothing if n is None else words[n] for n in (after, ids[0, token], before)]
+            total = (
+                torch.cat(parts) @ embeddings.projection.weight.t()
+                + embeddings.projection.bias
+                + embeddings.position.weight[token]
+                + embeddings.token_type.weight[0]
+            )
+            expected = total * embeddings.norm.weight + embeddings.norm.bias
+            assert same(embeddings(ids, None)[0, token], expected), token
+        mask = torch.tensor([[True, True, True, False]])
+        assert same(
+            embeddings(ids, None, None, mask)[0, :3], embeddings(ids[:, :3], None)[0]
+        )  # padding is no neighbour
+
+
+@pytest.mark.parametrize("pooler", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["MobileBertForPreTraining", "MobileBertForSequenceClassification"]
+)
+def test_a_pooler_is_there_only_if_the_settings_say_so(
+    pooler: bool, kind: str, tmp_path: Path
+) -> None:
+    tokenizer = wordpiece()
+    config = settings_of("mobilebert", tokenizer, classifier_activation=pooler)
+    config.id2label = LABELS
+    torch.manual_seed(3)
+    network = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(0.5, 0.2)
+    network.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint, ids = load_checkpoint(str(tmp_path)), ids_of(network, 7)
+    with torch.no_grad():
+        outputs = network(ids)
+    if kind.endswith("PreTraining"):
+        assert same(ours(checkpoint, "masked_lm", ids), outputs.prediction_logits)
+        with torch.no_grad():
+            mine = checkpoint.model.next_sentence(checkpoint.model(ids)[:, 0])
+        assert same(mine, outputs.seq_relationship_logits)
+    else:
+        assert same(ours(checkpoint, "sequence_classification", ids), outputs.logits)
+    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
+    names = [name for name in tensors if ".pooler." in name]
+    assert len(names) == 2 * pooler
+    if pooler:
+        del tensors[names[0]]
+        settings = json.loads((tmp_path / "config.json").read_text())
+        with pytest.raises(ExportError, match=r"lacks .*pooler"):
+            load_model(tensors, FAMILIES["mobilebert"], checkpoint.model.config, settings)
+
+
 def test_a_discriminator_does_not_fill_masks(tmp_path: Path) -> None:
     tokenizer = wordpiece()
     network = transformers.ElectraForPreTraining(settings_of("electra", tokenizer))
@@ -328,6 +395,8 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets 64"),
         ("xlm-roberta", {"pad_token_id": 0}, "pad_token_id 0"),
         ("albert", {"num_hidden_groups": 6}, "num_hidden_groups 6"),
+        ("mobilebert", {"normalization_type": "layer_norm"}, "normalization_type 'layer_norm'"),
+        ("mobilebert", {"intra_bottleneck_size": 14}, "bottleneck size 14"),
         ("camembert", {"quantization_config": {"bits": 8}}, "quantised"),
     ],
 )

@@ -31,6 +31,10 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "type_vocab_size": 2, "embedding_size": 12, "layers": 4, "layer_groups": 2,
         "activation": "gelu_new",
     },
+    "mobilebert": {
+        "type_vocab_size": 2, "embedding_size": 12, "bottleneck": 8, "feed_forwards": 3,
+        "activation": "relu",
+    },
 }  # fmt: skip
 """The sizes that are particular to a family; the others have no token types."""
 

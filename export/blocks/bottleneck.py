@@ -42,7 +42,7 @@ class ElementwiseNorm(nn.Module):
         """Transform [..., size]."""
         return x * self.weight + self.bias
 
-    def write(self, trunk: TrunkGraph, name: str, terms: list[str], bias: Tensor) -> str:
+    def write(self, trunk: TrunkGraph, name: str, terms: list[str], bias: Tensor | None) -> str:
         """Write the norm of the sum of terms and of the bias [size] of the layer before.
 
         The two biases are one: ``(x + b) * w + c = x * w + (b * w + c)``.
@@ -50,7 +50,8 @@ class ElementwiseNorm(nn.Module):
         ops, g = trunk.linear_ops, trunk.g
         total = terms[0] if len(terms) == 1 else g.op("Sum", terms)
         scaled = g.op("Mul", [total, ops.vector(f"{name}.weight", self.weight)])
-        folded = ops.vector(f"{name}.folded.bias", bias * self.weight + self.bias)
+        shift = self.bias if bias is None else bias * self.weight + self.bias
+        folded = ops.vector(f"{name}.folded.bias", shift)
         return g.op("Add", [scaled, folded])
 
 

@@ -20,8 +20,11 @@ from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import Frozen
 
-_ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
+_ENCODER_PREFIXES = ("embeddings.", "encoder.", "layers.", "transformer.")
 """The first parts of the names of an encoder's tensors, after the family's prefix."""
+
+_COMPUTED = ("position_ids", "inv_freq")
+"""The ends of the names of tensors that are computed, and that older files hold."""
 
 _TIED = {"decoder.weight"}
 """A tensor that a checkpoint may leave out, because the encoder has the same tensor."""
@@ -53,6 +56,10 @@ def load_model(
     with torch.device("meta"):
         model = Model(config, heads, options)
     parameters = dict(model.named_parameters())  # a tied weight appears once, as the encoder's
+    for name in heads:
+        for ours in family.heads[name].zeros:
+            zeros = torch.zeros(parameters[f"{name}.{ours}"].shape)
+            renamed.setdefault(f"{name}.{ours}", (ours, zeros))
     missing = [name for name in parameters if name not in renamed]
     if missing:
         raise ExportError(_describe_missing(missing, unknown, family))
@@ -90,7 +97,7 @@ def _rename(
     unknown: list[str] = []
     for theirs, tensor in tensors.items():
         targets = family.read(theirs, config)
-        if not targets and not theirs.endswith("position_ids"):
+        if not targets and not theirs.endswith(_COMPUTED):
             unknown.append(theirs)
         for target in targets:
             value, ours = _converted(target, theirs, tensor), target.name
@@ -152,8 +159,9 @@ def _find_head(
 ) -> tuple[bool, str | None]:
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
-    names = family.heads[name].tensors if name in family.heads else {}
-    not_required = _TIED | (family.heads[name].optional if names else frozenset())
+    spec = family.heads.get(name, HeadSpec({}))
+    names = spec.tensors
+    not_required = _TIED | spec.optional | spec.zeros
     required = [tensor for tensor in _expand(names.values()) if tensor not in not_required]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
     if names and present == required:
@@ -214,7 +222,7 @@ def _check_whole_encoder(
 ) -> None:
     """Raise if the checkpoint's encoder has tensors that the model lacks."""
     for name in unknown:
-        if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES):
+        if family.without_prefix(name).startswith(_ENCODER_PREFIXES):
             raise ExportError(
                 f"{name} is part of the encoder, but no {family.name} has it: "
                 "it would be left out silently"

@@ -11,7 +11,7 @@ from tests.unit.export.families.test_against_transformers import OFFSET, OWN, SI
 NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
-    "intra_bottleneck_size",
+    "intra_bottleneck_size", "rope_parameters",
 }  # fmt: skip
 """Sizes without a default."""
 
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_as_the_same_sizes(family: Family) -> None:
 
 def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family) -> None:
     config = family.read_config(only_needed(family.name))
-    own = {"mobilebert": ("relu", 0.0)}
+    own = {"mobilebert": ("relu", 0.0), "nomic_bert": ("silu", 0.0)}
     assert (config.activation, config.dropout) == own.get(family.name, ("gelu", 0.1))
     assert config.group_layers == 1
     assert config.layer_groups == (1 if family.name == "albert" else None)

@@ -45,6 +45,7 @@ COMPUTING = {
         "deploy",
         "doctor",
         "embed_layers",
+        "embedding_space",
         "families",
         "fetch",
         "fill_mask",
@@ -79,6 +80,7 @@ COMPUTING = {
         "reload",
         "repository",
         "request_path",
+        "rerankers",
         "schedules",
         "score",
         "security",
@@ -105,6 +107,7 @@ COMPUTING = {
         "vectors",
         "weights",
         "wheel",
+        "zero_shot",
     )
 }
 """Files whose tests pass on a busy machine. `make test` runs them side by side."""

@@ -10,11 +10,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.model_store import Manifest
+from cloze.model_store.embedding_space import own_recipe
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import TaskResult
+from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     Names,
@@ -75,12 +75,16 @@ class EmbeddingList:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One served model; ``created`` is in seconds since 1970."""
+    """One served model; ``created`` is in seconds since 1970.
+
+    ``embedding_space`` names the space of its vectors; null for a model that does not embed.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    embedding_space: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +157,12 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for OpenAI's clients."""
 
     async def models(_: Request) -> Response:
-        rows = [_row(pipeline.manifest) for pipeline in context.models.pipelines]
+        rows = [_row(pipeline) for pipeline in context.models.pipelines]
         return json_response(ModelList("list", rows))
 
     async def model(request: Request) -> Response:
         pipeline = context.models.named(unquote(request.path_params["model"]))
-        return json_response(_row(pipeline.manifest))
+        return json_response(_row(pipeline))
 
     doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, OpenAiErrorBody)
     one = RouteDoc(
@@ -173,8 +177,10 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     ]
 
 
-def _row(manifest: Manifest) -> ModelRow:
-    return ModelRow(manifest.reference, "model", int(manifest.created.timestamp()), "cloze")
+def _row(pipeline: Pipeline) -> ModelRow:
+    created = int(pipeline.manifest.created.timestamp())
+    space = pipeline.embedding_space(own_recipe(pipeline.manifest))
+    return ModelRow(pipeline.reference, "model", created, "cloze", space)
 
 
 PROTOCOL: Final = WireProtocol("openai", ("/v1/", _ALIAS), routes, write_error)

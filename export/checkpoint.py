@@ -233,7 +233,8 @@ def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
         if (value := getattr(config, setting.name)) != setting.default
         and setting.name != "dropout"  # of training
     }
-    written = json.dumps([settings, describe_steps(folder)], sort_keys=True)
+    # A set is written in order, since its own order differs between processes.
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=sorted)
     return hashlib.sha256(written.encode()).hexdigest()
 
 

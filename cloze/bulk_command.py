@@ -304,8 +304,9 @@ def _watcher(*, shown: bool) -> Iterator["Watcher"]:
     from cloze.bulk.run import Watcher
 
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+    columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not (shown and console.is_terminal)
+    with Progress(*columns, console=console, disable=hidden, expand=True) as bar:
         rows = bar.add_task("rows", total=None)
         yield Watcher(
             report=report,

@@ -96,7 +96,7 @@ class _Options:
             return parts
         from tqdm import tqdm
 
-        bar: Iterable[T] = tqdm(parts, total=count, unit="request")
+        bar: Iterable[T] = tqdm(parts, total=count, unit="request", dynamic_ncols=True)
         return bar
 
     def waits_s(self) -> Iterator[float]:

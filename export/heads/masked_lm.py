@@ -34,7 +34,7 @@ class MaskedLMHead(nn.Module):
         width, size = setup.config.embedding_width, setup.config.hidden_size
         self.rest = None
         if "rest" in setup.spec.tensors.values():
-            self.rest = nn.Parameter(torch.empty(size - width, setup.config.vocab_size))
+            self.rest = nn.Parameter(torch.randn(size - width, setup.config.vocab_size) / 50)
             width = size
         self.transform = nn.Linear(setup.config.hidden_size, width)
         self.activation = ACTIVATIONS[setup.spec.activation or setup.config.activation]

@@ -36,7 +36,7 @@ Offsets = list[tuple[int, int] | None]
 
 S = TypeVar("S")
 
-_ROLES: Final[Mapping[str, Role]] = {
+ROLE_WORDS: Final[Mapping[str, Role]] = {
     "query": Role.QUERY,
     "document": Role.DOCUMENT,
     "search_query": Role.QUERY,
@@ -110,7 +110,7 @@ class TextParameters(TruncationParameters, UsageParameters):
         None,
         description="what the texts are for, query or document, which chooses the model's own "
         "prompt; Cohere's, Jina's, Voyage's and NVIDIA's words for these are accepted",
-        json_schema_extra={"enum": [*_ROLES, None]},
+        json_schema_extra={"enum": [*ROLE_WORDS, None]},
     )
 
     def prompt(self, context: TaskContext) -> str:
@@ -123,8 +123,8 @@ class TextParameters(TruncationParameters, UsageParameters):
             return context.prompt(self.prompt_name)
         if self.prompt_name is not None:
             raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
-        if (role := _ROLES.get(self.input_type)) is None:
-            known = ", ".join(_ROLES)
+        if (role := ROLE_WORDS.get(self.input_type)) is None:
+            known = ", ".join(ROLE_WORDS)
             problem = f"{ascii(self.input_type)[:80]} is not one of {known}"
             raise InvalidRequest(problem, Location(("input_type",)))
         return context.prompt_of(role)

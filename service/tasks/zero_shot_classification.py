@@ -91,13 +91,24 @@ def entailment(labels: Sequence[str]) -> int | None:
     return next((number for number, found in enumerate(is_one) if found), None)
 
 
-def _missing(manifest: Manifest) -> str:
-    """Return why a classifier does not do this task; "" if it does."""
+def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
+    """Return the label of entailment of the first label set that has one, and the set's logits."""
     options = manifest.heads[sequence_classification.HEAD.name]
     assert isinstance(options, SequenceLabels)
-    if entailment(options.labels) is not None:
+    for name in options.names:
+        chosen, columns = options.choose(name)
+        if (found := entailment(chosen.labels)) is not None:
+            return found, columns
+    return None
+
+
+def _missing(manifest: Manifest) -> str:
+    """Return why a classifier does not do this task; "" if it does."""
+    if _entailing(manifest) is not None:
         return ""
-    shown = ", ".join(options.labels)[:200]
+    options = manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    shown = ", ".join(label for each in options.sets for label in each.labels)[:200]
     return f"none of its labels begins with entail; it has {ascii(shown)[1:-1]}"
 
 
@@ -188,12 +199,11 @@ def _parts(
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
-    options = context.manifest.heads[sequence_classification.HEAD.name]
-    assert isinstance(options, SequenceLabels)
-    entailed = entailment(options.labels)
-    assert entailed is not None  # else the model does not serve the task
+    found = _entailing(context.manifest)
+    assert found is not None  # else the model does not serve the task
+    entailed, columns = found
     name = sequence_classification.HEAD.name
-    logits = np.stack([output[name].array for output in outputs])
+    logits = np.stack([output[name].array[columns] for output in outputs])
     windows = logits.reshape(-1, len(state.labels), logits.shape[1])  # [windows, labels, L]
     scores = _scores(windows, entailed, alone=state.alone)
     sums = np.add.reduceat(scores, np.cumsum([0, *state.windows[:-1]]))
@@ -232,6 +242,7 @@ TASK: Final = Task(
     own_parameters=("candidate_labels",),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "probability",
     examples={
         "One text": {
             "inputs": "The room was loud and the staff unfriendly.",

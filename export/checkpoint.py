@@ -28,7 +28,7 @@ from cloze.export.embedding_recipe import (
     with_activation,
 )
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, Family
+from cloze.export.families import FAMILIES, Family, family_of
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
@@ -137,7 +137,8 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
     kind = settings.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    family = family_of(kind) if isinstance(kind, str) else None
+    if family is None:
         raise ExportError(
             f"architecture {kind!r} is not supported "
             f"(config.json's model_type: {', '.join(FAMILIES)})"
@@ -147,12 +148,12 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
             "the checkpoint is quantised (config.json's quantization_config); "
             "export the original weights"
         )
-    config = _parse_config(FAMILIES[kind], settings)
+    config = _parse_config(family, settings)
     if config.activation not in ACTIVATIONS:
         raise ExportError(
             f"activation {config.activation!r} is not supported ({', '.join(ACTIVATIONS)})"
         )
-    return FAMILIES[kind], config, settings
+    return family, config, settings
 
 
 def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
@@ -232,7 +233,8 @@ def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
         if (value := getattr(config, setting.name)) != setting.default
         and setting.name != "dropout"  # of training
     }
-    written = json.dumps([settings, describe_steps(folder)], sort_keys=True)
+    # A set is written in order, since its own order differs between processes.
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=sorted)
     return hashlib.sha256(written.encode()).hexdigest()
 
 

@@ -110,13 +110,13 @@ class GraphWriter:
 
 
 def _check_head_size(config: EncoderConfig) -> None:
-    """Refuse attention for which CUDA has no variable-length flash kernel."""
-    if Layout.PACKED not in FAMILIES[config.family].layouts:
+    """Refuse a family that is not packed, and heads without a variable-length flash kernel."""
+    family, size = FAMILIES[config.family], config.head_size
+    if Layout.PACKED not in family.layouts:
         raise ExportError(
-            f"a {config.family} has no fp16 graph: its attention adds a bias to the scores, which "
-            "the variable-length kernel does not; leave out --precision fp16"
+            f"a {config.family} has no fp16 graph: {family.dense_because}; "
+            "leave out --precision fp16"
         )
-    size = config.hidden_size // config.heads
     if size % _HEAD_SIZE_STEP or size > _LARGEST_HEAD_SIZE:
         raise ExportError(
             f"heads of {size} numbers have no fast attention in fp16, only multiples of "

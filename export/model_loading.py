@@ -21,8 +21,11 @@ from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
 
-_ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
+_ENCODER_PREFIXES = ("embeddings.", "encoder.", "layers.", "transformer.")
 """The first parts of the names of an encoder's tensors, after the family's prefix."""
+
+_COMPUTED = ("position_ids", "inv_freq")
+"""The ends of the names of tensors that are computed, and that older files hold."""
 
 _TIED = {"decoder.weight"}
 """A tensor that a checkpoint may leave out, because the encoder has the same tensor."""
@@ -60,6 +63,10 @@ def load_model(
     with torch.device("meta"):
         model = Model(config, heads, options)
     parameters = dict(model.named_parameters())  # a tied weight appears once, as the encoder's
+    for name in heads:
+        for ours in family.heads[name].zeros:
+            zeros = torch.zeros(parameters[f"{name}.{ours}"].shape)
+            renamed.setdefault(f"{name}.{ours}", (ours, zeros))
     missing = [name for name in parameters if name not in renamed]
     if missing:
         raise ExportError(_describe_missing(missing, unknown, family))
@@ -132,7 +139,7 @@ def _rename(
     unknown: list[str] = []
     for theirs, tensor in tensors.items():
         targets = family.read(theirs, config)
-        if not targets and not theirs.endswith("position_ids"):
+        if not targets and not theirs.endswith(_COMPUTED):
             unknown.append(theirs)
         for target in targets:
             if target.name in tensors and target.name != theirs:
@@ -198,8 +205,10 @@ def _find_head(
 ) -> tuple[bool, str | None]:
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
-    names = family.heads[name].tensors if name in family.heads else {}
-    required = [tensor for tensor in _expand(names.values()) if tensor not in _TIED]
+    spec = family.heads.get(name, HeadSpec({}))
+    names = spec.tensors
+    not_required = _TIED | spec.optional | spec.zeros
+    required = [tensor for tensor in _expand(names.values()) if tensor not in not_required]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
     if names and present == required:
         return True, None
@@ -259,7 +268,7 @@ def _check_whole_encoder(
 ) -> None:
     """Raise if the checkpoint's encoder has tensors that the model lacks."""
     for name in unknown:
-        if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES):
+        if family.without_prefix(name).startswith(_ENCODER_PREFIXES):
             raise ExportError(
                 f"{name} is part of the encoder, but no {family.name} has it: "
                 "it would be left out silently"

@@ -1,11 +1,14 @@
 """The sizes of an encoder. Does not depend on torch."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as validated
 
 from cloze.model_store.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH
+
+Part = Literal["attention", "up", "down", "norm", "head", "decoder"]
+"""The parts of a model that may lack biases."""
 
 
 @validated(frozen=True, slots=True)
@@ -17,7 +20,13 @@ class EncoderConfig:
     projected to the hidden size. ``layers`` counts a layer as often as a text passes it;
     ``layer_groups`` is the number of groups that share their weights, of ``group_layers`` layers
     each; None: no layers share weights. ``task_types`` says whether the checkpoint has embeddings
-    of task types.
+    of task types. ``gated`` feed-forward networks multiply the activation by a second product.
+    ``without_bias`` names the parts without biases: ``up`` stands for both products of a gated
+    feed-forward network, ``head`` for the layer before the last one of a head. ``rotary_base`` is
+    the base of rotary positions, and ``rotary_factor`` their scaling (`rotary.Rotary`); None: the
+    positions have a table. ``bottleneck`` is the size of attention and feed-forward networks if it
+    is not the hidden size, and ``feed_forwards`` the number of such networks in a layer. ``pooler``
+    says whether the heads for whole texts have a layer before the last one.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -38,17 +47,35 @@ class EncoderConfig:
     layer_groups: Annotated[int, Field(gt=0, le=MAX_LAYERS)] | None = None
     group_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
     task_types: bool = False
+    bottleneck: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None
+    feed_forwards: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
+    pooler: bool = True
+    gated: bool = False
+    without_bias: frozenset[Part] = frozenset()
+    rotary_base: Annotated[float, Field(gt=1)] | None = None
+    rotary_factor: Annotated[float, Field(ge=1)] = 1.0
 
     @property
     def embedding_width(self) -> int:
         """The width of the word embeddings."""
         return self.embedding_size or self.hidden_size
 
+    @property
+    def head_size(self) -> int:
+        """The size of one attention head."""
+        return (self.bottleneck or self.hidden_size) // self.heads
+
+    def has_bias(self, part: Part) -> bool:
+        """Return whether the linear layers or norms of a part have biases."""
+        return part not in self.without_bias
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.hidden_size % self.heads:
+        name, size = (
+            ("bottleneck", self.bottleneck) if self.bottleneck else ("hidden", self.hidden_size)
+        )
+        if size % self.heads:
             raise ValueError(
-                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} "
-                "attention heads"
+                f"{name} size {size} is not a multiple of the {self.heads} attention heads"
             )
         return self

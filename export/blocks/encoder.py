@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.layer import InputKind, Layer, ProductGroup
+from cloze.export.blocks.layer import EncoderLayer, InputKind, Layer, ProductGroup, make_norm
 from cloze.export.blocks.relative_bias import RelativeBias
+from cloze.export.blocks.rotary import Rotary
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
 
@@ -20,18 +21,20 @@ class Embeddings(nn.Module):
     """The normalised sum of word, position and token type embeddings.
 
     Embeddings of another width than the hidden size are projected to it, so that the word table
-    stays small. Sources: Devlin et al. 2019, section 3; Lan et al. 2020, section 3.1.
+    stays small. Rotary positions have no embeddings. Sources: Devlin et al. 2019, section 3; Lan et
+    al. 2020, section 3.1.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         width = config.embedding_width
         self.word = nn.Embedding(config.vocab_size, width)
-        self.position = nn.Embedding(config.max_positions, width)
+        has_positions = config.rotary_base is None
+        self.position = nn.Embedding(config.max_positions, width) if has_positions else None
         self.token_type = (
             nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         )
-        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.norm = make_norm(config, width)
         self.projection = nn.Linear(width, config.hidden_size) if config.embedding_size else None
         self.dropout = nn.Dropout(config.dropout)
 
@@ -40,6 +43,7 @@ class Embeddings(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor | None,
         first_positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Embed a batch.
 
@@ -47,14 +51,18 @@ class Embeddings(nn.Module):
             input_ids: int [B, S].
             token_type_ids: int [B, S]; None: all 0.
             first_positions: int [B], the position of each first token; None: all 0.
+            attention_mask: bool [B, S], True for real tokens, for embeddings that depend on the
+                neighbours of a token; None: all tokens are real.
 
         Returns:
             The embeddings [B, S, H].
         """
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if first_positions is not None:
-            positions = first_positions[:, None] + positions  # [B, S]
-        x: Tensor = self.word(input_ids) + self.position(positions)
+        x: Tensor = self.word(input_ids)
+        if self.position is not None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            if first_positions is not None:
+                positions = first_positions[:, None] + positions  # [B, S]
+            x = x + self.position(positions)
         if self.token_type is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
@@ -64,8 +72,12 @@ class Embeddings(nn.Module):
 
     def tables(self) -> dict[str, nn.Embedding]:
         """Return the tables that the graph looks up, by the names of their weights."""
-        tables = {tensors.WORD_TABLE: self.word, tensors.POSITION_TABLE: self.position}
-        return tables | ({tensors.TOKEN_TYPE_TABLE: self.token_type} if self.token_type else {})
+        tables = {
+            tensors.WORD_TABLE: self.word,
+            tensors.POSITION_TABLE: self.position,
+            tensors.TOKEN_TYPE_TABLE: self.token_type,
+        }
+        return {name: table for name, table in tables.items() if table is not None}
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -86,7 +98,8 @@ class Embeddings(nn.Module):
         if self.token_type is not None:
             type_ids = trunk.declare(tensors.TOKEN_TYPE_IDS)
             terms.append(look_up(tensors.TOKEN_TYPE_TABLE, self.token_type.weight, type_ids))
-        terms.append(trunk.positions(self.position.weight))
+        if self.position is not None:
+            terms.append(trunk.positions(self.position.weight))
         x = trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
         if self.projection is None:
             return x
@@ -108,7 +121,7 @@ class Encoder(nn.Module):
     def __init__(
         self,
         embeddings: Embeddings,
-        layers: Iterable[Layer],
+        layers: Iterable[EncoderLayer],
         relative_bias: RelativeBias | None = None,
     ) -> None:
         super().__init__()
@@ -135,7 +148,7 @@ class Encoder(nn.Module):
         Returns:
             The hidden states [B, S, H].
         """
-        x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions)
+        x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions, attention_mask)
         bias = self._bias(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask, bias)
@@ -152,17 +165,17 @@ class Encoder(nn.Module):
     def _bias(self, input_ids: Tensor) -> Tensor | None:
         return None if self.relative_bias is None else self.relative_bias(input_ids.shape[1])
 
-    def named_layers(self) -> list[tuple[str, Layer]]:
+    def named_layers(self) -> list[tuple[str, EncoderLayer]]:
         """Return each layer in order with its name, which is that of its first place."""
         names: dict[nn.Module, str] = {}
         return [
-            (names.setdefault(layer, f"layers.{number}"), cast(Layer, layer))
+            (names.setdefault(layer, f"layers.{number}"), cast(EncoderLayer, layer))
             for number, layer in enumerate(self.layers)
         ]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return all matrix products, each once, by their names in the graph."""
-        blocks: list[tuple[str, Embeddings | Layer]] = [
+        blocks: list[tuple[str, Embeddings | EncoderLayer]] = [
             ("embeddings", self.embeddings),
             *self.named_layers(),
         ]
@@ -186,5 +199,6 @@ class Encoder(nn.Module):
 
 
 def post_norm_encoder(config: EncoderConfig) -> Encoder:
-    """Return the encoder of Devlin et al. 2019, with or without token types."""
-    return Encoder(Embeddings(config), (Layer(config) for _ in range(config.layers)))
+    """Return an encoder like that of Devlin et al. 2019, with the options of its sizes."""
+    rotary = None if config.rotary_base is None else Rotary.of(config, config.rotary_base)
+    return Encoder(Embeddings(config), (Layer(config, rotary) for _ in range(config.layers)))

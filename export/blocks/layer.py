@@ -5,17 +5,19 @@ Shapes: B sequences, S tokens each, H hidden size, I intermediate size, N attent
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.rotary import Rotary
 from cloze.export.graph.builder import FUSED, GraphBuilder
+from cloze.export.graph.linear_ops import LinearInput
 from cloze.export.graph.trunk import TrunkGraph
 
 
@@ -24,39 +26,45 @@ class Activation:
     """An activation function.
 
     Attributes:
-        fused: whether the operator is one of onnxruntime's that adds a bias first.
+        operator: the function's operator.
+        biased: onnxruntime's operator that adds a bias first; "": there is none.
         least: a lower bound of the function; None: the function has none.
+        attributes: the domain and the attributes of ``operator``.
     """
 
     forward: Callable[[Tensor], Tensor]
     operator: str
-    fused: bool = False
+    biased: str = ""
     least: float | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, g: GraphBuilder, product: str, bias: str) -> str:
-        """Write ``activation(product + bias)``."""
-        if self.fused:
-            return g.op(self.operator, [product, bias], domain=FUSED)
-        return g.op(self.operator, [g.op("Add", [product, bias])])
+    def write(self, g: GraphBuilder, product: str, bias: str = "") -> str:
+        """Write ``activation(product + bias)``, or ``activation(product)`` without a bias."""
+        if bias and self.biased:
+            return g.op(self.biased, [product, bias], domain=FUSED)
+        if bias:
+            product = g.op("Add", [product, bias])
+        return g.op(self.operator, [product], **self.attributes)
 
 
 _GELU_LEAST = -0.171
 """A lower bound of GELU and of its approximation: both minima are from -0.1701 to -0.1699."""
 
 _TANH_GELU = Activation(
-    partial(F.gelu, approximate="tanh"), "FastGelu", fused=True, least=_GELU_LEAST
+    partial(F.gelu, approximate="tanh"), "Gelu", "FastGelu", _GELU_LEAST, {"approximate": "tanh"}
 )
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
-    "gelu": Activation(F.gelu, "BiasGelu", fused=True, least=_GELU_LEAST),
+    "gelu": Activation(F.gelu, "Gelu", "BiasGelu", _GELU_LEAST),
     "gelu_new": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU,
     "relu": Activation(F.relu, "Relu", least=0.0),
+    "silu": Activation(F.silu, "QuickGelu", "", -0.2785, {"domain": FUSED, "alpha": 1.0}),
     "tanh": Activation(torch.tanh, "Tanh", least=-1.0),
 }
 """``gelu`` is x * Phi(x), computed with the error function.
 
-``gelu_new`` is its tanh approximation (Hendrycks & Gimpel 2016).
+``gelu_new`` is its tanh approximation (Hendrycks & Gimpel 2016). ``silu`` is x * sigmoid(x).
 """
 
 
@@ -86,22 +94,33 @@ class SelfAttention(nn.Module):
     The graph folds biases exactly. With q' = q + b_q, k' = k + b_k, v' = v + b_v:
 
     - q' . k'_j = q' . k_j + q' . b_k, and the last term is the same for every j. The term cancels
-      in the softmax, so keys need no bias.
+      in the softmax, so keys need no bias, unless they are rotated by their positions.
     - The softmax weights of a row sum to 1, so b_v reaches the output as W_o b_v. That vector is
       added to the output's bias.
+
+    Args:
+        rotary: the rotation of queries and keys; None: they are not rotated.
     """
 
-    def __init__(self, config: EncoderConfig) -> None:
+    rotary: Rotary | None
+
+    def __init__(self, config: EncoderConfig, rotary: Rotary | None = None) -> None:
         super().__init__()
         self.heads = config.heads
         self.dropout = config.dropout
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.rotary = rotary
+        size, has_bias = config.hidden_size, config.has_bias("attention")
+        self.query = nn.Linear(size, size, has_bias)
+        self.key = nn.Linear(size, size, has_bias)
+        self.value = nn.Linear(size, size, has_bias)
+        self.output = nn.Linear(size, size, has_bias)
 
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        bias: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -109,13 +128,15 @@ class SelfAttention(nn.Module):
             x: [B, S, H].
             attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
             bias: [1, N, S, S], added to the scores; None: nothing is added.
+            values: [B, S, ...], of which values are made; None: ``x``.
 
         Returns:
             The attended states [B, S, H].
         """
-        query, key, value = (
-            self._split(linear(x)) for linear in (self.query, self.key, self.value)
-        )
+        query, key = self._split(self.query(x)), self._split(self.key(x))
+        value = self._split(self.value(x if values is None else values))
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
         context = _attend(
             query,
             key,
@@ -135,21 +156,36 @@ class SelfAttention(nn.Module):
             "output": ProductGroup((self.output,), InputKind.ATTENTION),
         }
 
-    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> tuple[str, Tensor]:
+    def write(
+        self,
+        trunk: TrunkGraph,
+        name: str,
+        x: str,
+        bias: str = "",
+        values: LinearInput | None = None,
+    ) -> tuple[str, Tensor | None]:
         """Write the attention of each sequence to itself; see `TrunkGraph.attend`.
 
+        Args:
+            values: what values are made of; None: ``x``.
+
         Returns:
-            The name of the attended states without their bias, and the bias [H].
+            The name of the attended states without their bias, and the bias [H], if any.
         """
         ops = trunk.linear_ops
         entering = ops.prepare_input(x, f"{name}.query")
         query = ops.matmul(entering, f"{name}.query", self.query)
-        query = trunk.g.op("Add", [query, ops.vector(f"{name}.query.bias", self.query.bias)])
+        query = ops.biased(query, f"{name}.query", self.query)
         key = ops.matmul(entering, f"{name}.key", self.key)
-        value = ops.matmul(entering, f"{name}.value", self.value)
+        if self.rotary is not None:
+            key = ops.biased(key, f"{name}.key", self.key)
+            query, key = (self.rotary.write(trunk, one, self.heads) for one in (query, key))
+        value = ops.matmul(values or entering, f"{name}.value", self.value)
         context = trunk.attend((query, key, value), self.heads, bias)
         entering = ops.prepare_input(context, f"{name}.output")
         output = ops.matmul(entering, f"{name}.output", self.output)
+        if self.output.bias is None:
+            return output, None
         return output, self.output.bias + self.output.weight @ self.value.bias
 
 
@@ -176,23 +212,54 @@ def _attend(
         )
 
 
-class Layer(nn.Module):
-    """Attention, then a feed-forward network; each is added to its input and normalised."""
+def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:
+    """Return a norm of the hidden states, or of rows of another width."""
+    size, has_bias = width or config.hidden_size, config.has_bias("norm")
+    return nn.LayerNorm(size, config.layer_norm_eps, bias=has_bias)
 
-    def __init__(self, config: EncoderConfig) -> None:
+
+class EncoderLayer(nn.Module):
+    """A layer of an encoder: hidden states [B, S, H] -> hidden states [B, S, H].
+
+    It is called with the states, a mask of real tokens and a bias of scores; see `SelfAttention`.
+    """
+
+    def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
+        raise NotImplementedError
+
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
+        raise NotImplementedError
+
+
+class Layer(EncoderLayer):
+    """Attention, then a feed-forward network; each is added to its input and normalised.
+
+    A gated feed-forward network is ``down(activation(gate(x)) * up(x))`` (Shazeer 2020, "GLU
+    Variants Improve Transformer", section 2). The rules of a family say which half of a packed
+    matrix is the gate.
+    """
+
+    gate: nn.Linear | None
+
+    def __init__(self, config: EncoderConfig, rotary: Rotary | None = None) -> None:
         super().__init__()
-        self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.output_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        size, inner = config.hidden_size, config.intermediate_size
+        self.attention = SelfAttention(config, rotary)
+        self.attention_norm = make_norm(config)
+        self.gate = nn.Linear(size, inner, config.has_bias("up")) if config.gated else None
+        self.up = nn.Linear(size, inner, config.has_bias("up"))
+        self.down = nn.Linear(inner, size, config.has_bias("down"))
+        self.output_norm = make_norm(config)
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
+        entering = (self.up,) if self.gate is None else (self.up, self.gate)
         return self.attention.products() | {
-            "up": ProductGroup((self.up,), InputKind.NORM),
+            "up": ProductGroup(entering, InputKind.NORM),
             "down": ProductGroup((self.down,), InputKind.ACTIVATION),
         }
 
@@ -201,17 +268,37 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Transform the hidden states [B, S, H]."""
         x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask, bias)))
-        return self.output_norm(x + self.dropout(self.down(self.activation.forward(self.up(x)))))  # type: ignore[no-any-return]
+        return self.output_norm(x + self.dropout(self._feed_forward(x)))  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        activate = self.activation.forward
+        inner = activate(self.up(x)) if self.gate is None else activate(self.gate(x)) * self.up(x)
+        return self.down(inner)  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
-        ops = trunk.linear_ops
         attended, output_bias = self.attention.write(trunk, name, x, bias)
         norm = self.attention_norm
         x = trunk.residual_norm(attended, x, output_bias, f"{name}.attention_norm", norm)
-        up = ops.matmul(ops.prepare_input(x, f"{name}.up"), f"{name}.up", self.up)
-        up = self.activation.write(trunk.g, up, ops.vector(f"{name}.up.bias", self.up.bias))
-        entering = ops.prepare_input(up, f"{name}.down", self.activation.least)
-        down = ops.matmul(entering, f"{name}.down", self.down)
+        down = self._write_feed_forward(trunk, name, x)
         norm = self.output_norm
         return trunk.residual_norm(down, x, self.down.bias, f"{name}.output_norm", norm)
+
+    def _write_feed_forward(self, trunk: TrunkGraph, name: str, x: str) -> str:
+        """Write the feed-forward network without its last bias."""
+        ops = trunk.linear_ops
+        entering = ops.prepare_input(x, f"{name}.up")
+        up, least = ops.matmul(entering, f"{name}.up", self.up), self.activation.least
+        if self.gate is None:
+            inner = self._activate(trunk, up, f"{name}.up", self.up)
+        else:
+            gate = ops.matmul(entering, f"{name}.gate", self.gate)
+            gate = self._activate(trunk, gate, f"{name}.gate", self.gate)
+            inner = trunk.g.op("Mul", [gate, ops.biased(up, f"{name}.up", self.up)])
+            least = None
+        entering = ops.prepare_input(inner, f"{name}.down", least)
+        return ops.matmul(entering, f"{name}.down", self.down)
+
+    def _activate(self, trunk: TrunkGraph, product: str, name: str, linear: nn.Linear) -> str:
+        bias = "" if linear.bias is None else trunk.linear_ops.vector(f"{name}.bias", linear.bias)
+        return self.activation.write(trunk.g, product, bias)

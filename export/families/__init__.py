@@ -13,7 +13,10 @@ from cloze.export.families import (
     distilbert,
     electra,
     ernie,
+    gte,
+    mobilebert,
     mpnet,
+    nomic_bert,
     roberta,
     xlm_roberta,
 )
@@ -31,11 +34,23 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mpnet,
         electra,
         albert,
+        mobilebert,
+        nomic_bert,
+        gte,
     )
 }
 """All model families by the ``model_type`` of ``config.json``."""
 
+
+def family_of(model_type: object) -> Family | None:
+    """Return the family whose checkpoints have a ``model_type``; None: no family has it."""
+    for name, family in FAMILIES.items():
+        if model_type == name or model_type in family.other_types:
+            return family
+    return None
+
+
 PRETRAINED: Final = bert.FAMILY
 """The family of models that are trained from nothing."""
 
-__all__ = ["FAMILIES", "PRETRAINED", "Family", "HeadSpec", "WordPieceKind"]
+__all__ = ["FAMILIES", "PRETRAINED", "Family", "HeadSpec", "WordPieceKind", "family_of"]

@@ -79,8 +79,14 @@ class GraphBuilder:
         self._nodes.append(helper.make_node("Identity", [value], [name], name=name))
         self._outputs.append(helper.make_tensor_value_info(name, dtype, shape))
 
-    def weight(self, name: str, values: Tensor | NDArray[np.generic]) -> str:
-        """Add a constant and return its name; a layer that stands twice adds its weights once."""
+    def weight(
+        self, name: str, values: Tensor | NDArray[np.generic], *, exact: bool = False
+    ) -> str:
+        """Add a constant and return its name; a layer that stands twice adds its weights once.
+
+        Args:
+            exact: store the values as they are, even if matrices are stored as fp16.
+        """
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
         if name in self._named:
             half = self._weights.get(f"{name}.fp16")
@@ -89,7 +95,7 @@ class GraphBuilder:
             return name
         self._named.add(name)
         array = np.asarray(array, order="C")  # unlike ascontiguousarray, keeps a scalar a scalar
-        if not (self._half and array.dtype == np.float32 and array.ndim > 1):
+        if exact or not (self._half and array.dtype == np.float32 and array.ndim > 1):
             self._weights[name] = array
             return name
         stored = array.astype(np.float16)
@@ -209,10 +215,14 @@ def onnx_type(tensor: TensorSpec) -> int:
 def linear(g: GraphBuilder, x: str, name: str, layer: nn.Linear) -> str:
     """Write ``x @ W^T + b``: [..., in] -> [..., out]."""
     product = g.op("MatMul", [x, g.weight(f"{name}.weight", layer.weight.t())])
+    if layer.bias is None:
+        return product
     return g.op("Add", [product, g.weight(f"{name}.bias", layer.bias)])
 
 
 def layer_norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:
     """Write LayerNorm over the last axis."""
-    scale, shift = g.weight(f"{name}.weight", layer.weight), g.weight(f"{name}.bias", layer.bias)
-    return g.op("LayerNormalization", [x, scale, shift], axis=-1, epsilon=layer.eps)
+    inputs = [x, g.weight(f"{name}.weight", layer.weight)]
+    if layer.bias is not None:
+        inputs.append(g.weight(f"{name}.bias", layer.bias))
+    return g.op("LayerNormalization", inputs, axis=-1, epsilon=layer.eps)

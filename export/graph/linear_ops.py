@@ -121,6 +121,16 @@ class LinearOps(ABC):
         """Add a bias or the scale of a norm, in the type of the trunk's activations."""
         return self.g.weight(name, values)
 
+    def constant(self, name: str, values: Tensor) -> str:
+        """Add numbers that are no weights, in the type of the trunk's activations."""
+        return self.g.weight(name, values, exact=True)
+
+    def biased(self, product: str, name: str, linear: nn.Linear) -> str:
+        """Write the sum of a product and the bias of its layer, if the layer has one."""
+        if linear.bias is None:
+            return product
+        return self.g.op("Add", [product, self.vector(f"{name}.bias", linear.bias)])
+
     def to_float32(self, rows: str) -> str:
         """Convert rows of the trunk's activations to float32."""
         return rows
@@ -214,6 +224,10 @@ class Fp16(Fp32):
     def vector(self, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
         return self.g.weight(f"{name}.fp16", _to_fp16(name, values))
+
+    def constant(self, name: str, values: Tensor) -> str:
+        """See `LinearOps`."""
+        return self.vector(name, values)
 
     def to_float32(self, rows: str) -> str:
         """See `LinearOps`."""

@@ -120,6 +120,41 @@ class FastGelu(OpRun):
         return (_gelu(x, bias, "tanh"),)
 
 
+class QuickGelu(OpRun):
+    """``x * sigmoid(alpha * x)``."""
+
+    op_domain = FUSED
+
+    def _run(self, x: Array, *, alpha: float) -> tuple[Array]:
+        wide = x.astype(np.float32)
+        return ((wide / (1 + np.exp(-alpha * wide))).astype(x.dtype),)
+
+
+class RotaryEmbedding(OpRun):
+    """Rotary positions of ``x`` [B, S, H], by halves (Su et al. 2021, section 3.2)."""
+
+    op_domain = FUSED
+
+    def _run(
+        self,
+        x: Array,
+        position_ids: Array,
+        cos: Array,
+        sin: Array,
+        *,
+        num_heads: int,
+        rotary_embedding_dim: int,
+        interleaved: int = 0,
+    ) -> tuple[Array]:
+        assert not interleaved
+        heads = x.astype(np.float32).reshape(*x.shape[:2], num_heads, -1)
+        half = rotary_embedding_dim // 2
+        one, other = heads[..., :half], heads[..., half : 2 * half]
+        c, s = (table[position_ids].astype(np.float32)[:, :, None] for table in (cos, sin))
+        turned = [one * c - other * s, other * c + one * s, heads[..., 2 * half :]]
+        return (np.concatenate(turned, -1).reshape(x.shape).astype(x.dtype),)
+
+
 def _gelu(x: Array, bias: Array, approximate: str) -> Array:
     # The kernel computes the sum in the type of its terms.
     total = torch.from_numpy((x + bias).astype(np.float32))
@@ -131,7 +166,15 @@ class ReferenceSession:
     """Runs a packed graph with the interface of an onnxruntime session."""
 
     def __init__(self, file: Path) -> None:
-        operators = [MatMul, PackedMultiHeadAttention, SkipLayerNormalization, BiasGelu, FastGelu]
+        operators = [
+            MatMul,
+            PackedMultiHeadAttention,
+            SkipLayerNormalization,
+            RotaryEmbedding,
+            BiasGelu,
+            FastGelu,
+            QuickGelu,
+        ]
         self._evaluator = ReferenceEvaluator(onnx.load(file), new_ops=operators)
 
     def run(self, output_names: Sequence[str], feeds: dict[str, Array]) -> list[Array]:

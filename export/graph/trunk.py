@@ -6,6 +6,8 @@ from functools import reduce
 from typing import ClassVar
 
 import numpy as np
+import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.graph.builder import FUSED, layer_norm
@@ -37,7 +39,17 @@ class TrunkGraph(ABC):
 
     @abstractmethod
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
-        """Write ``LayerNorm`` of the sum of two or more terms."""
+        """Write ``LayerNorm`` of the sum of one or more terms."""
+
+    @abstractmethod
+    def rotate(self, x: str, tables: Sequence[str], **sizes: int) -> str:
+        """Write the rotation of queries or keys by their positions.
+
+        Args:
+            tables: names of the cosines and the sines [P, R / 2]; a position beyond them is an
+                error of the runtime.
+            sizes: the attributes of ``RotaryEmbedding``.
+        """
 
     @abstractmethod
     def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
@@ -50,7 +62,9 @@ class TrunkGraph(ABC):
         """
 
     @abstractmethod
-    def residual_norm(self, x: str, skip: str, bias: Tensor, name: str, norm: nn.LayerNorm) -> str:
+    def residual_norm(
+        self, x: str, skip: str, bias: Tensor | None, name: str, norm: nn.LayerNorm
+    ) -> str:
         """Write ``LayerNorm(x + skip + bias)``, with the bias [H] of the layer before."""
 
 
@@ -71,21 +85,31 @@ class DenseTrunk(TrunkGraph):
 
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
         """See `TrunkGraph`."""
-        return layer_norm(self.g, self.g.op("Sum", terms), name, norm)
+        total = self.g.op("Sum", terms) if len(terms) > 1 else terms[0]
+        return layer_norm(self.g, total, name, norm)
+
+    def rotate(self, x: str, tables: Sequence[str], **sizes: int) -> str:
+        """See `TrunkGraph`."""
+        first = self.g.weight("first_position", np.array([0], np.int64))
+        return self.g.op("RotaryEmbedding", [x, first, *tables], domain=FUSED, **sizes)
 
     def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
         """See `TrunkGraph`."""
         inputs = [*operands, *(["", "", bias] if bias else [])]
         return self.g.op("MultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
-    def residual_norm(self, x: str, skip: str, bias: Tensor, name: str, norm: nn.LayerNorm) -> str:
+    def residual_norm(
+        self, x: str, skip: str, bias: Tensor | None, name: str, norm: nn.LayerNorm
+    ) -> str:
         """See `TrunkGraph`.
 
         Do not use the fused `SkipLayerNormalization`. On a CPU it is a scalar loop in onnxruntime
         1.31 and takes 974 us; the two operators here take 168 us (512 x 384, one thread of a
         Zen 4). Use one `Sum`, because the runtime would fuse two `Add`.
         """
-        total = [x, skip, self.linear_ops.vector(f"{name}.skip.bias", bias)]
+        total = [x, skip]
+        if bias is not None:
+            total.append(self.linear_ops.vector(f"{name}.skip.bias", bias))
         return layer_norm(self.g, self.g.op("Sum", total), name, norm)
 
 
@@ -102,6 +126,7 @@ class PackedTrunk(TrunkGraph):
         super().__init__(linear_ops)
         self.declare(tensors.TOKEN_OFFSET)
         self.declare(tensors.CU_SEQLENS)
+        self._positions = ""
 
     def positions(self, table: Tensor) -> str:
         """See `TrunkGraph`."""
@@ -111,8 +136,21 @@ class PackedTrunk(TrunkGraph):
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
         """See `TrunkGraph`."""
         first, *others = terms
+        if not others:
+            inputs = [first, *self._scale_and_shift(name, norm)]
+            return self.g.op("LayerNormalization", inputs, axis=-1, epsilon=norm.eps)
         rest = reduce(lambda one, other: self.g.op("Add", [one, other]), others)
         return self._skip_norm([first, rest], name, norm)
+
+    def rotate(self, x: str, tables: Sequence[str], **sizes: int) -> str:
+        """See `TrunkGraph`. The operator takes the tokens of all sequences as one sequence."""
+        g, axis = self.g, self.g.weight("axis_0", np.array([0], np.int64))
+        if not self._positions:
+            position_ids = g.op("Cast", [self.declare(tensors.POSITION_IDS)], to=TensorProto.INT64)
+            self._positions = g.op("Unsqueeze", [position_ids, axis])  # [1, T]
+        inputs = [g.op("Unsqueeze", [x, axis]), self._positions, *tables]
+        turned = g.op("RotaryEmbedding", inputs, domain=FUSED, **sizes)
+        return g.op("Squeeze", [turned, axis])
 
     def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
         """See `TrunkGraph`. A family whose scores have a bias has no packed graph."""
@@ -121,14 +159,20 @@ class PackedTrunk(TrunkGraph):
         inputs = [*operands, "", *places]
         return self.g.op("PackedMultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
-    def residual_norm(self, x: str, skip: str, bias: Tensor, name: str, norm: nn.LayerNorm) -> str:
+    def residual_norm(
+        self, x: str, skip: str, bias: Tensor | None, name: str, norm: nn.LayerNorm
+    ) -> str:
         """See `TrunkGraph`."""
-        written = self.linear_ops.vector(f"{name}.skip.bias", bias)
-        return self._skip_norm([x, skip], name, norm, written)
+        written = [] if bias is None else [self.linear_ops.vector(f"{name}.skip.bias", bias)]
+        return self._skip_norm([x, skip], name, norm, *written)
 
     def _skip_norm(self, terms: list[str], name: str, norm: nn.LayerNorm, *bias: str) -> str:
         """Write ``LayerNorm`` of the sum of two terms and an optional bias."""
-        scale = self.linear_ops.vector(f"{name}.weight", norm.weight)
-        shift = self.linear_ops.vector(f"{name}.bias", norm.bias)
-        inputs = [*terms, scale, shift, *bias]
+        inputs = [*terms, *self._scale_and_shift(name, norm), *bias]
         return self.g.op("SkipLayerNormalization", inputs, domain=FUSED, epsilon=norm.eps)
+
+    def _scale_and_shift(self, name: str, norm: nn.LayerNorm) -> list[str]:
+        """Add the weights of a norm; the kernel for a GPU needs a shift, if only zeros."""
+        shift = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+        vector = self.linear_ops.vector
+        return [vector(f"{name}.weight", norm.weight), vector(f"{name}.bias", shift)]

@@ -24,22 +24,30 @@ _TOP_K = 5
 class MaskedLMHead(nn.Module):
     """A transform, then the product with the word embeddings, which the decoder shares.
 
-    Source: Devlin et al. 2019, section 3.1, task 1.
+    Where a family has the tensor ``rest`` [H - E, V], the transform keeps the hidden size, and the
+    channels that are beyond the width of the embeddings have weights of their own.
+    Sources: Devlin et al. 2019, section 3.1, task 1; Sun et al. 2020.
     """
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        width = setup.config.embedding_width
+        width, size = setup.config.embedding_width, setup.config.hidden_size
+        self.rest = None
+        if "rest" in setup.spec.tensors.values():
+            self.rest = nn.Parameter(torch.randn(size - width, setup.config.vocab_size) / 50)
+            width = size
         self.transform = nn.Linear(setup.config.hidden_size, width)
         self.activation = ACTIVATIONS[setup.spec.activation or setup.config.activation]
         self.norm = nn.LayerNorm(width, eps=setup.config.layer_norm_eps)
-        self.decoder = nn.Linear(width, setup.config.vocab_size)
+        self.decoder = nn.Linear(setup.config.embedding_width, setup.config.vocab_size)
         self.decoder.weight = setup.encoder.embeddings.word.weight
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [M, V] of ``rows`` [M, H]."""
-        logits: Tensor = self.decoder(self.norm(self.activation.forward(self.transform(rows))))
-        return logits
+        rows = self.norm(self.activation.forward(self.transform(rows)))
+        width = self.decoder.in_features
+        logits: Tensor = self.decoder(rows[..., :width])
+        return logits if self.rest is None else logits + rows[..., width:] @ self.rest
 
 
 def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
@@ -50,6 +58,12 @@ def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
     rows = head.activation.write(g, transform, transform_bias)
     rows = layer_norm(g, rows, "masked_lm.norm", head.norm)
     bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
+    if head.rest is not None:
+        width = head.decoder.in_features
+        sizes = np.array([width, len(head.rest)], np.int64)
+        rows = g.op("Split", [rows, g.weight("masked_lm.parts", sizes)], outputs=2, axis=1)
+        rest = g.op("MatMul", [f"{rows}_1", g.weight("masked_lm.rest", head.rest)])
+        bias = g.op("Add", [rest, bias])  # [M, V]
     return graph.linear_ops.tied_logits(rows, WORD_TABLE, head.decoder.weight, bias)
 
 

@@ -24,26 +24,33 @@ _CLOSE = 0.05
 
 
 class SequenceClassificationHead(nn.Module):
-    """A pooler on ``[CLS]`` and one logit per label (Devlin et al. 2019, section 4.1)."""
+    """A pooler on ``[CLS]``, if any, and one logit per label.
+
+    Source: Devlin et al. 2019, section 4.1.
+    """
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.pooler = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
+        size = setup.config.hidden_size
+        self.pooler = nn.Linear(size, size) if setup.config.pooler else None
         self.activation = ACTIVATIONS[setup.spec.activation or "tanh"]
-        self.classifier = nn.Linear(setup.config.hidden_size, setup.options.logits)
+        self.classifier = nn.Linear(size, setup.options.logits)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [C, L] of ``rows`` [C, H], the hidden states of ``[CLS]``."""
-        logits: Tensor = self.classifier(self.activation.forward(self.pooler(rows)))
+        if self.pooler is not None:
+            rows = self.activation.forward(self.pooler(rows))
+        logits: Tensor = self.classifier(rows)
         return logits
 
 
 def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
     g, name = graph.g, "sequence_classification"
     rows = graph.gather(sequence_classification.CLASS_ROWS)
-    product = g.op("MatMul", [rows, g.weight(f"{name}.pooler.weight", head.pooler.weight.t())])
-    pooled = head.activation.write(g, product, g.weight(f"{name}.pooler.bias", head.pooler.bias))
-    logits = linear(g, pooled, f"{name}.classifier", head.classifier)
+    if (pooler := head.pooler) is not None:
+        product = g.op("MatMul", [rows, g.weight(f"{name}.pooler.weight", pooler.weight.t())])
+        rows = head.activation.write(g, product, g.weight(f"{name}.pooler.bias", pooler.bias))
+    logits = linear(g, rows, f"{name}.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
 

@@ -248,13 +248,14 @@ def initialise(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02 * math.sqrt(768 / part.in_features))
-            nn.init.zeros_(part.bias)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
     # After the matrices, because a tied decoder shares the weights of an embedding.
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=0.02)
     for part in module.modules():
-        if isinstance(part, Encoder):
+        if isinstance(part, Encoder) and part.embeddings.position is not None:
             _set_sinusoids(part.embeddings.position.weight)
 
 

@@ -71,7 +71,8 @@ def start_from(
         if name in names and not name.startswith(relabelled)
     }
     weights |= _shared_pooler(checkpoint, names, weights.keys())
-    weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
+    if _POSITIONS in weights:
+        weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
     model.load_state_dict(weights, strict=False)
     return model
 

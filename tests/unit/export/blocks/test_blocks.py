@@ -1,5 +1,7 @@
 """Blocks as torch modules: padding, positions, dropout, sizes and names."""
 
+import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder, post_norm_encoder
 from cloze.export.blocks.layer import ACTIVATIONS, InputKind, Layer, _attend
+from cloze.export.blocks.rotary import Rotary
 from cloze.export.rounding import input_scales
 from cloze.model_store import limits
 from tests.unit.export.graph.tiny_models import TOKENIZER, config, model
@@ -219,6 +222,7 @@ def test_activations_are_those_of_their_names() -> None:
         "gelu_new": F.gelu(x, approximate="tanh"),
         "gelu_pytorch_tanh": F.gelu(x, approximate="tanh"),
         "relu": F.relu(x),
+        "silu": F.silu(x),
         "tanh": torch.tanh(x),
     }
     assert ACTIVATIONS.keys() == expected.keys()
@@ -228,6 +232,48 @@ def test_activations_are_those_of_their_names() -> None:
         assert activation.least is not None
         assert activation.least <= values.min() < activation.least + 0.0015, name
     assert not torch.equal(expected["gelu"], expected["gelu_new"])
+
+
+# ---- rotary positions and gates ------------------------------------------------------------------
+
+
+def test_numbers_are_turned_in_pairs_by_angles_that_grow_with_the_position() -> None:
+    rotary, x = Rotary(4, 6, 100.0), drawn(2, 3, 6, 5)
+    turned = rotary(x)
+    torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
+    torch.testing.assert_close(turned[..., 4], x[..., 4])
+    for position, pair in product(range(6), range(2)):
+        angle = position * 100.0 ** (-2 * pair / 4)
+        one, other = x[:, :, position, pair], x[:, :, position, pair + 2]
+        expected = one * math.cos(angle) - other * math.sin(angle)
+        torch.testing.assert_close(turned[:, :, position, pair], expected)
+
+
+def test_a_factor_slows_the_slowest_pair_by_itself() -> None:
+    plain, scaled = Rotary(8, 5, 100.0), Rotary(8, 5, 100.0, factor=4.0)
+    angles = [table.sin[1].asin() for table in (plain, scaled)]
+    expected = [(100.0 * 4) ** (-2 * k / 8) / 4 ** (2 / 8) for k in range(4)]
+    torch.testing.assert_close(angles[1], torch.tensor(expected))
+    torch.testing.assert_close(angles[0][3] / angles[1][3], torch.tensor(4.0))
+    assert plain.name != scaled.name != Rotary(8, 5, 50.0, factor=4.0).name
+
+
+def test_positions_beyond_the_tables_are_an_error() -> None:
+    rotary = Rotary(4, 6, 100.0)
+    rotary(drawn(1, 1, 6, 4))
+    with pytest.raises(IndexError, match="7 tokens are more than the 6 rotary positions"):
+        rotary(drawn(1, 1, 7, 4))
+    with pytest.raises(ValueError, match="even number per head, got 5"):
+        Rotary(5, 6, 100.0)
+
+
+def test_the_gate_is_the_activated_half() -> None:
+    layer = Layer(config(gated=True, activation="silu"))
+    x = drawn(2, 16)
+    assert layer.gate is not None
+    inner = F.silu(layer.gate(x)) * layer.up(x)
+    torch.testing.assert_close(layer._feed_forward(x), layer.down(inner))
+    assert layer.products()["up"].linears == (layer.up, layer.gate)
 
 
 # ---- sizes -------------------------------------------------------------------------------------

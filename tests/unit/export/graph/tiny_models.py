@@ -31,6 +31,18 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "type_vocab_size": 2, "embedding_size": 12, "layers": 4, "layer_groups": 2,
         "activation": "gelu_new",
     },
+    "mobilebert": {
+        "type_vocab_size": 2, "embedding_size": 12, "bottleneck": 8, "feed_forwards": 3,
+        "activation": "relu",
+    },
+    "nomic_bert": {
+        "type_vocab_size": 2, "gated": True, "activation": "silu", "rotary_base": 50.0,
+        "without_bias": frozenset({"attention", "up", "down"}),
+    },
+    "gte": {
+        "type_vocab_size": 2, "gated": True, "rotary_base": 50.0, "rotary_factor": 4.0,
+        "without_bias": frozenset({"up"}),
+    },
 }  # fmt: skip
 """The sizes that are particular to a family; the others have no token types."""
 

@@ -22,8 +22,9 @@ from cloze.export.embedding_recipe import EmbeddingRecipe, encoder_folder, read_
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model, head_module
-from cloze.export.model_loading import load_model, read_head_options
+from cloze.export.model_loading import load_model, read_head_options, read_parts
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
@@ -78,7 +79,11 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         tokenizer = lower_cased(tokenizer)
     _check_vocabulary(tokenizer, config)
 
-    model, notes = load_model(read_tensors(weights), family, config, settings)
+    tensors = read_tensors(weights)
+    parts = read_parts(HeadFiles(files.folder, settings, tensors, tokenizer, config))
+    model, notes = load_model(tensors, family, config, settings)
+    for name, part in parts.items():
+        setattr(model, name, part)
     _mask_padding_rows(model, tokenizer)
     tokenizer = _with_types_of(config, tokenizer)
     if tokenizer.note:
@@ -95,7 +100,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         recipe=recipe or EmbeddingRecipe(),
         heads=tuple(head.head for head in heads),
         default_heads=_default_heads(heads, declares_pooling=recipe is not None),
-        options=read_head_options(heads, settings),
+        options=read_head_options(heads, settings)
+        | {name: part.options for name, part in parts.items()},
         source=_source(files, weights),
         license=_license(card),
         card=card,

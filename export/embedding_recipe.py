@@ -89,7 +89,7 @@ def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
 
 def encoder_folder(folder: Path) -> Path:
     """Return the folder of the encoder: a subfolder in a sentence-transformers directory."""
-    for kind, path in _modules(folder):
+    for kind, path in listed_modules(folder):
         if kind in ("Transformer", "MLMTransformer"):
             return folder / path
     return folder
@@ -99,19 +99,21 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     """Return the recipe of a sentence-transformers directory; None for another directory.
 
     A directory of a sparse encoder has no recipe: its weights are those of the masked-language
-    model, as in a directory without modules.
+    model, as in a directory without modules. One of late interaction pools nothing.
 
     Raises:
         ExportError: this release cannot reproduce a module or a setting.
     """
-    modules = _modules(folder)
+    modules = listed_modules(folder)
     if not modules:
         return None
     if modules[-1][0] == "SpladePooling":
         _check_splade(folder, modules)
         return None
+    if late_modules(modules):
+        return None
     poolings, steps, normalize = _read_modules(folder, modules)
-    max_tokens, lowercase = _sentence_settings(encoder_folder(folder))
+    max_tokens, lowercase = sentence_settings(encoder_folder(folder))
     settings = read_settings(folder / "config_sentence_transformers.json")
     prompts = {
         name: text
@@ -129,6 +131,17 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         default_prompt=default if default in prompts else None,
         lowercase=lowercase,
     )
+
+
+def late_modules(modules: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the ``Dense`` modules of a model of late interaction; none for another model.
+
+    Its vectors of tokens are projected, and neither pooled nor joined.
+    """
+    kinds = [kind for kind, _ in modules]
+    dense = [module for module in modules if module[0] == "Dense"]
+    is_late = kinds[:1] == ["Transformer"] and {*kinds[1:]} <= {"Dense", "Normalize"}
+    return dense if is_late else []
 
 
 def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
@@ -184,7 +197,7 @@ def _read_modules(
     return poolings, steps[:-1] if normalize else steps, normalize
 
 
-def _modules(folder: Path) -> list[tuple[str, str]]:
+def listed_modules(folder: Path) -> list[tuple[str, str]]:
     """Return (class name, path) of each module, in order."""
     file = folder / "modules.json"
     if not file.is_file():
@@ -202,7 +215,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _sentence_settings(folder: Path) -> tuple[int | None, bool]:
+def sentence_settings(folder: Path) -> tuple[int | None, bool]:
     """Return the longest sequence of the tuning, and whether texts are lower-cased.
 
     Both stand in the first settings file that exists. The order of the files is that of

@@ -44,10 +44,10 @@ class Model(nn.Module):
         self.options = {name: section for name, section in options.items() if name in names}
         self.encoder = family.encoder(config)
         for name, head in EXPORT_HEADS.items():
-            if head.module is None:
+            if head.module is None and head.read is None:
                 continue
             module = None
-            if name in names:
+            if name in names and head.module is not None:
                 spec = family.heads.get(name, HeadSpec({}))
                 module = head.module(HeadSetup(config, self.encoder, spec, options.get(name)))
             setattr(self, name, module)
@@ -74,7 +74,7 @@ def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
     The functions of a head without a torch module take the recipe of embeddings.
     """
     head = EXPORT_HEADS[name]
-    if head.module is None and head.module_of is None:
+    if head.module is None and head.module_of is None and head.read is None:
         return recipe
     return getattr(model, head.module_of or name)
 
@@ -112,7 +112,16 @@ def hidden_states(
         torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
         for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
     )
-    return model.encoder.states(ids, types).flatten(1, 2)
+    return model.encoder.states(ids, types, _attention_mask(batch, device)).flatten(1, 2)
+
+
+def _attention_mask(batch: Sequence[Encoding], device: torch.device | None) -> Tensor | None:
+    """Return the tokens to which tokens attend, bool [B, S]; None: they attend to all tokens."""
+    keys = [max((r.keys for r in e.requests.values()), default=0) or len(e) for e in batch]
+    if all(count == len(encoding) for count, encoding in zip(keys, batch, strict=True)):
+        return None
+    positions = torch.arange(len(batch[0]), device=device)
+    return positions < torch.tensor(keys, device=device)[:, None]
 
 
 def torch_outputs(

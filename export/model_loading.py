@@ -16,6 +16,7 @@ from cloze.export.errors import ExportError
 from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import Frozen
@@ -79,6 +80,16 @@ def read_head_options(
         for head in heads
         if head.read_options is not None
     }
+
+
+def read_parts(files: HeadFiles) -> dict[str, Any]:
+    """Return the modules of the heads whose weights lie outside the family's tensors, by name.
+
+    Raises:
+        ExportError: a head is incomplete or not supported.
+    """
+    read = {name: head.read(files) for name, head in EXPORT_HEADS.items() if head.read is not None}
+    return {name: module for name, module in read.items() if module is not None}
 
 
 def _rename(

@@ -56,6 +56,7 @@ COMPUTING = {
         "int8",
         "json_bodies",
         "kubernetes",
+        "late_interaction",
         "locks",
         "long_text",
         "main_job",

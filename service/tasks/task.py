@@ -282,6 +282,7 @@ class Task:
         route: path of the task in the native protocol.
         summary: one line for the documentation.
         heads: names of the heads that a model needs for the task.
+        other_heads: names of heads, each of which serves the task too, without `heads`.
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
@@ -316,10 +317,12 @@ class Task:
     takes_long: Callable[[Any], bool] = lambda _: False
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
+    other_heads: tuple[str, ...] = ()
 
     def is_served_by(self, manifest: Manifest) -> bool:
         """Return whether a bundle has the heads that the task needs."""
-        return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
+        names = {head.name for head in manifest.graph_heads}
+        return names.issuperset(self.heads) or not names.isdisjoint(self.other_heads)
 
 
 def check_has_tokens(ids: Sequence[int], at: Location) -> None:

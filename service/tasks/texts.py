@@ -286,11 +286,11 @@ def encode_texts(
         if isinstance(text, str):
             encoder.add(at, next(ids), prompt + text, prompt)
         else:
-            encoder.add(at, _own_ids(text, at, tokenizer), None)
+            encoder.add(at, own_ids(text, at, tokenizer), None)
     return encoder
 
 
-def _own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
+def own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids that a client sent, without ``[CLS]`` and ``[SEP]`` around them."""
     if not ids:
         raise EmptyRequest("is empty; it needs at least 1 token id", at)

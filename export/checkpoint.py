@@ -18,7 +18,12 @@ from cloze.export.checkpoint_files import (
     read_tensors,
     weight_files,
 )
-from cloze.export.embedding_recipe import EmbeddingRecipe, encoder_folder, read_recipe
+from cloze.export.embedding_recipe import (
+    EmbeddingRecipe,
+    encoder_folder,
+    read_recipe,
+    with_activation,
+)
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
@@ -73,6 +78,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
     family, config, settings = _read_config(folder)
+    settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
     if recipe is not None and recipe.lowercase:
@@ -129,7 +135,7 @@ def _broken_promise(
     return ""
 
 
-def _read_config(folder: Path) -> tuple[Family, EncoderConfig, Mapping[str, Any]]:
+def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
     settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")

@@ -98,8 +98,9 @@ def encoder_folder(folder: Path) -> Path:
 def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     """Return the recipe of a sentence-transformers directory; None for another directory.
 
-    A directory of a sparse encoder has no recipe: its weights are those of the masked-language
-    model, as in a directory without modules. One of late interaction pools nothing.
+    A directory of a sparse encoder or of a reranker has no recipe: its weights are those of the
+    masked-language model or of the classifier, as in a directory without modules. One of late
+    interaction pools nothing.
 
     Raises:
         ExportError: this release cannot reproduce a module or a setting.
@@ -110,7 +111,7 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     if modules[-1][0] == "SpladePooling":
         _check_splade(folder, modules)
         return None
-    if late_modules(modules):
+    if late_modules(modules) or [kind for kind, _ in modules] == ["Transformer"]:
         return None
     poolings, steps, normalize = _read_modules(folder, modules)
     max_tokens, lowercase = sentence_settings(encoder_folder(folder))
@@ -142,6 +143,18 @@ def late_modules(modules: list[tuple[str, str]]) -> list[tuple[str, str]]:
     dense = [module for module in modules if module[0] == "Dense"]
     is_late = kinds[:1] == ["Transformer"] and {*kinds[1:]} <= {"Dense", "Normalize"}
     return dense if is_late else []
+
+
+def with_activation(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a ``config.json`` with the activation of a reranker's scores.
+
+    In a directory with modules, sentence-transformers keeps it in a file of its own, which goes
+    before ``config.json``.
+    """
+    declared = read_settings(folder / "config_sentence_transformers.json").get("activation_fn")
+    if not listed_modules(folder) or not str(declared).startswith("torch."):
+        return settings
+    return settings | {"sentence_transformers": {"activation_fn": declared}}
 
 
 def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:

@@ -21,8 +21,17 @@ from pydantic import (
 )
 
 from cloze.model_store.error_lines import first_problem
-from cloze.model_store.heads import HEADS, GraphSpec, Head, embedding, heads_of_tasks, masked_lm
+from cloze.model_store.heads import (
+    HEADS,
+    GraphSpec,
+    Head,
+    embedding,
+    heads_of_tasks,
+    masked_lm,
+    sequence_classification,
+)
 from cloze.model_store.heads.head import Frozen, ModelSizes
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import (
     MAX_FILES,
@@ -299,8 +308,11 @@ class Manifest(BundleSpec):
         So the digests of their bundles stay, and they open ours.
         """
         fields: dict[str, Any] = {}
+        labels = self.heads.get(sequence_classification.HEAD.name)
         if not self.heads:
             fields["heads"] = True
+        elif isinstance(labels, SequenceLabels) and labels.raw_scores is None:
+            fields["heads"] = {sequence_classification.HEAD.name: {"raw_scores"}}
         if self.tables is None:
             fields["tables"] = True
         if self.tokenizer.second_type is None:

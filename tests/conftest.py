@@ -80,6 +80,7 @@ COMPUTING = {
         "reload",
         "repository",
         "request_path",
+        "rerankers",
         "schedules",
         "score",
         "security",

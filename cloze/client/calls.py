@@ -242,7 +242,8 @@ def rerank(
     """Return the texts' ranks by relevance to a query, best first.
 
     Args:
-        raw_scores: whether the scores of a classifier are its logits.
+        raw_scores: whether the scores of a classifier are its logits; None selects what the
+            checkpoint declares.
         model: a served model; None selects a classifier with one label, or similarity.
     """
     query = one_text("rerank", "query", query)

@@ -29,10 +29,13 @@ class SequenceLabels(Frozen):
     Attributes:
         labels: label names in the order of the logits.
         problem_type: how logits become scores, by the name in transformers' ``config.json``.
+        raw_scores: whether a reranker's scores are its logits unless a request says otherwise, as
+            sentence-transformers' ``activation_fn`` declares; null: they are their sigmoid.
     """
 
     labels: tuple[str, ...] = Field(min_length=1)
     problem_type: ProblemType
+    raw_scores: Literal[True] | None = None
 
 
 def _model_sizes(sizes: ModelSizes) -> dict[str, int]:

@@ -17,6 +17,7 @@ from cloze.service import core
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
 from cloze.service.http.record import OF_ADMIN_SOCKET
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
+from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
     ProtocolContext,
@@ -24,7 +25,8 @@ from cloze.service.protocols.protocol import (
     answer_probe,
     json_response,
 )
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed, rerank, similarity
+from cloze.service.tasks.task import ScoreKind
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
 
@@ -141,6 +143,7 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
                 "name": manifest.name,
                 "version": manifest.version,
                 "tasks": models.tasks_of(pipeline),
+                "scores": _scores(context, pipeline),
                 "family": manifest.architecture.family,
                 "parameters": manifest.architecture.parameters,
                 "precision": pipeline.model.precision(),
@@ -153,3 +156,12 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
             for manifest in (pipeline.manifest,)
         ],
     }
+
+
+def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:
+    """Return what the scores of each task are unless a request says otherwise."""
+    tasks = [context.tasks[name] for name in context.models.tasks_of(pipeline)]
+    if similarity.TASK in tasks or rerank.classifies(pipeline.manifest):
+        tasks.append(rerank.TASK)
+    kinds = {task.name: task.scores(pipeline.manifest, task.parameters()) for task in tasks}
+    return {name: kind for name, kind in kinds.items() if kind is not None}

@@ -110,6 +110,11 @@ TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-inference-time": ("integer", "milliseconds in the engine"),
     "x-compute-tokens": ("integer", "tokens that the engine ran"),
     "x-truncated": ("integer", "texts that were cut to the model's limit"),
+    "x-score-kind": (
+        "string",
+        "what the scores are: probability, log-probability, raw score, cosine or maxsim; absent without "
+        "scores",
+    ),
     "x-warning": ("string", "warnings about the request; absent without warnings"),
 }
 
@@ -221,6 +226,8 @@ async def answer_task(
             response = route.respond(request, body, result)
         warnings = ignored_fields(body) if isinstance(body, LenientModel) else ()
         _add_headers(response, result, warnings)
+        if (kind := route.task.scores(pipeline.manifest, call.parameters)) is not None:
+            response.raw_headers.append((b"x-score-kind", kind.encode()))
         if len(response.body) > SMALL_BYTES:
             await watched.hold_answer(len(response.body))
         return response

@@ -60,7 +60,7 @@ def role_of(prompt_name: str | None) -> Role:
     if prompt_name not in _ROLES:
         problem = f"{ascii(prompt_name)[:80]} is not one of the model's roles (query, document)"
         raise InvalidRequest(problem, Location(("prompt_name",)))
-    return prompt_name  # type: ignore[return-value]  # one of the roles
+    return prompt_name
 
 
 def encode(

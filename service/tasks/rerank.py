@@ -19,6 +19,7 @@ from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameter
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
+    ScoreKind,
     Task,
     TaskContext,
     Text,
@@ -42,7 +43,11 @@ class RerankInputs(WireModel):
 class RerankParameters(TruncationParameters):
     """The parameters of text-embeddings-inference."""
 
-    raw_scores: bool = Field(False, description="whether a classifier's scores are its logits")
+    raw_scores: bool | None = Field(
+        None,
+        description="whether a classifier's scores are its logits, or their sigmoid; the default "
+        "is what the checkpoint declares, or the sigmoid",
+    )
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
 
 
@@ -83,6 +88,20 @@ def interacts(manifest: Manifest) -> bool:
     return late_interaction.interaction(manifest) is not None
 
 
+def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
+    """Return the function from a classifier's logits to scores."""
+    options = manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    raw = options.raw_scores if parameters.raw_scores is None else parameters.raw_scores
+    return "none" if raw else "sigmoid"
+
+
+def _scores(manifest: Manifest, parameters: RerankParameters) -> ScoreKind:
+    if classifies(manifest):
+        return text_classification.score_kind(_function(manifest, parameters))
+    return "maxsim" if interacts(manifest) else "cosine"
+
+
 def prepare(
     inputs: RerankInputs, parameters: RerankParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
@@ -98,7 +117,7 @@ def prepare(
     if classifies(context.manifest):
         scorer = "classifier"
         pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
-        function: text_classification.Function = "none" if parameters.raw_scores else "sigmoid"
+        function = _function(context.manifest, parameters)
         scored = TextClassificationParameters(function_to_apply=function, **truncation)
         prepared = text_classification.TASK.prepare(pairs, scored, context)
     elif interacts(context.manifest):
@@ -121,7 +140,7 @@ def prepare(
 
 def _prepare_interaction(
     inputs: RerankInputs, rule: LongTextRule, context: TaskContext
-) -> PreparedRequest[list[Kept]]:
+) -> PreparedRequest[Any]:
     """Return the encodings of a query and of the texts, as documents."""
     query, of_query = late_interaction.encode([(_QUERY, inputs.query)], QUERY, rule, context)
     places = [(_TEXTS.below(index), text) for index, text in enumerate(inputs.texts)]
@@ -166,4 +185,5 @@ TASK: Final = Task(
     result=Ranking,
     prepare=prepare,
     decode=decode,
+    scores=_scores,
 )

@@ -136,6 +136,7 @@ TASK: Final = Task(
     own_fields=("source_sentence",),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "cosine",
     examples={
         "A text and two others": {
             "inputs": {

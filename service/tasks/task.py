@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -24,6 +24,9 @@ from cloze.service.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
+
+ScoreKind = Literal["probability", "log-probability", "raw score", "cosine", "maxsim"]
+"""What the scores of an answer are."""
 
 UP_TO: Final = "up to "
 """Leads a message of all texts up to a place."""
@@ -298,6 +301,8 @@ class Task:
             of one result, and the native protocol writes the result without the list.
         takes_long: parameters -> whether `prepare` may take milliseconds for a short body, because
             one text becomes many encodings.
+        scores: (manifest, parameters) -> what the scores in the results are; None: the results
+            have no scores.
         vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
@@ -315,6 +320,7 @@ class Task:
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
     takes_long: Callable[[Any], bool] = lambda _: False
+    scores: Callable[[Manifest, Any], ScoreKind | None] = lambda *_: None
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
     other_heads: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32, Location
@@ -18,6 +19,7 @@ from cloze.service.tasks.task import (
     NotEmpty,
     Outputs,
     PreparedRequest,
+    ScoreKind,
     Task,
     TaskContext,
     Text,
@@ -96,21 +98,34 @@ def prepare(
         pairs.append((at, text.text, text.text_pair))
     rule = parameters.rule(report=parameters.return_usage)
     encoder = encode_pairs(pairs, rule, context, _REQUEST)
-    function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
+    function = _function(context.manifest, parameters)
     windows = encoder.windows if parameters.long_text == "window" else None
     state = _State(parameters.top_k, function, windows)
     return encoder.prepared(state, len(encoder.encodings))
 
 
-def _labels(context: TaskContext) -> SequenceLabels:
-    options = context.manifest.heads[sequence_classification.HEAD.name]
+def _labels(manifest: Manifest) -> SequenceLabels:
+    options = manifest.heads[sequence_classification.HEAD.name]
     assert isinstance(options, SequenceLabels)
     return options
 
 
+def _function(manifest: Manifest, parameters: TextClassificationParameters) -> Function:
+    return parameters.function_to_apply or _FUNCTIONS[_labels(manifest).problem_type]
+
+
+def _scores(manifest: Manifest, parameters: TextClassificationParameters) -> ScoreKind:
+    return score_kind(_function(manifest, parameters))
+
+
+def score_kind(function: Function) -> ScoreKind:
+    """Return what the scores are that a function makes of logits."""
+    return "raw score" if function == "none" else "probability"
+
+
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
-    labels = _labels(context).labels
+    labels = _labels(context.manifest).labels
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array for output in outputs])
     scores = _apply(state.function, logits)
@@ -148,6 +163,7 @@ TASK: Final = Task(
     own_fields=("text_pair",),
     prepare=prepare,
     decode=decode,
+    scores=_scores,
     examples={
         "One text": {"inputs": "The room was loud and the staff unfriendly."},
         "A pair, its best label": {

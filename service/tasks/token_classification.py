@@ -281,6 +281,7 @@ TASK: Final = Task(
     alone=(str,),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "probability",
     examples={
         "Entities": {"inputs": "Ada Lovelace was born in London."},
         "Every token": {

@@ -25,7 +25,8 @@ from cloze.export.embedding_recipe import (
     with_activation,
 )
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, Family
+from cloze.export.families import FAMILIES, FAMILY_PROBLEMS, Family
+from cloze.export.families.refused import reason
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model, head_module
@@ -111,7 +112,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         source=_source(files, weights),
         license=_license(card),
         card=card,
-        notes=tuple(notes),
+        notes=(*FAMILY_PROBLEMS, *notes),
         broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
     )
 
@@ -141,10 +142,9 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
         raise ExportError(f"{folder} holds no config.json")
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ExportError(
-            f"architecture {kind!r} is not supported "
-            f"(config.json's model_type: {', '.join(FAMILIES)})"
-        )
+        why = reason(str(kind)) or f"config.json's model_type is none of {', '.join(FAMILIES)}"
+        problems = [problem for problem in FAMILY_PROBLEMS if str(kind) in problem]
+        raise ExportError("; ".join([f"architecture {kind!r} is not supported: {why}", *problems]))
     if settings.get("quantization_config"):
         raise ExportError(
             "the checkpoint is quantised (config.json's quantization_config); "

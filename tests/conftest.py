@@ -68,6 +68,7 @@ COMPUTING = {
         "open_inference",
         "openai",
         "openapi",
+        "outside_families",
         "packed",
         "packed_engine",
         "page",

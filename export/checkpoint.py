@@ -91,6 +91,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     model, notes = load_model(tensors, family, config, settings)
     for name, part in parts.items():
         setattr(model, name, part)
+        model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
     tokenizer = _with_types_of(config, tokenizer)
     if tokenizer.note:

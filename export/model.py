@@ -44,10 +44,10 @@ class Model(nn.Module):
         self.options = {name: section for name, section in options.items() if name in names}
         self.encoder = family.encoder(config)
         for name, head in EXPORT_HEADS.items():
-            if head.module is None and head.read is None:
+            if head.module is None:
                 continue
             module = None
-            if name in names and head.module is not None:
+            if name in names:
                 spec = family.heads.get(name, HeadSpec({}))
                 module = head.module(HeadSetup(config, self.encoder, spec, options.get(name)))
             setattr(self, name, module)
@@ -74,7 +74,7 @@ def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
     The functions of a head without a torch module take the recipe of embeddings.
     """
     head = EXPORT_HEADS[name]
-    if head.module is None and head.module_of is None and head.read is None:
+    if head.module is None and head.module_of is None:
         return recipe
     return getattr(model, head.module_of or name)
 

@@ -144,7 +144,7 @@ def _find_heads(
     heads, notes = [], []
     architectures = settings.get("architectures") or []
     for name, head in EXPORT_HEADS.items():
-        if head.module is None:
+        if head.module is None or head.read is not None:
             continue
         if head.architecture is not None and not any(
             isinstance(a, str) and a.endswith(head.architecture) for a in architectures

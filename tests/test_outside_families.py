@@ -46,8 +46,10 @@ def cloze_export(site: Path | None, checkpoint: Path, store: Path) -> tuple[int,
     path = [str(site)] if site else []
     path += filter(None, [os.environ.get("PYTHONPATH")])
     run = subprocess.run(
-        [sys.executable, "-m", "cloze", "export", str(checkpoint), "--name", "toy"]
-        + ["--model-store", str(store)],
+        [
+            *(sys.executable, "-m", "cloze", "export", str(checkpoint)),
+            *("--name", "toy", "--model-store", str(store)),
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "400"},
         cwd=ROOT,
         capture_output=True,

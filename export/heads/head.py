@@ -141,8 +141,7 @@ class ExportHead:
     """Export's part of one head.
 
     Attributes:
-        module: setup -> a new torch module; None: the head has no module of its own, or `read`
-            returns the module.
+        module: setup -> a new torch module; None: the head has no module of its own.
         module_of: name of the head whose module this head uses; None: it uses none but its own.
         read: files -> the head's module, with the head's section in the manifest as its attribute
             `options`; None: the checkpoint lacks the head. For a head of any family, whose weights

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadFiles, HeadGraph, token_rows
+from cloze.export.heads.head import ExportHead, HeadFiles, HeadGraph, HeadSetup, token_rows
 from cloze.export.heads.multi_vector import read_linear
 from cloze.model_store.heads import HeadRequest, lexical
 from cloze.model_store.heads.lexical import LexicalOptions
@@ -33,6 +34,13 @@ class LexicalHead(nn.Module):
         """Return the weights [Q, 1] of ``rows`` [Q, H]."""
         weights: Tensor = self.linear(rows).relu()
         return weights
+
+
+def _make(setup: HeadSetup) -> LexicalHead:
+    """Return a new head with random weights."""
+    assert isinstance(setup.options, LexicalOptions)
+    weight = torch.empty(1, setup.config.hidden_size).normal_(std=0.02)
+    return LexicalHead(weight, torch.zeros(1), setup.options)
 
 
 def _read(files: HeadFiles) -> LexicalHead | None:
@@ -82,7 +90,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 
 EXPORT_HEAD: Final = ExportHead(
     head=lexical.HEAD,
-    module=None,
+    module=_make,
     read=_read,
     write=_write,
     reference=_reference,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
+import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from cloze.export.heads.head import (
     ExportHead,
     HeadFiles,
     HeadGraph,
+    HeadSetup,
     SampleSizes,
     mean_cosine,
     token_rows,
@@ -46,6 +48,8 @@ _PYLATE_FILE, _STANFORD_FILE = "config_sentence_transformers.json", "artifact.me
 _BGE_FILE = "colbert_linear.pt"
 _STANFORD_TENSOR, _STANFORD_CLASS = "linear.weight", "HF_ColBERT"
 _LEAST_TOKENS = 3
+_STD = 0.02
+"""Standard deviation of new weights, as in all heads (Devlin et al. 2019)."""
 
 
 class MultiVectorHead(nn.Module):
@@ -62,10 +66,18 @@ class MultiVectorHead(nn.Module):
         self.options = options
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the vectors [R, D] of ``rows`` [R, H]."""
+        """Return the vectors [V, D] of ``rows`` [V, H]."""
         for step in self.steps:
             rows = step(rows)
         return rows
+
+
+def _make(setup: HeadSetup) -> MultiVectorHead:
+    """Return a new head with random weights."""
+    options = setup.options
+    assert isinstance(options, LateInteraction)
+    weight = torch.empty(options.dimensions, setup.config.hidden_size).normal_(std=_STD)
+    return MultiVectorHead([Projection(weight, None)], options)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -299,7 +311,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 
 EXPORT_HEAD: Final = ExportHead(
     head=multi_vector.HEAD,
-    module=None,
+    module=_make,
     read=_read,
     write_keys=_write_keys,
     write=_write,

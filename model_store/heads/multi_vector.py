@@ -21,16 +21,16 @@ from cloze.model_store.limits import MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH
 from cloze.model_store.tensors import TensorSpec
 
 KEY_SEQUENCES: Final = TensorSpec(
-    "key_sequences", "int32", ("K",), "sequences with tokens to which no token attends", "dense"
+    "key_sequences", "int32", ("A",), "sequences with tokens to which no token attends", "dense"
 )
 KEY_TOKENS: Final = TensorSpec(
-    "key_tokens", "int32", ("K",), "number of their first tokens, to which tokens attend", "dense"
+    "key_tokens", "int32", ("A",), "number of their first tokens, to which tokens attend", "dense"
 )
 VECTOR_ROWS: Final = TensorSpec(
-    "vector_rows", "int32", ("R",), "the rows of `hidden` to project: all rows of a sequence"
+    "vector_rows", "int32", ("V",), "the rows of `hidden` to project: all rows of a sequence"
 )
 MULTI_VECTORS: Final = TensorSpec(
-    "multi_vectors", "float32", ("R", "D"), "one vector of D numbers per token, of length 1"
+    "multi_vectors", "float32", ("V", "D"), "one vector of D numbers per token, of length 1"
 )
 
 

@@ -73,15 +73,12 @@ def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_pat
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
-def test_filling_to_which_no_token_attends(
-    family: str, precision: Precision, tmp_path: Path
-) -> None:
+def test_filling_to_which_no_token_attends(family: str, tmp_path: Path) -> None:
     made, recipe, heads = model(family), EmbeddingRecipe(), (multi_vector.HEAD, embedding.HEAD)
     filled = made.options["multi_vector"].model_copy(update={"filling": 4})
     made.multi_vector.options = made.options["multi_vector"] = filled
-    graphs = written(tmp_path, made, recipe, [precision], heads=heads)
-    verified(tmp_path, graphs[precision], made, recipe, heads)
+    graphs = written(tmp_path, made, recipe, [Precision.FP32], heads=heads)
+    verified(tmp_path, graphs[Precision.FP32], made, recipe, heads)
     with pytest.raises(ExportError, match="no fp16 graph"):
         written(tmp_path, made, recipe, [Precision.FP16], heads=heads)
 

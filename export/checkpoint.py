@@ -1,8 +1,10 @@
 """Loads a checkpoint: a Hugging Face or sentence-transformers directory, or a hub id."""
 
+import hashlib
+import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cloze.export.checkpoint_files import (
 )
 from cloze.export.embedding_recipe import (
     EmbeddingRecipe,
+    describe_steps,
     encoder_folder,
     read_recipe,
     with_activation,
@@ -110,7 +113,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         default_heads=_default_heads(heads, declares_pooling=recipe is not None),
         options=read_head_options(heads, settings)
         | {name: part.options for name, part in parts.items()},
-        source=_source(files, weights),
+        source=_source(files, weights, config),
         license=_license(card),
         card=card,
         notes=(*FAMILY_PROBLEMS, *notes),
@@ -214,13 +217,30 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     return tuple(head.head for head in chosen if head.by_default)
 
 
-def _source(files: CheckpointFiles, weights: list[Path]) -> Source:
+def _source(files: CheckpointFiles, weights: list[Path], config: EncoderConfig) -> Source:
     return Source(
         kind=files.kind,
         location=files.location,
         revision=files.revision,
         weights_sha256=sha256_of(*weights),
+        settings_sha256=_settings_sha256(files.folder, config),
     )
+
+
+def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
+    """Return the digest of what moves vectors beside the encoder's weights.
+
+    A setting with its default value is left out, so that a release with a new setting returns the
+    digests of earlier releases.
+    """
+    settings = {
+        setting.name: value
+        for setting in fields(config)
+        if (value := getattr(config, setting.name)) != setting.default
+        and setting.name != "dropout"  # of training
+    }
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True)
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def _read_card(folder: Path) -> str | None:

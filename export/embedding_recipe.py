@@ -11,10 +11,12 @@ from torch import Tensor
 from cloze.export.checkpoint_files import (
     SENTENCE_SETTINGS,
     read_settings,
+    weight_files,
 )
 from cloze.export.embedding_steps import Step, UnitLength, read_norm, read_projection
 from cloze.export.errors import ExportError
 from cloze.model_store.heads import Pooling
+from cloze.model_store.plain_files import sha256_of
 
 POOLING_FLAGS = {
     "pooling_mode_cls_token": Pooling.CLS,
@@ -208,6 +210,19 @@ def _read_modules(
         raise ExportError("modules.json names no Pooling module")
     normalize = bool(steps) and isinstance(steps[-1], UnitLength)
     return poolings, steps[:-1] if normalize else steps, normalize
+
+
+def describe_steps(folder: Path) -> list[Any]:
+    """Return each module after the pooling: its class, its settings and the hash of its weights."""
+    described: list[Any] = []
+    for kind, path in listed_modules(folder):
+        if kind in _STEPS:
+            module = folder / path
+            has_weights = kind != "Normalize"
+            weights = sha256_of(*weight_files(module)) if has_weights else None
+            described.append([kind, read_settings(module / "config.json"), weights])
+    ends_normalised = bool(described) and described[-1][0] == "Normalize"  # a part of the recipe
+    return described[:-1] if ends_normalised else described
 
 
 def listed_modules(folder: Path) -> list[tuple[str, str]]:

@@ -52,6 +52,7 @@ from cloze.model_store.sections import (
     MeasuredParity,
     Parity,
     Precision,
+    Role,
     Rows,
     Source,
     StoredFile,
@@ -78,6 +79,7 @@ __all__ = [
     "Manifest",
     "Parity",
     "Precision",
+    "Role",
     "Source",
     "StoredFile",
     "TokenizerSpec",
@@ -317,6 +319,8 @@ class Manifest(BundleSpec):
             fields["tables"] = True
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
+        if self.source.settings_sha256 is None:
+            fields["source"] = {"settings_sha256"}
         if self.embedding is not None and not self.embedding.further_poolings:
             fields["embedding"] = {"further_poolings"}
         return fields

@@ -12,7 +12,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.model_store.embedding_space import own_recipe
 from cloze.model_store.installation import DISTRIBUTION
+from cloze.model_store.manifest import Role
 from cloze.service import core
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
 from cloze.service.http.record import OF_ADMIN_SOCKET
@@ -120,6 +122,21 @@ class _Operations:
         return json_response(await self._context.state.reload())
 
 
+def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
+    """Return what the roles of texts change; None for a model that does not embed."""
+    manifest, prompt_of = pipeline.manifest, pipeline.context.prompt_of
+    if (own := manifest.embedding) is None:
+        return None
+    described: dict[str, Any] = {
+        str(role): {
+            "prompt_name": own.prompt_of(role),
+            "embedding_space": pipeline.embedding_space(own_recipe(manifest, prompt_of(role))),
+        }
+        for role in Role
+    }
+    return {"change_vectors": own.roles_differ, **described}
+
+
 def _info(context: ProtocolContext) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the default model, and all models."""
     models = context.models
@@ -149,6 +166,8 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
                 "precision": pipeline.model.precision(),
                 "max_tokens": manifest.limits.max_tokens,
                 "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
+                "embedding_space": pipeline.embedding_space(own_recipe(manifest)),
+                "roles": _roles(pipeline),
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),
             }

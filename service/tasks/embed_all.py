@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
@@ -63,7 +64,7 @@ def prepare(
     if late_interaction.interaction(context.manifest) is None:
         encoder = encode_texts(texts, parameters, context, _REQUEST)
     else:
-        role = late_interaction.role_of(parameters.prompt_name)
+        role = parameters.role() or late_interaction.role_of(parameters.prompt_name)
         rule = parameters.rule(report=parameters.return_usage)
         encoder, kept = late_interaction.encode(texts, role, rule, context)
     tokens = sum(map(len, encoder.encodings))
@@ -75,7 +76,16 @@ def prepare(
             if kept is None
             else late_interaction.places(texts, kept, encoder)
         )
-    return encoder.prepared(_State(places, kept), tokens)
+    prepared = encoder.prepared(_State(places, kept), tokens)
+    if kept is not None:
+        return prepared
+    recipe = VectorRecipe(
+        "tokens",
+        normalize=False,
+        dimensions=context.manifest.architecture.hidden_size,
+        prompt=parameters.prompt(context),
+    )
+    return prepared._replace(vectors=recipe)
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[Float32] | list[TokenVectors]:

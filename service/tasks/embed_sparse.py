@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import Encoding
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
@@ -85,7 +86,14 @@ def prepare(
         )
     encodings = encoder.encodings if is_lexical else None
     state = _State(bool(parameters.return_tokens), top_k, encodings)
-    return encoder.prepared(state, len(texts) * top_k)
+    prepared = encoder.prepared(state, len(texts) * top_k)
+    if is_lexical:
+        return prepared
+    vocabulary = context.tokenizer.vocab_size
+    recipe = VectorRecipe(
+        "sparse", normalize=False, dimensions=vocabulary, prompt=parameters.prompt(context)
+    )
+    return prepared._replace(vectors=recipe)
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVectors:

@@ -4,7 +4,7 @@ Sources: Khattab & Zaharia 2020, "ColBERT"; PyLate's ``ColBERT``; Chen et al. 20
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,10 @@ from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
+from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
 from cloze.service.tasks.texts import LongTextRule, Offsets, TextEncoder, own_ids
-
-Role = Literal["query", "document"]
-
-QUERY: Final[Role] = "query"
-DOCUMENT: Final[Role] = "document"
-_ROLES: Final = (QUERY, DOCUMENT)
 
 
 class Kept(NamedTuple):
@@ -56,11 +51,11 @@ def role_of(prompt_name: str | None) -> Role:
         InvalidRequest: it is no role.
     """
     if prompt_name is None:
-        return DOCUMENT
-    if prompt_name not in _ROLES:
+        return Role.DOCUMENT
+    if prompt_name not in [role.value for role in Role]:
         problem = f"{ascii(prompt_name)[:80]} is not one of the model's roles (query, document)"
         raise InvalidRequest(problem, Location(("prompt_name",)))
-    return prompt_name
+    return Role(prompt_name)
 
 
 def encode(
@@ -69,7 +64,7 @@ def encode(
     """Return the encodings of texts in a role, and which tokens of each count."""
     options, tokenizer = interaction(context.manifest), context.tokenizer
     assert options is not None  # callers ask models with the head
-    most = options.query_tokens if role == QUERY else options.document_tokens
+    most = options.query_tokens if role is Role.QUERY else options.document_tokens
     encoder = TextEncoder(rule, context, min(most, context.limits.max_tokens))
     ids = iter(tokenizer.ids([text for _, text in texts if isinstance(text, str)]))
     kept = []
@@ -84,14 +79,14 @@ def _add(
 ) -> Kept:
     """Add the encoding of one text: its marker is the second token, and a query is filled."""
     tokenizer = encoder.context.tokenizer
-    marker = options.query_marker if role == QUERY else options.document_marker
+    marker = options.query_marker if role is Role.QUERY else options.document_marker
     markers = [] if marker is None else [marker]
     room, keep_end = encoder.max_tokens - len(markers), encoder.rule.keep_end
     sequence = tokenizer.encode(ids, room, keep_end=keep_end).input_ids.tolist()
     sequence[1:1] = markers
     read, before = len(sequence), 1 + len(markers)
     keys = 0
-    if role == QUERY and options.filling is not None:
+    if role is Role.QUERY and options.filling is not None:
         sequence += [options.filling] * (encoder.max_tokens - read)
         keys = read if options.has_unattended and len(sequence) > read else 0
     input_ids = np.array(sequence, np.int32)
@@ -99,7 +94,7 @@ def _add(
     encoding = Encoding(input_ids, np.zeros_like(input_ids), requests)
     encoder.add_encodings(at, [encoding], TextUsage(len(ids) + before + 1, read))
     tokens = np.ones(len(sequence), bool)
-    if role == DOCUMENT:
+    if role is Role.DOCUMENT:
         tokens = ~np.isin(input_ids, options.skipped_ids)
     if options.skips_first:
         tokens[0] = False

@@ -12,9 +12,10 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.manifest import Role
 from cloze.service.core import Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
-from cloze.service.tasks.late_interaction import DOCUMENT, QUERY, Kept
+from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
 from cloze.service.tasks.task import (
     Outputs,
@@ -128,7 +129,8 @@ def prepare(
         compared = SimilarityInputs.model_construct(
             source_sentence=inputs.query, sentences=inputs.texts
         )
-        prepared = similarity.TASK.prepare(compared, SimilarityParameters(**truncation), context)
+        cosine = SimilarityParameters(**truncation)
+        prepared = similarity.prepare(compared, cosine, context, in_roles=True)
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
     return prepared._replace(
@@ -142,9 +144,9 @@ def _prepare_interaction(
     inputs: RerankInputs, rule: LongTextRule, context: TaskContext
 ) -> PreparedRequest[Any]:
     """Return the encodings of a query and of the texts, as documents."""
-    query, of_query = late_interaction.encode([(_QUERY, inputs.query)], QUERY, rule, context)
+    query, of_query = late_interaction.encode([(_QUERY, inputs.query)], Role.QUERY, rule, context)
     places = [(_TEXTS.below(index), text) for index, text in enumerate(inputs.texts)]
-    documents, of_documents = late_interaction.encode(places, DOCUMENT, rule, context)
+    documents, of_documents = late_interaction.encode(places, Role.DOCUMENT, rule, context)
     query.encodings += documents.encodings
     query.usage += documents.usage
     vectors = sum(map(len, query.encodings))

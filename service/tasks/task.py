@@ -18,7 +18,9 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import Head
+from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tokenizer import Tokenizer
 
@@ -224,6 +226,11 @@ class TaskContext:
             raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 
+    def prompt_of(self, role: Role) -> str:
+        """Return the prompt of a role; see `Embedding.prompt_of`."""
+        recipe = self.manifest.embedding
+        return self.prompt(recipe.prompt_of(role) if recipe else None)
+
 
 class TaskCall(NamedTuple):
     """A client's call of a task, independent of the protocol; the task has the types of both."""
@@ -261,6 +268,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
             follows; None if there is one round.
         texts: number of texts, pairs or questions of the request.
+        vectors: how the result's vectors are made; None: the result has no vectors.
     """
 
     encodings: list[Encoding]
@@ -271,6 +279,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     usage: Sequence[TextUsage] | None = None
     advance: "Advance | None" = None
     texts: int = 1
+    vectors: VectorRecipe | None = None
 
 
 Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]
@@ -306,6 +315,9 @@ class Task:
         vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
+        own_parameters: parameters that only this task has, likewise.
+        missing: manifest of a bundle with the heads -> why the bundle does not do the task all the
+            same; "" if it does.
     """
 
     name: str
@@ -323,12 +335,18 @@ class Task:
     scores: Callable[[Manifest, Any], ScoreKind | None] = lambda *_: None
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
+    own_parameters: tuple[str, ...] = ()
+    missing: Callable[[Manifest], str] = lambda _: ""
     other_heads: tuple[str, ...] = ()
 
-    def is_served_by(self, manifest: Manifest) -> bool:
+    def has_heads(self, manifest: Manifest) -> bool:
         """Return whether a bundle has the heads that the task needs."""
         names = {head.name for head in manifest.graph_heads}
         return names.issuperset(self.heads) or not names.isdisjoint(self.other_heads)
+
+    def is_served_by(self, manifest: Manifest) -> bool:
+        """Return whether a bundle does the task."""
+        return self.has_heads(manifest) and not self.missing(manifest)
 
 
 def check_has_tokens(ids: Sequence[int], at: Location) -> None:

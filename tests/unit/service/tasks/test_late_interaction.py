@@ -98,6 +98,9 @@ def test_places_are_those_of_the_vectors() -> None:
 def test_token_ids_and_roles() -> None:
     request = prepared("embed-all", ids("[CLS] the door [SEP]"), MODEL)
     assert tokens(request) == ["[CLS] ! the door [SEP]"]
+    for word in ("query", "search_query"):
+        asked = prepared("embed-all", "the", MODEL, input_type=word)
+        assert tokens(asked) == ["[CLS] ? the [SEP] [MASK] [MASK] [MASK]"]
     with pytest.raises(InvalidRequest, match=r"'passage' is not one of the model's roles"):
         prepared("embed-all", "the", MODEL, prompt_name="passage")
     with pytest.raises(InvalidRequest, match="has 10 tokens; the model reads 8"):

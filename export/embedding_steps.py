@@ -144,16 +144,27 @@ class UnitLength(Step):
         return g.op("Div", [x, g.op("Max", [length, least])])
 
 
-def read_projection(folder: Path, settings: dict[str, Any]) -> Projection:
+_OF_TEXTS, _OF_TOKENS = "sentence_embedding", "token_embeddings"
+
+
+def read_projection(
+    folder: Path, settings: dict[str, Any], *, of_tokens: bool = False
+) -> Projection:
     """Return the ``Dense`` module of a folder.
+
+    Args:
+        folder: the folder of the module.
+        settings: its ``config.json``.
+        of_tokens: whether the module may be one for the vectors of tokens.
 
     Raises:
         ExportError: it has an activation, an input or tensors that are not supported.
     """
+    names = (_OF_TEXTS, _OF_TOKENS) if of_tokens else (_OF_TEXTS,)
     for key in ("module_input_name", "module_output_name"):
-        if settings.get(key, "sentence_embedding") != "sentence_embedding":
+        if settings.get(key) not in (None, *names):
             raise ExportError(
-                f"a Dense module with {key} {settings[key]!r} is not supported (sentence_embedding)"
+                f"a Dense module with {key} {settings[key]!r} is not supported ({', '.join(names)})"
             )
     tensors = read_tensors(weight_files(folder))
     known = {"linear.weight", "linear.bias", "residual.weight"}

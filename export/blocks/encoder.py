@@ -154,12 +154,17 @@ class Encoder(nn.Module):
             x = layer(x, attention_mask, bias)
         return x
 
-    def states(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def states(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """Return the embeddings and the output of each layer, [N, B, S, H]; see `forward`."""
         states = [self.embeddings(input_ids, token_type_ids)]
         bias = self._bias(input_ids)
         for layer in self.layers:
-            states.append(layer(states[-1], None, bias))
+            states.append(layer(states[-1], attention_mask, bias))
         return torch.stack(states)
 
     def _bias(self, input_ids: Tensor) -> Tensor | None:

@@ -84,11 +84,20 @@ def _architecture(model: Model) -> str:
     A head whose tensors do not say what it is, such as a classifier, always has its class.
     """
     family = FAMILIES[model.config.family]
-    heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
+    heads = _written_heads(model)
     if heads in family.classes:
         return family.classes[heads]
     named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
     return family.class_prefix + next(filter(None, named), "Model")
+
+
+def _written_heads(model: Model) -> frozenset[str]:
+    """Return the names of a model's heads whose tensors are among the family's."""
+    return frozenset(
+        name
+        for name, head in EXPORT_HEADS.items()
+        if head.read is None and getattr(model, name, None) is not None
+    )
 
 
 def _head_settings(model: Model) -> dict[str, Any]:
@@ -114,7 +123,9 @@ def _head_settings(model: Model) -> dict[str, Any]:
 def _write_weights(model: Model, folder: Path) -> None:
     """Write ``model.safetensors`` atomically, so that a full disk leaves the previous weights."""
     parameters = {
-        name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()
+        name: parameter.detach().float().cpu()
+        for name, parameter in model.named_parameters()
+        if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.read is None
     }
     written = FAMILIES[model.config.family].write(parameters, model.config)
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}

@@ -21,7 +21,7 @@ from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.batch import BatchCodec, Encoding
-from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm
+from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision, Weights
 from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model, projected
@@ -94,6 +94,17 @@ def test_gates_and_rotary_positions_agree_with_torch(
     heads = (embedding.HEAD, HEADS["token_classification"])
     graphs = written(tmp_path, made, recipe, [precision], weights, heads)
     verified(tmp_path, graphs[precision], made, recipe, heads)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_filling_to_which_no_token_attends(family: str, tmp_path: Path) -> None:
+    made, recipe, heads = model(family), EmbeddingRecipe(), (multi_vector.HEAD, embedding.HEAD)
+    filled = made.options["multi_vector"].model_copy(update={"filling": 4})
+    made.multi_vector.options = made.options["multi_vector"] = filled
+    graphs = written(tmp_path, made, recipe, [Precision.FP32], heads=heads)
+    verified(tmp_path, graphs[Precision.FP32], made, recipe, heads)
+    with pytest.raises(ExportError, match="no fp16 graph"):
+        written(tmp_path, made, recipe, [Precision.FP16], heads=heads)
 
 
 def test_distances_reach_to_both_ends_of_the_longest_sequence(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.embedding_steps import Projection
 from cloze.export.model import Model
-from cloze.model_store.heads import HEADS, Pooling, sequence_classification, token_classification
+from cloze.model_store.heads import (
+    HEADS,
+    Pooling,
+    lexical,
+    multi_vector,
+    sequence_classification,
+    token_classification,
+)
 from cloze.model_store.sequences import SpecialTokens
 
 LABELS = {
@@ -18,6 +25,10 @@ LABELS = {
         labels=("a", "b", "c"), problem_type="single_label_classification"
     ),
     token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
+    multi_vector.HEAD.name: multi_vector.LateInteraction(
+        dimensions=6, query_tokens=8, document_tokens=9
+    ),
+    lexical.HEAD.name: lexical.LexicalOptions(skipped_ids=(0, 2)),
 }
 
 TOKENIZER: Any = SimpleNamespace(size=30, special=SpecialTokens(2, 3, 4), mask_id=4)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cloze.train_debias import debias, debias_embed
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
     FILE,
@@ -269,4 +270,6 @@ def distill(
     return run(teacher, required(corpus), recipe, options, source)
 
 
+train.add_command(debias)
+train.add_command(debias_embed)
 train.add_command(evaluate)

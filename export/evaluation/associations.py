@@ -136,11 +136,11 @@ def permutation_p(values: Floats64, first: int, rng: np.random.Generator) -> flo
         values: the association [W] of each word, those of the first set first.
         first: words in the first set.
     """
-    observed = values[:first].sum() - 1e-12  # sums of the same words in another order count
+    observed = float(values[:first].sum()) - 1e-12  # sums of the same words in another order count
     if comb(len(values), first) <= _EXACT:
         sums = [values[list(chosen)].sum() for chosen in combinations(range(len(values)), first)]
         return float(np.mean(np.asarray(sums) >= observed))
-    drawn = (rng.permutation(values)[:first].sum() for _ in range(_DRAWN))
+    drawn = [float(rng.permutation(values)[:first].sum()) for _ in range(_DRAWN)]
     return (1 + sum(total >= observed for total in drawn)) / (1 + _DRAWN)
 
 

@@ -82,13 +82,15 @@ class MaskedModel:
         Args:
             masks: the ids of a sequence, and the position of the token.
         """
+        mask_id = self.tokenizer.mask_id
+        assert mask_id is not None
         values = np.zeros(len(masks))
         for group in equal_lengths([len(ids) for ids, _ in masks], _BATCH):
             ids = np.asarray([masks[index][0] for index in group], np.int64)
             positions = np.asarray([masks[index][1] for index in group], np.int64)
             rows = np.arange(len(ids))
             labels = ids[rows, positions]
-            ids[rows, positions] = self.tokenizer.mask_id
+            ids[rows, positions] = mask_id
             flat = positions + rows * ids.shape[1]
             _, values[group] = score_masks(self.scorer, ids, np.zeros_like(ids), flat, labels, k=1)
         return values

@@ -104,6 +104,7 @@ COMPUTING = {
         "train",
         "train_bad_input",
         "train_data",
+        "train_debias",
         "train_families",
         "train_kept",
         "train_kinds",

@@ -36,8 +36,6 @@ from cloze.export.evaluation.masked_words import (
     Sentence,
     complete,
     read_sentences,
-    read_stereotypes,
-    stereotype_preference,
 )
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import (
@@ -47,6 +45,11 @@ from cloze.export.evaluation.scorer import (
     span_logits,
 )
 from cloze.export.evaluation.squad import read_questions
+from cloze.export.evaluation.stereotypes import (
+    SentencePair,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
@@ -1211,14 +1214,12 @@ def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_p
     pairs = read_stereotypes(file)
     share = stereotype_preference(pairs, subject.tokenizer, subject.scorer, 32)
     assert share > 0.8
-    swapped = [(less, more) for more, less in pairs]
+    swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
     assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(
         1 - share
     )
-    assert (
-        stereotype_preference([("The owl.", "The owl.")], subject.tokenizer, subject.scorer, 32)
-        == 0.5
-    )
+    same = [SentencePair("The owl.", "The owl.")]
+    assert stereotype_preference(same, subject.tokenizer, subject.scorer, 32) == 0.5
 
 
 def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:

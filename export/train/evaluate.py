@@ -11,21 +11,17 @@ from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import Report, TrainError
-from cloze.export.evaluation.masked_words import (
-    complete,
-    read_sentences,
-    read_stereotypes,
-    stereotype_preference,
-)
+from cloze.export.evaluation.masked_words import complete, read_sentences
 from cloze.export.evaluation.pairs import read_pairs, similarity
 from cloze.export.evaluation.scorer import (
     GraphScorer,
-    Scorer,
+    Subject,
     equal_lengths,
     next_sentence_logits,
     score_masks,
 )
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
+from cloze.export.evaluation.stereotypes import read_stereotypes, stereotype_preference
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
@@ -51,16 +47,6 @@ from cloze.model_store.store import Bundle, Store
 _TOP = 5
 _BATCH = 32
 _PAIR_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The model to measure: a checkpoint on torch, or a bundle on its own graph."""
-
-    scorer: Scorer
-    tokenizer: CheckpointTokenizer
-    heads: frozenset[str]
-    max_tokens: int
 
 
 def open_subject(

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,7 @@ from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.train import train
+from tests.serving import running_server
 from tests.training import ACTS, PEOPLE, PLACES, quietly, run_options, write_questions
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, save, theirs
 
@@ -220,6 +222,35 @@ def test_one_bundle_serves_all_tasks(bert: Path, tmp_path: Path) -> None:
     assert {"who_accuracy", "several_macro_f1", "tags_entity_f1"} <= figures.keys()
     with pytest.raises(TrainError, match=r"no label set 'x' .*\(who, all\)"):
         measured("bundle:tasks", store, labelled=files["labelled"], label_set="x")
+    _check_routes(store)
+
+
+def _check_routes(store: Path) -> None:
+    """A request chooses a label set by name; without one it gets the first."""
+    text = f"{PEOPLE[0]} {ACTS[0]} {PLACES[0]}."
+    with running_server(store, "--workers", "1") as server, httpx.Client() as client:
+
+        def labels(parameters: dict[str, Any]) -> dict[str, float]:
+            body = {"inputs": text, "parameters": parameters}
+            (answer,) = client.post(f"{server.url}/classify", json=body).raise_for_status().json()
+            return {each["label"]: each["score"] for each in answer}
+
+        assert labels({}) == labels({"label_set": "who"})
+        assert set(labels({})) == set(PEOPLE)
+        assert sum(labels({}).values()) == pytest.approx(1)
+        assert set(labels({"label_set": "all"})) == {*PEOPLE, *ACTS}
+        body = {"inputs": text, "parameters": {"label_set": "x"}}
+        refused = client.post(f"{server.url}/classify", json=body)
+        assert refused.status_code == 422
+        assert "'x' is not one of the label sets of tasks@1 (who, all)" in refused.text
+        body = {"inputs": text, "parameters": {"label_set": "names"}}
+        entities = client.post(f"{server.url}/token-classification", json=body)
+        assert {each["entity_group"] for each in entities.raise_for_status().json()} <= {
+            "PER",
+            "LOC",
+        }
+        asked = {"inputs": {"question": f"Who {ACTS[0]}?", "context": text}}
+        assert client.post(f"{server.url}/qa", json=asked).status_code == 200
 
 
 def test_tasks_are_drawn_by_the_square_roots_of_their_sizes() -> None:

@@ -70,10 +70,28 @@ def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
     if kind is None:  # the default of transformers' pipeline
         single = len(labels) > 1
         kind = "single_label_classification" if single else "multi_label_classification"
+    raw = True if len(labels) == 1 and _declares_raw_scores(settings) else None
     try:
-        return SequenceLabels(labels=labels, problem_type=kind)
+        return SequenceLabels(labels=labels, problem_type=kind, raw_scores=raw)
     except ValueError:
         raise ExportError(f"config.json: problem_type {kind!r} is not supported") from None
+
+
+def _declares_raw_scores(settings: Mapping[str, Any]) -> bool:
+    """Return whether a reranker's scores are its logits, as sentence-transformers reads it.
+
+    Without an activation it is the sigmoid, and so is one outside of torch, which is never loaded.
+    """
+    declared = settings.get("sentence_transformers") or {}
+    path = declared.get("activation_fn", settings.get("sbert_ce_default_activation_function"))
+    if not str(path).startswith("torch."):
+        return False
+    name = str(path).rsplit(".", 1)[-1]
+    if name not in ("Identity", "Sigmoid"):
+        raise ExportError(
+            f"a reranker with the activation {path} is not supported (Identity, Sigmoid)"
+        )
+    return name == "Identity"
 
 
 def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -95,7 +113,10 @@ def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _write_options(options: SequenceLabels) -> dict[str, Any]:
-    return write_labels(options) | {"problem_type": options.problem_type}
+    settings = write_labels(options) | {"problem_type": options.problem_type}
+    if options.raw_scores:
+        settings["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    return settings
 
 
 def write_labels(sets: LabelSets) -> dict[str, Any]:

@@ -27,9 +27,12 @@ class SequenceLabelSet(LabelSet):
 
     Attributes:
         problem_type: how logits become scores, by the name in transformers' ``config.json``.
+        raw_scores: whether a reranker's scores are its logits unless a request says otherwise, as
+            sentence-transformers' ``activation_fn`` declares; null: they are their sigmoid.
     """
 
     problem_type: ProblemType
+    raw_scores: Literal[True] | None = None
 
 
 class SequenceLabels(SequenceLabelSet, LabelSets):

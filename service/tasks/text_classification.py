@@ -9,7 +9,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 from cloze.service.core import Float32, Location
 from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
@@ -19,6 +21,7 @@ from cloze.service.tasks.task import (
     NotEmpty,
     Outputs,
     PreparedRequest,
+    ScoreKind,
     Task,
     TaskContext,
     Text,
@@ -100,14 +103,33 @@ def prepare(
         pairs.append((at, text.text, text.text_pair))
     rule = parameters.rule(report=parameters.return_usage)
     encoder = encode_pairs(pairs, rule, context, _REQUEST)
-    options = context.manifest.heads[sequence_classification.HEAD.name]
-    assert isinstance(options, SequenceLabels)
+    options = _options(context.manifest)
     chosen, columns = choose_label_set(options, parameters.label_set, context)
-    assert isinstance(chosen, SequenceLabelSet)
-    function = parameters.function_to_apply or _FUNCTIONS[chosen.problem_type]
+    function = _function(chosen, parameters)
     windows = encoder.windows if parameters.long_text == "window" else None
     state = _State(chosen.labels, columns, parameters.top_k, function, windows)
     return encoder.prepared(state, len(encoder.encodings))
+
+
+def _options(manifest: Manifest) -> SequenceLabels:
+    options = manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    return options
+
+
+def _function(chosen: LabelSet, parameters: TextClassificationParameters) -> Function:
+    assert isinstance(chosen, SequenceLabelSet)
+    return parameters.function_to_apply or _FUNCTIONS[chosen.problem_type]
+
+
+def _scores(manifest: Manifest, parameters: TextClassificationParameters) -> ScoreKind:
+    chosen, _ = _options(manifest).choose(parameters.label_set)
+    return score_kind(_function(chosen, parameters))
+
+
+def score_kind(function: Function) -> ScoreKind:
+    """Return what the scores are that a function makes of logits."""
+    return "raw score" if function == "none" else "probability"
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelScore]]:
@@ -149,6 +171,7 @@ TASK: Final = Task(
     own_fields=("text_pair",),
     prepare=prepare,
     decode=decode,
+    scores=_scores,
     examples={
         "One text": {"inputs": "The room was loud and the staff unfriendly."},
         "A pair, its best label": {

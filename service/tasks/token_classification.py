@@ -14,6 +14,7 @@ from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
 from cloze.service.tasks.task import (
@@ -189,8 +190,12 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entiti
                 [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
             )
         else:
+            places = without_space(text.text, [(e.start, e.end) for e in kept])
             results.append(
-                [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
+                [
+                    EntityGroup(e.label, e.score, join(e.words), *place)
+                    for e, place in zip(kept, places, strict=True)
+                ]
             )
     return results
 
@@ -201,20 +206,23 @@ def _words(
     """Return the tokens of a window by word, or each by itself if the strategy labels tokens.
 
     In a vocabulary that marks tokens which continue a word, such a token is longer than its
-    characters in the text. In another one, a token without a space before it or at its start
-    continues a word. The characters of the text replace the unknown token, which begins a word.
+    characters in the text, and the unknown token begins a word, as in transformers' pipeline. In
+    another one, the words are those of the tokenizer: white space divides them, and in byte-level
+    BPE punctuation too. The characters of the text replace the unknown token.
     """
     words: list[list[_Token]] = []
+    word_of, previous = text.spans.words, None
     for index, position in enumerate(range(*window)):
         start, end = text.spans.offsets[position]
         characters = text.text[start:end]
-        word, continues = tokenizer.token_of(text.spans.ids[position]), False
-        if text.spans.ids[position] == tokenizer.unknown_id:
-            word = characters
-        elif tokenizer.continuation is not None:
-            continues = len(word) != len(characters)
+        word = tokenizer.token_of(text.spans.ids[position])
+        is_unknown = text.spans.ids[position] == tokenizer.unknown_id
+        if tokenizer.continuation is not None:
+            continues = not is_unknown and len(word) != len(characters)
         else:
-            continues = start > 0 and " " not in text.text[start - 1 : start + 1]
+            continues = word_of[position] is not None and word_of[position] == previous
+        previous = word_of[position]
+        word = characters if is_unknown else word
         token = _Token(index + 1, word, start, end, scores[index])  # the index of [CLS] is 0
         if words and continues and strategy not in ("none", "simple"):
             words[-1].append(token)
@@ -286,6 +294,7 @@ TASK: Final = Task(
     alone=(str,),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "probability",
     examples={
         "Entities": {"inputs": "Ada Lovelace was born in London."},
         "Every token": {

@@ -23,7 +23,6 @@ from cloze.export.train.joint import draw_tasks, finetune_tasks
 from cloze.export.train.label_tasks import RowFiles, finetune_labels, finetune_tags
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Optimisation
-from cloze.export.train.recipe_files import load_recipe
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 from cloze.model_store import Store
@@ -325,12 +324,6 @@ def test_the_commands(bert: Path, tmp_path: Path) -> None:
         arguments = ["evaluate", str(out / "checkpoint"), option, str(rows), "--json"]
         ran = CliRunner().invoke(train, arguments)
         assert "accuracy" in ran.output, ran.output
-
-
-def test_the_recipes_of_the_project_are_valid() -> None:
-    load_recipe("finetune-classify", LabelsRecipe)
-    load_recipe("finetune-tokens", TagsRecipe)
-    load_recipe("scripts/recipes/finetune-tasks-from-minilm.toml", TasksRecipe)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

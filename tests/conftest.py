@@ -103,6 +103,7 @@ COMPUTING = {
         "train_bad_input",
         "train_data",
         "train_families",
+        "train_tasks",
         "train_kept",
         "train_kinds",
         "vectors",

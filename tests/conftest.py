@@ -106,6 +106,7 @@ COMPUTING = {
         "train_data",
         "train_debias",
         "train_families",
+        "train_tasks",
         "train_kept",
         "train_kinds",
         "vectors",

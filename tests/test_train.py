@@ -89,6 +89,7 @@ from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.start import start_from
+from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
@@ -554,7 +555,13 @@ FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
     kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
-    special = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}
+    special = {
+        "finetune-qa": QuestionsRecipe,
+        "finetune-embed": EmbedRecipe,
+        "finetune-classify": LabelsRecipe,
+        "finetune-tokens": TagsRecipe,
+        "finetune-tasks": TasksRecipe,
+    }
     kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
     assert load_recipe(str(file), kind, seed=7).seed == 7
 

@@ -7,7 +7,7 @@ tokens, M masks, K predictions, D dimensions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from cloze.model_store.heads import (
     next_sentence,
     span,
 )
+from cloze.model_store.heads.head import Frozen
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 
 Ids = NDArray[np.int64]
@@ -68,6 +69,7 @@ class Subject:
     tokenizer: CheckpointTokenizer
     heads: frozenset[str]
     max_tokens: int
+    options: Mapping[str, Frozen] = field(default_factory=dict)
 
 
 def score_masks(

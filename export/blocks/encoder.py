@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.layer import InputKind, Layer, ProductGroup
-from cloze.export.blocks.relative_bias import RelativeBias
+from cloze.export.blocks.relative_bias import Distances
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
 
@@ -27,7 +27,9 @@ class Embeddings(nn.Module):
         super().__init__()
         width = config.embedding_width
         self.word = nn.Embedding(config.vocab_size, width)
-        self.position = nn.Embedding(config.max_positions, width)
+        self.position = (
+            nn.Embedding(config.max_positions, width) if config.position_embeddings else None
+        )
         self.token_type = (
             nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         )
@@ -51,21 +53,34 @@ class Embeddings(nn.Module):
         Returns:
             The embeddings [B, S, H].
         """
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if first_positions is not None:
-            positions = first_positions[:, None] + positions  # [B, S]
-        x: Tensor = self.word(input_ids) + self.position(positions)
+        x = self._sum(input_ids, token_type_ids, first_positions)
+        x = self.dropout(self.norm(x))
+        return x if self.projection is None else self.projection(x)  # type: ignore[no-any-return]
+
+    def _sum(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, first_positions: Tensor | None
+    ) -> Tensor:
+        """Return the sum of the embeddings [B, S, E]; see `forward`."""
+        x: Tensor = self.word(input_ids)
+        if self.position is not None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            if first_positions is not None:
+                positions = first_positions[:, None] + positions  # [B, S]
+            x = x + self.position(positions)
         if self.token_type is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
             x = x + self.token_type(token_type_ids)
-        x = self.dropout(self.norm(x))
-        return x if self.projection is None else self.projection(x)
+        return x
 
     def tables(self) -> dict[str, nn.Embedding]:
         """Return the tables that the graph looks up, by the names of their weights."""
-        tables = {tensors.WORD_TABLE: self.word, tensors.POSITION_TABLE: self.position}
-        return tables | ({tensors.TOKEN_TYPE_TABLE: self.token_type} if self.token_type else {})
+        tables = {
+            tensors.WORD_TABLE: self.word,
+            tensors.POSITION_TABLE: self.position,
+            tensors.TOKEN_TYPE_TABLE: self.token_type,
+        }
+        return {name: table for name, table in tables.items() if table is not None}
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -80,19 +95,24 @@ class Embeddings(nn.Module):
         a scalar loop: 1,046 us for 2,048 tokens of 384 numbers, where the operators here take
         700 us and convert the rows from integers as well (docs/decisions/0005).
         """
+        x = trunk.norm_of_sum(self._write_terms(trunk), "embeddings.norm", self.norm)
+        if self.projection is None:
+            return x
+        ops, name = trunk.linear_ops, "embeddings.projection"
+        product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
+        return trunk.g.op("Add", [product, ops.vector(f"{name}.bias", self.projection.bias)])
+
+    def _write_terms(self, trunk: TrunkGraph) -> list[str]:
+        """Declare the trunk's inputs and write what is added up."""
         input_ids = trunk.declare(tensors.INPUT_IDS)
         look_up = trunk.linear_ops.look_up
         terms = [look_up(tensors.WORD_TABLE, self.word.weight, input_ids)]
         if self.token_type is not None:
             type_ids = trunk.declare(tensors.TOKEN_TYPE_IDS)
             terms.append(look_up(tensors.TOKEN_TYPE_TABLE, self.token_type.weight, type_ids))
-        terms.append(trunk.positions(self.position.weight))
-        x = trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
-        if self.projection is None:
-            return x
-        ops, name = trunk.linear_ops, "embeddings.projection"
-        product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
-        return trunk.g.op("Add", [product, ops.vector(f"{name}.bias", self.projection.bias)])
+        if self.position is not None:
+            terms.append(trunk.positions(self.position.weight))
+        return terms
 
 
 class Encoder(nn.Module):
@@ -100,16 +120,16 @@ class Encoder(nn.Module):
 
     Args:
         layers: the layers in order; a layer that stands twice has its weights once.
-        relative_bias: the bias that all layers add to their scores; None: they add none.
+        relative_bias: what all layers share about the distances of tokens; None: nothing.
     """
 
-    relative_bias: RelativeBias | None
+    relative_bias: Distances | None
 
     def __init__(
         self,
         embeddings: Embeddings,
         layers: Iterable[Layer],
-        relative_bias: RelativeBias | None = None,
+        relative_bias: Distances | None = None,
     ) -> None:
         super().__init__()
         self.embeddings = embeddings

@@ -114,19 +114,11 @@ class SelfAttention(nn.Module):
             The attended states [B, S, H].
         """
         query, key, value = (
-            self._split(linear(x)) for linear in (self.query, self.key, self.value)
+            split_heads(linear(x), self.heads) for linear in (self.query, self.key, self.value)
         )
-        context = _attend(
-            query,
-            key,
-            value,
-            _mask(attention_mask, bias),
-            self.dropout if self.training else 0.0,
-        )
+        dropout = self.dropout if self.training else 0.0
+        context = attend((query, key, value), _mask(attention_mask, bias), dropout)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -147,10 +139,25 @@ class SelfAttention(nn.Module):
         query = trunk.g.op("Add", [query, ops.vector(f"{name}.query.bias", self.query.bias)])
         key = ops.matmul(entering, f"{name}.key", self.key)
         value = ops.matmul(entering, f"{name}.value", self.value)
-        context = trunk.attend((query, key, value), self.heads, bias)
+        context = self._write_context(trunk, name, (query, key, value), bias)
         entering = ops.prepare_input(context, f"{name}.output")
         output = ops.matmul(entering, f"{name}.output", self.output)
         return output, self.output.bias + self.output.weight @ self.value.bias
+
+    def _write_context(
+        self,
+        trunk: TrunkGraph,
+        name: str,  # noqa: ARG002
+        operands: tuple[str, str, str],
+        bias: str,
+    ) -> str:
+        """Write the attention of queries to keys, which have no bias, and to values."""
+        return trunk.attend(operands, self.heads, bias)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return [B, S, H] as [B, N, S, H / N]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -161,19 +168,27 @@ def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     return bias.masked_fill(~keys, -torch.inf)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+def attend(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention`, in fp32 on a CPU.
 
     There, the backward pass of bf16 takes three times as long as that of fp32 (torch 2.13).
+
+    Args:
+        operands: queries, keys and values [B, N, S, H / N].
+        mask: what is added to the scores, or the keys that count; None: nothing, all.
+        dropout: the share of weights that are set to 0.
+        scale: the factor of the scores; None: that of the paper.
     """
-    if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+    if operands[0].device.type != "cpu":
+        return F.scaled_dot_product_attention(*operands, mask, dropout, scale=scale)
     with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), mask, dropout
-        )
+        query, key, value = (operand.float() for operand in operands)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
 
 
 class Layer(nn.Module):

@@ -10,6 +10,7 @@ from cloze.export.families import (
     albert,
     bert,
     camembert,
+    deberta_v2,
     distilbert,
     electra,
     ernie,
@@ -31,6 +32,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mpnet,
         electra,
         albert,
+        deberta_v2,
     )
 }
 """All model families by the ``model_type`` of ``config.json``."""

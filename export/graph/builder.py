@@ -79,8 +79,16 @@ class GraphBuilder:
         self._nodes.append(helper.make_node("Identity", [value], [name], name=name))
         self._outputs.append(helper.make_tensor_value_info(name, dtype, shape))
 
-    def weight(self, name: str, values: Tensor | NDArray[np.generic]) -> str:
-        """Add a constant and return its name; a layer that stands twice adds its weights once."""
+    def weight(
+        self, name: str, values: Tensor | NDArray[np.generic], *, exact: bool = False
+    ) -> str:
+        """Add a constant and return its name; a layer that stands twice adds its weights once.
+
+        Args:
+            name: the name.
+            values: the constant.
+            exact: store a matrix as it is even if matrices are stored as fp16.
+        """
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
         if name in self._named:
             half = self._weights.get(f"{name}.fp16")
@@ -89,7 +97,7 @@ class GraphBuilder:
             return name
         self._named.add(name)
         array = np.asarray(array, order="C")  # unlike ascontiguousarray, keeps a scalar a scalar
-        if not (self._half and array.dtype == np.float32 and array.ndim > 1):
+        if exact or not (self._half and array.dtype == np.float32 and array.ndim > 1):
             self._weights[name] = array
             return name
         stored = array.astype(np.float16)

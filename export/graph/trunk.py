@@ -37,7 +37,7 @@ class TrunkGraph(ABC):
 
     @abstractmethod
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
-        """Write ``LayerNorm`` of the sum of two or more terms."""
+        """Write ``LayerNorm`` of the sum of terms."""
 
     @abstractmethod
     def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
@@ -71,7 +71,8 @@ class DenseTrunk(TrunkGraph):
 
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
         """See `TrunkGraph`."""
-        return layer_norm(self.g, self.g.op("Sum", terms), name, norm)
+        total = terms[0] if len(terms) == 1 else self.g.op("Sum", terms)
+        return layer_norm(self.g, total, name, norm)
 
     def attend(self, operands: tuple[str, str, str], heads: int, bias: str = "") -> str:
         """See `TrunkGraph`."""

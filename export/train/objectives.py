@@ -254,7 +254,7 @@ def initialise(module: nn.Module) -> None:
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=0.02)
     for part in module.modules():
-        if isinstance(part, Encoder):
+        if isinstance(part, Encoder) and part.embeddings.position is not None:
             _set_sinusoids(part.embeddings.position.weight)
 
 

@@ -188,7 +188,7 @@ def _train(
 def fill_positions(module: nn.Module, trained: int) -> None:
     """Replace the position embeddings from ``trained`` on by copies of those before."""
     for part in module.modules():
-        if isinstance(part, Encoder):
+        if isinstance(part, Encoder) and part.embeddings.position is not None:
             positions = part.embeddings.position.weight  # [S, H]
             positions.copy_(repeated_positions(positions[:trained], len(positions)))
 

@@ -58,7 +58,8 @@ def start_from(
     weights = {
         name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in names
     }
-    weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
+    if _POSITIONS in weights:
+        weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
     model.load_state_dict(weights, strict=False)
     return model
 

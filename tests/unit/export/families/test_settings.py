@@ -11,6 +11,7 @@ from tests.unit.export.families.test_against_transformers import OFFSET, OWN, SI
 NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
+    "relative_attention", "pos_att_type",
 }  # fmt: skip
 """Sizes without a default."""
 

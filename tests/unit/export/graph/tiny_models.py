@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import EncoderConfig, RelativePositions
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.embedding_steps import Projection
 from cloze.export.model import Model
@@ -30,6 +30,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "albert": {
         "type_vocab_size": 2, "embedding_size": 12, "layers": 4, "layer_groups": 2,
         "activation": "gelu_new",
+    },
+    "deberta-v2": {
+        "position_embeddings": False,
+        "relative_positions": RelativePositions(
+            distances=24, buckets=8, terms=frozenset({"c2p", "p2c"}), norm=True
+        ),
     },
 }  # fmt: skip
 """The sizes that are particular to a family; the others have no token types."""

@@ -1,15 +1,13 @@
 """Attention to contents and positions apart, as DeBERTa has it (He et al. 2021, section 3.1).
 
 Shapes: B sequences, S tokens each, H hidden size, N attention heads, d = H / N, P the most
-positions, K the embeddings of positions on each side of the middle (`RelativePositions.reach`),
-R the rows of their table that a batch needs, at most 2 K.
+positions, K the embeddings of positions on each side of the middle (`RelativePositions.reach`).
 """
 
 import math
 
 import numpy as np
 import torch
-from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig, RelativePositions
@@ -47,55 +45,59 @@ class PositionTable(Distances):
     def forward(self, tokens: int) -> Tensor:
         """Return int [S, S], the row of `table` for each query and key of ``tokens`` tokens."""
         places = torch.arange(tokens, device=self.rows.weight.device)
-        buckets = self._buckets().to(places.device)
-        return buckets[places[:, None] - places[None, :] + self.positions - 1]
-
-    def _buckets(self) -> Tensor:
-        """Return int [2 P - 1], the bucket of each distance from 1 - P to P - 1."""
         last = self.positions - 1
-        return bucket(torch.arange(-last, last + 1), self.sizes)
+        distances = torch.arange(-last, last + 1, device=places.device)
+        return bucket(distances, self.sizes)[places[:, None] - places[None, :] + last]
 
-    def write(self, trunk: TrunkGraph) -> str:
-        """Write int32 [B, N, S, S]: the row of each query and key, among those of `write_rows`."""
-        g, ids = trunk.g, tensors.INPUT_IDS.name
-        buckets, first, _ = self._write_range(g)
-        length = g.op("Shape", [ids], start=1)
-        zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
-        places = g.op("Range", [zero, g.op("Squeeze", [length]), one])
-        queries = g.op("Unsqueeze", [places, _axis(g, 1)])
-        last = g.op("Sub", [length, one])
-        distances = g.op("Add", [g.op("Sub", [queries, places]), last])  # [S, S], from 0 on
-        rows = g.op("Gather", [g.op("Sub", [buckets, first]), distances])
-        heads = g.weight("position_heads", np.array([self.heads], np.int64))
-        shape = g.op("Concat", [g.op("Shape", [ids], end=1), heads, length, length], axis=0)
-        return g.op("Expand", [g.op("Cast", [rows], to=TensorProto.INT32), shape])
+    def write(self, trunk: TrunkGraph) -> str:  # noqa: ARG002
+        """Write nothing: each layer has products of its own; see `write_rows`."""
+        return ""
 
     @torch.no_grad()
     def write_rows(self, trunk: TrunkGraph, name: str, linear: nn.Linear, factor: float) -> str:
-        """Write ``factor * linear(table)`` [N, R, d] for the rows that S tokens need.
+        """Write rows of ``|factor| * linear(table)`` [N, 2 S, d] by distance, from 1 - S to S.
 
-        The products are constants. A short text needs few of their rows. The runtime finds the
-        bounds of these rows in every layer to be the same, and computes them once.
+        The products are constants. The runtime finds that the numbers of rows are the same in every
+        layer, and computes them once.
+
+        Args:
+            trunk: the graph.
+            name: name of the products.
+            linear: the layer that projects positions.
+            factor: negative for distances of key minus query, positive for query minus key.
         """
         g = trunk.g
-        products = split_heads((linear(self.table()) * factor)[None], self.heads)[0]
-        _, first, stop = self._write_range(g)
+        products = split_heads((linear(self.table()) * abs(factor))[None], self.heads)[0]
         # Sums, so no fp16 numbers even if those of the matrices are.
         table = g.weight(name, products, exact=True)
-        return g.op("Slice", [table, first, stop, _axis(g, 1)])
+        distances = torch.arange(1 - self.positions, self.positions + 1)
+        rows, side = (-distances, "before") if factor < 0 else (distances, "after")
+        buckets = g.weight(f"position_buckets_{side}", bucket(rows, self.sizes))
+        length = _length(g)
+        most = g.weight("positions", np.array([self.positions], np.int64))
+        span = [g.op(kind, [most, length]) for kind in ("Sub", "Add")]
+        return g.op("Gather", [table, g.op("Slice", [buckets, *span])], axis=1)
 
-    def _write_range(self, g: GraphBuilder) -> tuple[str, str, str]:
-        """Write the buckets [2 S - 1] of S tokens, the first one, and the last one plus 1."""
-        one, most = _axis(g, 1), g.weight("positions", np.array([self.positions], np.int64))
-        length = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
-        stop = g.op("Sub", [g.op("Add", [most, length]), one])
-        table = g.weight("position_buckets", self._buckets())
-        buckets = g.op("Slice", [table, g.op("Sub", [most, length]), stop])
-        first, last = (
-            g.op("Gather", [buckets, g.weight(name, np.array([place], np.int64))])
-            for name, place in (("axis_0", 0), ("axis_last", -1))
-        )
-        return buckets, first, g.op("Add", [last, one])
+
+def _length(g: GraphBuilder) -> str:
+    return g.op("Shape", [tensors.INPUT_IDS.name], start=1)
+
+
+def _write_moved(g: GraphBuilder, products: str) -> str:
+    """Write products by distance [B, N, S, 2 S], from 1 - S to S, as [B, N, S, S] by place.
+
+    Number j of row i is number S - 1 - i + j of the same row. With all rows one after another,
+    these numbers are S - 1 + i (2 S - 1) + j, hence the first S of every 2 S - 1.
+    """
+    one, two, length = _axis(g, 1), _axis(g, 2), _length(g)
+    flat = g.op("Reshape", [products, g.weight("flat_rows", np.array([0, 0, -1], np.int64))])
+    begin = g.op("Sub", [length, one])
+    width = g.op("Add", [length, begin])
+    end = g.op("Add", [begin, g.op("Mul", [length, width])])
+    flat = g.op("Slice", [flat, begin, end, two])
+    same = g.weight("same_sizes", np.array([0, 0], np.int64))
+    square = g.op("Reshape", [flat, g.op("Concat", [same, length, width], axis=0)])
+    return g.op("Slice", [square, _axis(g, 0), length, _axis(g, 3)])
 
 
 def _axis(g: GraphBuilder, number: int) -> str:
@@ -179,9 +181,17 @@ class DisentangledAttention(SelfAttention):
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _write_context(
-        self, trunk: TrunkGraph, name: str, operands: tuple[str, str, str], bias: str
+        self,
+        trunk: TrunkGraph,
+        name: str,
+        operands: tuple[str, str, str],
+        bias: str,  # noqa: ARG002
     ) -> str:
-        """See `SelfAttention`; ``bias`` is what `PositionTable` writes."""
+        """See `SelfAttention`.
+
+        Measured beside it: rows by bucket and ``GatherElements``, and the fused
+        ``MultiHeadAttention`` with the sum as its bias (bench/results/deberta-cpu.md).
+        """
         g, (query, key, value) = trunk.g, operands
         bias_of_keys = trunk.linear_ops.vector(f"{name}.key.bias", self.key.bias)
         key = g.op("Add", [key, bias_of_keys])
@@ -193,10 +203,13 @@ class DisentangledAttention(SelfAttention):
         )
         scores = g.op("FusedMatMul", [query, key], domain=FUSED, transB=1, alpha=self.scale)
         for term, linear in self._projections().items():
-            rows = self.positions.write_rows(trunk, f"{name}.{term}", linear, self.scale)
-            pair, axis = ([query, rows], 3) if term == "c2p" else ([rows, key], 2)
-            products = g.op("FusedMatMul", pair, domain=FUSED, transB=1)
-            scores = g.op("Add", [scores, g.op("GatherElements", [products, bias], axis=axis)])
+            operand, sign = (query, -1) if term == "c2p" else (key, 1)
+            rows = self.positions.write_rows(trunk, f"{name}.{term}", linear, sign * self.scale)
+            products = g.op("FusedMatMul", [operand, rows], domain=FUSED, transB=1)
+            products = _write_moved(g, products)
+            if term == "p2c":
+                products = g.op("Transpose", [products], perm=[0, 1, 3, 2])
+            scores = g.op("Add", [scores, products])
         context = g.op("MatMul", [g.op("Softmax", [scores], axis=-1), value])
         joined = g.weight("joined_heads", np.array([0, 0, -1], np.int64))
         return g.op("Reshape", [g.op("Transpose", [context], perm=[0, 2, 1, 3]), joined])

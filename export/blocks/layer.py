@@ -188,6 +188,8 @@ def attend(
         return F.scaled_dot_product_attention(*operands, mask, dropout, scale=scale)
     with torch.autocast("cpu", enabled=False):
         query, key, value = (operand.float() for operand in operands)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.float()
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
 
 

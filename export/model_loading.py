@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
@@ -17,7 +18,7 @@ from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
-from cloze.model_store.error_lines import first_line
+from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
@@ -73,12 +74,47 @@ def load_model(
 def read_head_options(
     heads: Iterable[ExportHead], settings: Mapping[str, Any]
 ) -> dict[str, Frozen]:
-    """Return the options of heads from a ``config.json``, by head name."""
-    return {
-        head.head.name: head.read_options(settings)
-        for head in heads
-        if head.read_options is not None
-    }
+    """Return the options of heads from a ``config.json``, by head name.
+
+    Raises:
+        ExportError: a head's settings are malformed.
+    """
+    options: dict[str, Frozen] = {}
+    for head in heads:
+        if head.read_options is not None:
+            section = head_sections(settings).get(head.head.name)
+            options[head.head.name] = (
+                head.read_options(settings) if section is None else _parse_section(head, section)
+            )
+    return options
+
+
+HEAD_SECTIONS = "cloze_heads"
+"""Settings of heads that transformers' ``config.json`` has no place for, by head name.
+
+transformers has one set of labels per checkpoint.
+"""
+
+
+def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of heads under `HEAD_SECTIONS`.
+
+    Raises:
+        ExportError: they are no object.
+    """
+    sections = settings.get(HEAD_SECTIONS, {})
+    if not isinstance(sections, dict):
+        raise ExportError(f"config.json: {HEAD_SECTIONS} must be an object")
+    return sections
+
+
+def _parse_section(head: ExportHead, section: Any) -> Frozen:
+    assert head.head.options is not None
+    try:
+        return head.head.options.model_validate(section)
+    except ValidationError as error:
+        place = f"{HEAD_SECTIONS}.{head.head.name}"
+        raise ExportError(f"config.json: {place}: {first_problem(error)}") from None
 
 
 def _rename(
@@ -93,6 +129,8 @@ def _rename(
         if not targets and not theirs.endswith("position_ids"):
             unknown.append(theirs)
         for target in targets:
+            if target.name in tensors and target.name != theirs:
+                continue  # the head has a tensor of its own, see `Family.write`
             value, ours = _converted(target, theirs, tensor), target.name
             if target.is_added:
                 added[ours] = value
@@ -131,13 +169,15 @@ def _find_heads(
 ) -> tuple[list[str], list[str]]:
     """Return the checkpoint's heads, and notes on the missing heads."""
     heads, notes = [], []
-    architectures = settings.get("architectures") or []
+    architectures, sections = settings.get("architectures") or [], head_sections(settings)
     for name, head in EXPORT_HEADS.items():
         if head.module is None:
             continue
-        if head.architecture is not None and not any(
-            isinstance(a, str) and a.endswith(head.architecture) for a in architectures
-        ):
+        is_named = name in sections or any(
+            isinstance(each, str) and each.endswith(head.architecture or "")
+            for each in architectures
+        )
+        if head.architecture is not None and not is_named:
             continue
         has_head, note = _find_head(head, renamed, unknown, family)
         if has_head:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
         if (value := getattr(config, setting.name)) != setting.default
         and setting.name != "dropout"  # of training
     }
-    written = json.dumps([settings, describe_steps(folder)], sort_keys=True)
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=asdict)
     return hashlib.sha256(written.encode()).hexdigest()
 
 

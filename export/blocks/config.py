@@ -24,7 +24,7 @@ class RelativePositions:
 
     distances: Annotated[int, Field(gt=1, le=MAX_POSITIONS)]
     buckets: Annotated[int, Field(ge=0, le=MAX_POSITIONS)]
-    terms: frozenset[str]
+    terms: tuple[str, ...]
     share_projections: bool = False
     norm: bool = False
 
@@ -35,8 +35,8 @@ class RelativePositions:
 
     @model_validator(mode="after")
     def _are_usable(self) -> Self:
-        if not self.terms or self.terms - {"c2p", "p2c"}:
-            raise ValueError(f"pos_att_type {sorted(self.terms)} is not supported (c2p, p2c)")
+        if not self.terms or set(self.terms) - {"c2p", "p2c"}:
+            raise ValueError(f"pos_att_type {list(self.terms)} is not supported (c2p, p2c)")
         if self.buckets and not 1 < self.buckets // 2 < self.distances - 1:
             raise ValueError(f"{self.buckets} buckets do not fit distances up to {self.distances}")
         return self

@@ -71,7 +71,7 @@ def _relative_positions(config: Mapping[str, Any]) -> RelativePositions:
     return RelativePositions(
         distances=distances if distances > 0 else config["max_position_embeddings"],
         buckets=max(config.get("position_buckets", -1), 0),
-        terms=frozenset(term.strip() for term in terms),
+        terms=tuple(sorted({term.strip() for term in terms})),
         share_projections=bool(config.get("share_att_key", False)),
         norm="layer_norm" in [name.strip() for name in norm],
     )
@@ -102,7 +102,7 @@ def write_config(config: EncoderConfig) -> dict[str, Any]:
         relative_attention=True,
         max_relative_positions=positions.distances,
         position_buckets=positions.buckets or -1,
-        pos_att_type=sorted(positions.terms),
+        pos_att_type=list(positions.terms),
         share_att_key=positions.share_projections,
         norm_rel_ebd="layer_norm" if positions.norm else "none",
         pooler_hidden_act="gelu",

@@ -355,7 +355,7 @@ def test_buckets_of_distances_are_those_of_transformers() -> None:
     ("buckets", "distances"), [(256, 512), (256, 1024), (8, 30), (6, 512), (0, 512), (0, 40)]
 )
 def test_buckets_of_deberta_are_those_of_transformers(buckets: int, distances: int) -> None:
-    sizes = RelativePositions(distances=distances, buckets=buckets, terms=frozenset({"c2p"}))
+    sizes = RelativePositions(distances=distances, buckets=buckets, terms=("c2p",))
     apart = torch.arange(-700, 701)
     theirs = make_log_bucket_position(apart, buckets, distances).long() if buckets else apart
     reach = buckets or distances

@@ -34,7 +34,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deberta-v2": {
         "position_embeddings": False,
         "relative_positions": RelativePositions(
-            distances=24, buckets=8, terms=frozenset({"c2p", "p2c"}), norm=True
+            distances=24, buckets=8, terms=("c2p", "p2c"), norm=True
         ),
     },
 }  # fmt: skip

@@ -114,14 +114,14 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         return None
     if [kind for kind, _ in modules] == ["Transformer"]:
         return None
-    poolings, steps, normalize = _read_modules(folder, modules)
-    max_tokens, lowercase = _sentence_settings(encoder_folder(folder))
     settings = read_settings(folder / "config_sentence_transformers.json")
     prompts = {
         name: text
         for name, text in (settings.get("prompts") or {}).items()
         if isinstance(text, str)
     }
+    poolings, steps, normalize = _read_modules(folder, modules, has_prompts=any(prompts.values()))
+    max_tokens, lowercase = _sentence_settings(encoder_folder(folder))
     default = settings.get("default_prompt_name")
     return EmbeddingRecipe(
         pooling=poolings[0],
@@ -167,9 +167,12 @@ _STEPS = ("Dense", "LayerNorm", "Normalize")
 
 
 def _read_modules(
-    folder: Path, modules: list[tuple[str, str]]
+    folder: Path, modules: list[tuple[str, str]], *, has_prompts: bool
 ) -> tuple[tuple[Pooling, ...], list[Step], bool]:
-    """Return the poolings, the steps after them, and whether embeddings are normalised last."""
+    """Return the poolings, the steps after them, and whether embeddings are normalised last.
+
+    A pooling that leaves out the prompt is as any other in a checkpoint without prompts.
+    """
     poolings: tuple[Pooling, ...] = ()
     steps: list[Step] = []
     for kind, path in modules:
@@ -188,6 +191,11 @@ def _read_modules(
             )
         if kind == "Pooling":
             poolings = _poolings(settings)
+            if has_prompts and settings.get("include_prompt", True) is False:
+                raise ExportError(
+                    "pooling that leaves out the prompt (include_prompt: false) is not supported "
+                    "where config_sentence_transformers.json has prompts"
+                )
         elif kind == "Dense":
             steps.append(read_projection(folder / path, settings))
         elif kind == "LayerNorm":
@@ -266,8 +274,4 @@ def _poolings(settings: dict[str, Any]) -> tuple[Pooling, ...]:
             " + ".join(map(str, modes)) if isinstance(modes, list) and modes else "without a mode"
         )
         raise ExportError(f"pooling {shown} is not supported (any of {', '.join(Pooling)})")
-    if settings.get("include_prompt", True) is False:
-        raise ExportError(
-            "pooling that leaves out the prompt (include_prompt: false) is not supported"
-        )
     return tuple(Pooling(mode) for mode in modes)

@@ -50,6 +50,12 @@ def load_model(
     """
     renamed, unknown = _rename(tensors, family, config)
     heads, notes = _find_heads(renamed, unknown, family, settings)
+    if "masked_lm" in heads and _lacks_untied(renamed, settings):
+        heads.remove("masked_lm")
+        notes.append(
+            "fill-mask is not offered: config.json says that the decoder is not tied to the words "
+            "(tie_word_embeddings), and the checkpoint has no decoder"
+        )
     options = read_head_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
     with torch.device("meta"):
         model = Model(config, heads, options)
@@ -265,6 +271,12 @@ def _check_whole_encoder(
                 f"the checkpoint has {theirs}, but config.json names only "
                 f"{model.config.layers} layers"
             )
+
+
+def _lacks_untied(renamed: RenamedTensors, settings: Mapping[str, Any]) -> bool:
+    """Return whether a matrix of its own is missing, which transformers would fill at random."""
+    untied = settings.get("tie_word_embeddings", True) is False
+    return untied and "masked_lm.decoder.weight" not in renamed
 
 
 def _check_tied(renamed: RenamedTensors) -> None:

@@ -82,8 +82,10 @@ def _declares_raw_scores(settings: Mapping[str, Any]) -> bool:
 
     Without an activation it is the sigmoid, and so is one outside of torch, which is never loaded.
     """
-    declared = settings.get("sentence_transformers") or {}
-    path = declared.get("activation_fn", settings.get("sbert_ce_default_activation_function"))
+    declared = settings.get("sentence_transformers")
+    path = settings.get("sbert_ce_default_activation_function")
+    if isinstance(declared, dict):
+        path = declared.get("activation_fn", path)
     if not str(path).startswith("torch."):
         return False
     name = str(path).rsplit(".", 1)[-1]

@@ -400,6 +400,27 @@ def test_a_discriminator_does_not_fill_masks(tmp_path: Path) -> None:
     assert "fill-mask" in checkpoint.broken_promise
 
 
+DECODERS = ("decoder.weight", "decoder.bias", "generator_lm_head.weight", "vocab_projector.weight")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_untied_decoder_that_is_missing_fills_no_masks(family: str, tmp_path: Path) -> None:
+    """transformers would fill it at random; tied, as by default, it is not in the file."""
+    network = save(family, "masked_lm", tmp_path)
+    tensors = read_tensors([tmp_path / "model.safetensors"])
+    assert not any(name.endswith(DECODERS) for name in tensors), "a tied one is not saved"
+    assert load_checkpoint(str(tmp_path)).model.masked_lm is not None
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text()) | {"tie_word_embeddings": False}
+    file.write_text(json.dumps(settings))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.model.masked_lm is None
+    assert any("fill-mask is not offered: config.json" in note for note in checkpoint.notes)
+    ids = ids_of(network, 9)
+    with torch.no_grad():
+        assert same(checkpoint.model(ids), network.base_model(ids).last_hidden_state)
+
+
 def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Path) -> None:
     tokenizer = unigram()
     network = transformers.AlbertForPreTraining(settings_of("albert", tokenizer))

@@ -327,6 +327,7 @@ def test_a_reranker_s_scores_are_raw_if_it_says_so() -> None:
     assert raw(**older, sentence_transformers={"activation_fn": SIGMOID}) is None
     assert raw(**older, sentence_transformers={"version": "4.0"}) is True
     assert raw(sentence_transformers={"activation_fn": "mine.Tanh"}) is None, "it is never loaded"
+    assert raw(**older, sentence_transformers=[5]) is True
     with pytest.raises(ExportError, match=r"activation torch.nn.Tanh is not supported"):
         raw(sentence_transformers={"activation_fn": "torch.nn.Tanh"})
     assert read_options(older).raw_scores is None, "a classifier of two labels ranks nothing"

@@ -111,10 +111,10 @@ class GraphWriter:
 
 def _check_head_size(config: EncoderConfig) -> None:
     """Refuse attention for which CUDA has no variable-length flash kernel."""
-    if Layout.PACKED not in FAMILIES[config.family].layouts:
+    family = FAMILIES[config.family]
+    if Layout.PACKED not in family.layouts:
         raise ExportError(
-            f"a {config.family} has no fp16 graph: its attention adds a bias to the scores, which "
-            "the variable-length kernel does not; leave out --precision fp16"
+            f"a {family.name} has no fp16 graph: {family.not_packed}; leave out --precision fp16"
         )
     size = config.hidden_size // config.heads
     if size % _HEAD_SIZE_STEP or size > _LARGEST_HEAD_SIZE:

@@ -24,7 +24,10 @@ class EncoderConfig:
     ``without_bias`` names the parts without biases: ``up`` stands for both products of a gated
     feed-forward network, ``head`` for the layer before the last one of a head. ``rotary_base`` is
     the base of rotary positions, and ``rotary_factor`` their scaling (`rotary.Rotary`); None: the
-    positions have a table.
+    positions have a table. ``local_layers`` says of each layer whether its tokens attend only to
+    those at most ``window`` tokens away; empty: none do. Those layers may have a base of their own,
+    ``local_rotary_base``. ``head_activation`` is the activation of heads; None: the usual ones.
+    ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -49,6 +52,11 @@ class EncoderConfig:
     without_bias: frozenset[Part] = frozenset()
     rotary_base: Annotated[float, Field(gt=1)] | None = None
     rotary_factor: Annotated[float, Field(ge=1)] = 1.0
+    local_layers: tuple[bool, ...] = ()
+    window: Annotated[int, Field(gt=0, le=MAX_POSITIONS)] | None = None
+    local_rotary_base: Annotated[float, Field(gt=1)] | None = None
+    head_activation: str | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
 
     @property
     def embedding_width(self) -> int:
@@ -58,6 +66,14 @@ class EncoderConfig:
     def has_bias(self, part: Part) -> bool:
         """Return whether the linear layers or norms of a part have biases."""
         return part not in self.without_bias
+
+    @model_validator(mode="after")
+    def _every_layer_is_described(self) -> Self:
+        if self.local_layers and len(self.local_layers) != self.layers:
+            raise ValueError(
+                f"{len(self.local_layers)} kinds of attention for {self.layers} layers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -111,20 +111,24 @@ class Encoder(nn.Module):
     Args:
         layers: the layers in order; a layer that stands twice has its weights once.
         relative_bias: the bias that all layers add to their scores; None: they add none.
+        final_norm: the norm of the last layer's output; None: there is none.
     """
 
     relative_bias: RelativeBias | None
+    final_norm: nn.LayerNorm | None
 
     def __init__(
         self,
         embeddings: Embeddings,
         layers: Iterable[Layer],
         relative_bias: RelativeBias | None = None,
+        final_norm: nn.LayerNorm | None = None,
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
         self.relative_bias = relative_bias
+        self.final_norm = final_norm
 
     def forward(
         self,
@@ -149,7 +153,7 @@ class Encoder(nn.Module):
         bias = self._bias(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask, bias)
-        return x
+        return x if self.final_norm is None else self.final_norm(x)
 
     def states(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Return the embeddings and the output of each layer, [N, B, S, H]; see `forward`."""
@@ -157,6 +161,8 @@ class Encoder(nn.Module):
         bias = self._bias(input_ids)
         for layer in self.layers:
             states.append(layer(states[-1], None, bias))
+        if self.final_norm is not None:
+            states[-1] = self.final_norm(states[-1])
         return torch.stack(states)
 
     def _bias(self, input_ids: Tensor) -> Tensor | None:
@@ -192,6 +198,8 @@ class Encoder(nn.Module):
         bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
         for name, layer in self.named_layers():
             states.append(layer.write(trunk, name, states[-1], bias))
+        if self.final_norm is not None:
+            states[-1] = trunk.norm(states[-1], "final_norm", self.final_norm)
         return states
 
 

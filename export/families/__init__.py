@@ -13,6 +13,7 @@ from cloze.export.families import (
     distilbert,
     electra,
     ernie,
+    modernbert,
     mpnet,
     roberta,
     xlm_roberta,
@@ -31,6 +32,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mpnet,
         electra,
         albert,
+        modernbert,
     )
 }
 """All model families by the ``model_type`` of ``config.json``."""

@@ -186,11 +186,18 @@ class HeadSpec:
             modelling and tanh for a classifier.
         without: the first part of the names of other tensors -> why a checkpoint with them lacks
             the head.
+        architecture: the end of the class names in ``config.json`` that have this head, where its
+            tensor names do not tell it from another head; None: they do.
     """
 
     tensors: Mapping[str, str]
     activation: str | None = None
     without: Mapping[str, str] = field(default_factory=dict)
+    architecture: str | None = None
+
+    def has(self, part: str) -> bool:
+        """Return whether the head has a part, by the first part of our tensor names."""
+        return any(ours.startswith(f"{part}.") for ours in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +236,7 @@ class Family:
         sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
             family has another kind.
         layouts: the layouts that the family's attention allows.
+        not_packed: why the family has no packed graph, if it has none.
         student: a teacher's sizes -> those of its distilled student with as many layers.
     """
 
@@ -244,6 +252,9 @@ class Family:
     sentencepiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
+    not_packed: str = (
+        "its attention adds a bias to the scores, which the variable-length kernel does not"
+    )
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
 
     def read(self, tensor: str, config: EncoderConfig) -> list[Target]:

@@ -65,7 +65,7 @@ def verified(
 def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_path: Path) -> None:
     made, recipe = model(family), projected()
     if LAYOUTS[precision] not in FAMILIES[family].layouts:
-        with pytest.raises(ExportError, match=f"a {family} has no fp16 graph: its attention adds"):
+        with pytest.raises(ExportError, match=f"a {family} has no fp16 graph: its .*attention"):
             written(tmp_path, made, recipe, [precision])
         return
     graphs = written(tmp_path, made, recipe, [precision])

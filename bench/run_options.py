@@ -133,10 +133,15 @@ def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
             texts = read_texts(Path(name), options.count)
         if task.name == "fill-mask":
             texts = mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "")
-        sets[Path(name).name.split(".")[0]] = texts
+        sets[label_of(name)] = texts
     if len(sets) < len(options.texts):
         raise ValueError(f"two sets of texts have the same name: {', '.join(options.texts)}")
     return sets
+
+
+def label_of(texts: str) -> str:
+    """Return the name of a set of texts in a result."""
+    return Path(texts).name.split(".")[0]
 
 
 def read_arrivals(file: Path) -> NDArray[np.float64]:

@@ -118,6 +118,7 @@ _ASKING = {
         _LABELS,
         pair=_Asking(_LABELS, ("TEXT", "OTHER"), _one_pair, repeats=False),
     ),
+    "zero-shot-classification": _Asking(_LABELS),
     "token-classification": _Asking(
         _table("text", None, score="score", entity="entity", start="start", word="word")
     ),
@@ -141,6 +142,12 @@ _ASKING = {
 @click.option("--model", help="Served model to ask, NAME or NAME@VERSION.")
 @click.option("--top-k", type=click.IntRange(1), help="Number of results per text.")
 @click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable.")
+@click.option("--label", "candidate_labels", multiple=True, help="Own label; repeatable.")
+@click.option(
+    "--input-type",
+    type=click.Choice(["query", "document"]),
+    help="What the texts are for, which chooses the prompt of a model that embeds.",
+)
 @click.option("--pair", is_flag=True, help="Classify two texts as one pair.")
 @json_option
 def ask(
@@ -161,6 +168,7 @@ def ask(
       cloze ask fill-mask "Paris is the [MASK] of France."
       cloze ask classify "I love it" "I do not"
       cloze ask classify --pair "A man sleeps." "Somebody rests."
+      cloze ask zero-shot-classification "The room was loud." --label hotels --label sport
       cloze ask qa "Who died?" "The king was dead."
       cloze ask similarity "The king was dead." "The old king died." "A ship left."
     """
@@ -220,9 +228,17 @@ def _options(task: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     known = inspect.signature(_method(AsyncClient, task)).parameters
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     for name in given.keys() - known.keys():
-        option = "target" if name == "targets" else name.replace("_", "-")
-        fail(f"{task} has no option --{option}", code=2)
+        fail(f"{task} has no option --{_option(name)}", code=2)
+    for name in flags.keys() & known.keys() - given.keys():
+        if known[name].default is inspect.Parameter.empty:
+            fail(f"{task} needs the option --{_option(name)}", code=2)
     return given
+
+
+def _option(name: str) -> str:
+    """Return the name of the option for a parameter of the client's methods."""
+    repeated = {"targets": "target", "candidate_labels": "label"}
+    return repeated.get(name, name.replace("_", "-"))
 
 
 async def _answer(

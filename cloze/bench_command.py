@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,18 +14,17 @@ from click.core import ParameterSource
 
 from cloze.bench.peers import PEERS
 from cloze.bench.peers.sentence_transformers_peer import BACKENDS
-from cloze.bench_output import create_out, now, present, repeating_command, write
+from cloze.bench_output import create_out, present, write
+from cloze.bench_results import device_result, measure_mix, measure_run
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Precision
-from cloze.model_store.store import Store, StoreError
+from cloze.model_store.store import StoreError
 from cloze.options import json_option, store_option
 from cloze.tables import print_rows, report
 
 if TYPE_CHECKING:
-    from cloze.bench.device import DeviceFigures, DevicePlan
-    from cloze.bench.result import Result
-    from cloze.bench.run_options import RunOptions
+    pass
 
 
 _PROGRAMS = {"BINARY": "The program", "PYTHON": "Interpreter of an environment with"}
@@ -184,7 +183,7 @@ def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: boo
             f"{unknown[0]!r} is none of {', '.join(SIZES)}", param_hint="--sizes"
         )
     plan = DevicePlan(**arguments | {"device": Device(arguments["device"]), "sizes": sizes})
-    describe = partial(_device_result, plan, installed_versions())
+    describe = partial(device_result, plan, installed_versions())
 
     def save(figures: DeviceFigures) -> None:
         write(describe(figures), out)
@@ -198,33 +197,6 @@ def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: boo
     present(describe(figures), out, as_json=as_json)
     if figures.failed:
         fail(f"failed: {'; '.join(figures.failed)}; the lines above and the notes have the reasons")
-
-
-def _device_result(
-    plan: "DevicePlan", versions: dict[str, str], figures: "DeviceFigures"
-) -> "Result":
-    """Return the figures with the plan, the machine and the versions."""
-    from cloze.bench.device import gpu_name
-    from cloze.bench.machine import describe_machine
-    from cloze.bench.result import Result
-    from cloze.service.settings import available_cpus
-
-    gpu = {"GPU": name} if (name := gpu_name(plan.device)) else {}
-    return Result(
-        command=repeating_command(),
-        date=now(),
-        machine=gpu | describe_machine(available_cpus()),
-        versions={"Cloze": versions},
-        model=f"{', '.join(plan.sizes)}, embed, on {gpu.get('GPU', 'a CPU')}",
-        texts={
-            "from": "random words",
-            "lengths": "SQuAD 1.1's; short: mostly those of search questions",
-        },
-        turns=figures.turns,
-        starts=figures.starts,
-        cells=figures.cells,
-        notes=figures.notes,
-    )
 
 
 @bench.command()
@@ -328,43 +300,82 @@ def run(out: Path | None, as_json: bool, **arguments: Any) -> None:
         plan = Plan(**loads, arrivals=times, texts_per_request=each)
         options = RunOptions(**arguments, peers=peers, plan=plan)
         create_out(out)
-        result = _measure_run(options)
+        result = measure_run(options)
     except (BenchError, StoreError, StartupError, ValueError, OSError) as error:
         fail(str(error))
     present(result, out, as_json=as_json)
 
 
-def _measure_run(options: "RunOptions") -> "Result":
-    from cloze.bench.machine import describe_machine
-    from cloze.bench.result import Result
-    from cloze.bench.run import measure
-    from cloze.bench.run_options import Selection
-    from cloze.service.settings import available_cpus
+@bench.command()
+@click.argument("mix", type=click.Path(path_type=Path))
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    required=True,
+    help="Requests per second.",
+)
+@click.option(
+    "--pod-cores",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Cores of a pod.  [default: those of this machine]",
+)
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path),
+    metavar="NAME.json",
+    help="Result of `cloze bench run` with the texts of the mix, instead of a measurement.",
+)
+@click.option("--model", default="cloze-bert", help="Name of a bundle.")
+@store_option
+@click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Duration of each load."
+)
+@_out_option
+@json_option
+def pods(
+    mix: Path,
+    rate: float,
+    pod_cores: float | None,
+    measured: Path | None,
+    out: Path | None,
+    as_json: bool,
+    **arguments: Any,
+) -> None:
+    """Print how many pods serve a mix of requests.
 
-    selection = Selection.of(options)
-    open_first = next(iter(selection.engines.values()))
-    turns, starts, described = [], [], {}
-    for name, texts in selection.texts.items():
-        lengths = open_first(texts.texts).lengths
-        mean = sum(lengths) / len(lengths)
-        described[name] = f"({texts.source}; {len(lengths)} of {mean:.1f} tokens on average)"
-        engines = {title: partial(open_, texts.texts) for title, open_ in selection.engines.items()}
-        plan = replace(options.plan, label=name if len(selection.texts) > 1 else "")
-        measured = measure(engines, selection.servers, texts.texts, plan, report, lengths)
-        turns += measured.turns
-        starts += measured.starts
-    store = Store(options.model_store)
-    references = [store.manifest(name).reference for name in options.models]
-    return Result(
-        command=repeating_command(),
-        date=now(),
-        machine=describe_machine(available_cpus()),
-        versions=selection.versions,
-        model=f"{', '.join(references)}, {options.task}",
-        texts=described,
-        turns=turns,
-        starts=starts,
-    )
+    MIX is a CSV file with the columns `texts` (a file beside it with one text per line; or
+    questions, passages, mixed: random words) and `share`. Each kind is measured for itself, with 32
+    clients. A pod runs at 70 % of its cores, and one pod more may be lost or replaced.
+
+    \b
+    Example:
+      cloze bench pods mix.csv --rate 2000 --pod-cores 2
+    """
+    try:
+        from cloze.bench.errors import BenchError
+        from cloze.bench.pods import count_pods, read_mix
+        from cloze.bench.result import Result
+        from cloze.service.core import StartupError
+        from cloze.service.settings import available_cpus
+    except ModuleNotFoundError as error:
+        fail(f"bench needs {error.name}, {_INSTALL}")
+    try:
+        shares = read_mix(mix)
+        create_out(out)
+        result = Result.from_json(measured) if measured else measure_mix(shares, **arguments)
+        needed = count_pods(result, shares, rate, pod_cores or available_cpus())
+    except (BenchError, StoreError, StartupError, ValueError, OSError) as error:
+        fail(str(error))
+    write(result, out)
+    columns = ("share", "cpu_ms", "share x cpu_ms")
+    rows = [asdict(kind) | {columns[-1]: kind.share * kind.cpu_ms} for kind in needed.kinds]
+    if as_json:
+        figures = {"cpu_ms": needed.cpu_ms, "cores": needed.cores, "pods": needed.pods}
+        print_rows([{"kinds": rows} | figures], as_json=True)
+    else:
+        print_rows(rows, right=columns, headings=True)
+        click.echo(str(needed))
 
 
 @bench.command()

@@ -141,6 +141,11 @@ def _bulk_options(*own: Callable[[Any], Any]) -> Callable[[F], F]:
     click.option("--dimensions", type=click.IntRange(1), help="Leading dimensions to keep."),
     click.option("--normalize/--no-normalize", default=None, help="Scale vectors to length 1."),
     click.option("--prompt-name", help="Name of a prompt of the model, put before each text."),
+    click.option(
+        "--input-type",
+        type=click.Choice(["query", "document"]),
+        help="What the texts are for, which chooses the model's own prompt.",
+    ),
 )
 def embed(**options: Any) -> None:
     """Write the vector of each text to the column `embedding`.
@@ -177,6 +182,29 @@ def classify(**options: Any) -> None:
       cloze bulk classify reviews.csv --model my-classifier --output labels
     """
     _run("classify", options)
+
+
+@bulk.command("zero-shot-classification")
+@_bulk_options(
+    _text_option("text"),
+    _long_text_option("truncate"),
+    click.option(
+        "--label", "candidate_labels", multiple=True, required=True, help="Own label; repeatable."
+    ),
+    click.option(
+        "--template",
+        "hypothesis_template",
+        help="Sentence with {} in the label's place.  [default: This example is {}.]",
+    ),
+    click.option("--multi-label", is_flag=True, default=None, help="Judge each label alone."),
+)
+def zero_shot_classification(**options: Any) -> None:
+    """Write how well your own labels fit each text to the column `labels`, best first.
+
+    \b
+      cloze bulk zero-shot-classification mails.csv --label complaint --label order --output sorted
+    """
+    _run("zero-shot-classification", options)
 
 
 @bulk.command()
@@ -276,8 +304,9 @@ def _watcher(*, shown: bool) -> Iterator["Watcher"]:
     from cloze.bulk.run import Watcher
 
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+    columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not (shown and console.is_terminal)
+    with Progress(*columns, console=console, disable=hidden, expand=True) as bar:
         rows = bar.add_task("rows", total=None)
         yield Watcher(
             report=report,

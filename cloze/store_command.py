@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cloze.failing import fail
+from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Architecture, Embedding, Gate, Manifest, Parity
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
@@ -71,13 +72,16 @@ def _age(created: datetime) -> str:
 
 @store.command()
 @click.argument("reference", metavar="NAME[@VERSION]")
-@click.option("--json", "as_json", is_flag=True, help="Print the whole manifest as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the manifest as JSON, and its embedding spaces."
+)
 @store_option
 def show(reference: str, as_json: bool, model_store: Path) -> None:
     """Print a bundle's manifest: sizes, tasks, source, operators and parity."""
     manifest = _or_fail(lambda: Store(model_store).manifest(reference))
     if as_json:
-        click.echo(json.dumps(manifest.model_dump(mode="json"), indent=2))
+        values = manifest.model_dump(mode="json")
+        click.echo(json.dumps(values | {"embedding_spaces": _spaces(manifest)}, indent=2))
     else:
         click.echo(_describe(manifest))
 
@@ -156,6 +160,7 @@ def _describe(manifest: Manifest) -> str:
         rows[precision] = f"{measured(gate)}, beside the checkpoint as it came"
     if manifest.embedding is not None:
         rows["embedding"] = _describe_embedding(manifest.embedding)
+        rows["spaces"] = _describe_spaces(manifest)
     return "\n".join(f"{title:<10} {text}" for title, text in rows.items())
 
 
@@ -178,6 +183,20 @@ def _describe_embedding(recipe: Embedding) -> str:
         f"{recipe.dimensions} dimensions, {' + '.join(recipe.poolings)} pooling, {scaled}, "
         f"{recipe.max_tokens} tokens{prompts}"
     )
+
+
+def _describe_spaces(manifest: Manifest) -> str:
+    spaces = _spaces(manifest)
+    return ", ".join(f"{space or 'not named'} ({name})" for name, space in spaces.items())
+
+
+def _spaces(manifest: Manifest) -> dict[str, str | None]:
+    """Return the name of the space of a bundle's own vectors, by the precision of the graph."""
+    if (recipe := own_recipe(manifest)) is None:
+        return {}
+    graphs = [manifest.graph, *(lower.graph for lower in manifest.lower_precisions())]
+    precisions = [str(graph.precision) for graph in graphs]
+    return {name: embedding_space(manifest, name, recipe) for name in precisions}
 
 
 def _or_fail(call: Callable[[], T]) -> T:

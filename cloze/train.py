@@ -4,15 +4,19 @@ Training packages are imported inside the commands, because a serving installati
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from cloze.model_store.store import Store
+from cloze.options import store_option
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
     FILE,
     FOLDER,
+    Command,
     corpus_option,
     device_options,
     held_out_option,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
         QuestionsRecipe,
     )
     from cloze.export.train.run_options import RunOptions
+    from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 
 
 @click.group()
@@ -149,6 +154,138 @@ def finetune_qa(
     from cloze.export.train.questions import finetune_questions
 
     return finetune_questions(source, list(questions), recipe, options)
+
+
+labelled_option = click.option(
+    "--labelled",
+    multiple=True,
+    required=True,
+    type=FILE,
+    help="JSON Lines: text, label or labels, perhaps text_pair; also .xz; may be repeated.",
+)
+tagged_option = click.option(
+    "--tagged",
+    multiple=True,
+    required=True,
+    type=FILE,
+    help="JSON Lines: tokens and tags (IOB2); or columns: a word, its tag; may be repeated.",
+)
+
+
+def held_out_files(name: str) -> Callable[[Command], Command]:
+    """Return the option of the files of rows that a run is measured on."""
+    return click.option(
+        f"--held-out-{name}",
+        "held_out",
+        multiple=True,
+        type=FILE,
+        help="Rows to measure on. [default: the recipe's share of the others]",
+        show_default=False,
+    )
+
+
+@train.command("finetune-classify")
+@click.argument("source")
+@labelled_option
+@held_out_files("labelled")
+@store_option
+@run_command("LabelsRecipe", "finetune-classify", "task_recipe")
+def finetune_classify(
+    recipe: "LabelsRecipe",
+    options: "RunOptions",
+    source: str,
+    labelled: tuple[Path, ...],
+    held_out: tuple[Path, ...],
+    model_store: Path,
+) -> Path:
+    """Fine-tune SOURCE, a checkpoint or bundle:NAME, for labels of texts or pairs.
+
+    A label that is a string is one of several classes; a list of labels is any number of them; a
+    number is predicted (regression).
+
+    \b
+    Example:
+      cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
+    """
+    from cloze.export.train.label_tasks import RowFiles, finetune_labels
+    from cloze.export.train.start import open_start
+
+    checkpoint = open_start(source, Store(model_store))
+    return finetune_labels(checkpoint, RowFiles(labelled, held_out), recipe, options)
+
+
+@train.command("finetune-tokens")
+@click.argument("source")
+@tagged_option
+@held_out_files("tagged")
+@store_option
+@run_command("TagsRecipe", "finetune-tokens", "task_recipe")
+def finetune_tokens(
+    recipe: "TagsRecipe",
+    options: "RunOptions",
+    source: str,
+    tagged: tuple[Path, ...],
+    held_out: tuple[Path, ...],
+    model_store: Path,
+) -> Path:
+    """Fine-tune SOURCE, a checkpoint or bundle:NAME, for tags of words, such as entities.
+
+    \b
+    Example:
+      cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
+    """
+    from cloze.export.train.label_tasks import RowFiles, finetune_tags
+    from cloze.export.train.start import open_start
+
+    checkpoint = open_start(source, Store(model_store))
+    return finetune_tags(checkpoint, RowFiles(tagged, held_out), recipe, options)
+
+
+@train.command("finetune-tasks")
+@click.option(
+    "--from", "source", metavar="SOURCE", required=True, help="A checkpoint, or bundle:NAME."
+)
+@click.option(
+    "--data", type=FOLDER, required=True, help="Folder of the files that the recipe names."
+)
+@click.option("--alone", is_flag=True, help="Also train each task alone, and compare.")
+@click.option(
+    "--compare",
+    multiple=True,
+    metavar="TASK=RUN",
+    help="Compare a task with the run in this folder; may be repeated.",
+)
+@store_option
+@run_command("TasksRecipe", None, "task_recipe")
+def finetune_tasks(
+    recipe: "TasksRecipe",
+    options: "RunOptions",
+    source: str,
+    data: Path,
+    alone: bool,
+    compare: tuple[str, ...],
+    model_store: Path,
+) -> Path:
+    """Fine-tune one encoder for all tasks of TASKS.toml at once.
+
+    Each batch is of one task, in proportion to the square root of the size of its set. The run
+    ends with the figure of each task and what it gained or lost against training alone.
+
+    \b
+    Example:
+      cloze train finetune-tasks tasks.toml --from my-run/checkpoint --data data --out tasks-run
+    """
+    from cloze.export.train.joint import finetune_tasks as run
+    from cloze.export.train.start import open_start
+
+    runs = {}
+    for pair in compare:
+        name, equals, folder = pair.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{pair!r} is not TASK=RUN", param_hint="--compare")
+        runs[name] = Path(folder)
+    checkpoint = open_start(source, Store(model_store))
+    return run(checkpoint, data, recipe, options, alone=alone, runs=runs)
 
 
 @train.command("average")

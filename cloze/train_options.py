@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -63,8 +64,10 @@ def held_out_option(default: float, use: str) -> Callable[[Command], Command]:
     )
 
 
-def recipe_option(default: str) -> Callable[[Command], Command]:
-    """Return the option of a run's recipe."""
+def recipe_option(default: str | None) -> Callable[[Command], Command]:
+    """Return the option of a run's recipe, or its argument if there is no default."""
+    if default is None:
+        return click.argument("recipe", metavar="TASKS.toml")
     return click.option(
         "--recipe", default=default, help="A TOML file, or the name of a recipe of the package."
     )
@@ -84,14 +87,17 @@ def device_options(command: Command) -> Command:
     return device(threads(command))
 
 
-def run_command(kind: str, default: str) -> Callable[[Command], Command]:
+def run_command(
+    kind: str, default: str | None, module: str = "recipe"
+) -> Callable[[Command], Command]:
     """Make a function a command that runs a recipe and prints where its checkpoint is.
 
     The function gets the recipe and the options of the run before the command's own arguments.
 
     Args:
-        kind: name of the recipe's type in `cloze.export.train.recipe`.
-        default: name of the recipe that runs if the user names none.
+        kind: name of the recipe's type.
+        default: name of the recipe that runs if the user names none; None: the user must.
+        module: module of ``cloze.export.train`` with the type.
     """
 
     def make(run: Callable[..., Path]) -> Command:
@@ -106,11 +112,11 @@ def run_command(kind: str, default: str) -> Callable[[Command], Command]:
             license_name: str | None,
             **arguments: Any,
         ) -> None:
-            from cloze.export.train import recipe as recipes
             from cloze.export.train.recipe_files import load_recipe
             from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
 
+            recipes = import_module(f"cloze.export.train.{module}")
             settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
             opened = open_device(device, threads)
             options = RunOptions(out, opened, print_event, license=license_name)

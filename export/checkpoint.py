@@ -1,8 +1,10 @@
 """Loads a checkpoint: a Hugging Face or sentence-transformers directory, or a hub id."""
 
+import hashlib
+import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,13 @@ from cloze.export.checkpoint_files import (
     read_tensors,
     weight_files,
 )
-from cloze.export.embedding_recipe import EmbeddingRecipe, encoder_folder, read_recipe
+from cloze.export.embedding_recipe import (
+    EmbeddingRecipe,
+    describe_steps,
+    encoder_folder,
+    read_recipe,
+    with_activation,
+)
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
@@ -72,6 +80,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
     family, config, settings = _read_config(folder)
+    settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
     if recipe is not None and recipe.lowercase:
@@ -96,7 +105,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         heads=tuple(head.head for head in heads),
         default_heads=_default_heads(heads, declares_pooling=recipe is not None),
         options=read_head_options(heads, settings),
-        source=_source(files, weights),
+        source=_source(files, weights, config),
         license=_license(card),
         card=card,
         notes=tuple(notes),
@@ -123,7 +132,7 @@ def _broken_promise(
     return ""
 
 
-def _read_config(folder: Path) -> tuple[Family, EncoderConfig, Mapping[str, Any]]:
+def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
     settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
@@ -204,13 +213,31 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     return tuple(head.head for head in chosen if head.by_default)
 
 
-def _source(files: CheckpointFiles, weights: list[Path]) -> Source:
+def _source(files: CheckpointFiles, weights: list[Path], config: EncoderConfig) -> Source:
     return Source(
         kind=files.kind,
         location=files.location,
         revision=files.revision,
         weights_sha256=sha256_of(*weights),
+        settings_sha256=_settings_sha256(files.folder, config),
     )
+
+
+def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
+    """Return the digest of what moves vectors beside the encoder's weights.
+
+    A setting with its default value is left out, so that a release with a new setting returns the
+    digests of earlier releases.
+    """
+    settings = {
+        setting.name: value
+        for setting in fields(config)
+        if (value := getattr(config, setting.name)) != setting.default
+        and setting.name != "dropout"  # of training
+    }
+    # Sets are written in order.
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=sorted)
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def _read_card(folder: Path) -> str | None:

@@ -11,10 +11,12 @@ from torch import Tensor
 from cloze.export.checkpoint_files import (
     SENTENCE_SETTINGS,
     read_settings,
+    weight_files,
 )
 from cloze.export.embedding_steps import Step, UnitLength, read_norm, read_projection
 from cloze.export.errors import ExportError
 from cloze.model_store.heads import Pooling
+from cloze.model_store.plain_files import sha256_of
 
 POOLING_FLAGS = {
     "pooling_mode_cls_token": Pooling.CLS,
@@ -98,8 +100,8 @@ def encoder_folder(folder: Path) -> Path:
 def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     """Return the recipe of a sentence-transformers directory; None for another directory.
 
-    A directory of a sparse encoder has no recipe: its weights are those of the masked-language
-    model, as in a directory without modules.
+    A directory of a sparse encoder or of a reranker has no recipe: its weights are those of the
+    masked-language model or of the classifier, as in a directory without modules.
 
     Raises:
         ExportError: this release cannot reproduce a module or a setting.
@@ -109,6 +111,8 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         return None
     if modules[-1][0] == "SpladePooling":
         _check_splade(folder, modules)
+        return None
+    if [kind for kind, _ in modules] == ["Transformer"]:
         return None
     poolings, steps, normalize = _read_modules(folder, modules)
     max_tokens, lowercase = _sentence_settings(encoder_folder(folder))
@@ -129,6 +133,18 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         default_prompt=default if default in prompts else None,
         lowercase=lowercase,
     )
+
+
+def with_activation(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a ``config.json`` with the activation of a reranker's scores.
+
+    In a directory with modules, sentence-transformers keeps it in a file of its own, which goes
+    before ``config.json``.
+    """
+    declared = read_settings(folder / "config_sentence_transformers.json").get("activation_fn")
+    if not _modules(folder) or not str(declared).startswith("torch."):
+        return settings
+    return settings | {"sentence_transformers": {"activation_fn": declared}}
 
 
 def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
@@ -182,6 +198,19 @@ def _read_modules(
         raise ExportError("modules.json names no Pooling module")
     normalize = bool(steps) and isinstance(steps[-1], UnitLength)
     return poolings, steps[:-1] if normalize else steps, normalize
+
+
+def describe_steps(folder: Path) -> list[Any]:
+    """Return each module after the pooling: its class, its settings and the hash of its weights."""
+    described: list[Any] = []
+    for kind, path in _modules(folder):
+        if kind in _STEPS:
+            module = folder / path
+            has_weights = kind != "Normalize"
+            weights = sha256_of(*weight_files(module)) if has_weights else None
+            described.append([kind, read_settings(module / "config.json"), weights])
+    ends_normalised = bool(described) and described[-1][0] == "Normalize"  # a part of the recipe
+    return described[:-1] if ends_normalised else described
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
@@ -17,7 +18,7 @@ from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
-from cloze.model_store.error_lines import first_line
+from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.", "layers.")
@@ -73,12 +74,47 @@ def load_model(
 def read_head_options(
     heads: Iterable[ExportHead], settings: Mapping[str, Any]
 ) -> dict[str, Frozen]:
-    """Return the options of heads from a ``config.json``, by head name."""
-    return {
-        head.head.name: head.read_options(settings)
-        for head in heads
-        if head.read_options is not None
-    }
+    """Return the options of heads from a ``config.json``, by head name.
+
+    Raises:
+        ExportError: a head's settings are malformed.
+    """
+    options: dict[str, Frozen] = {}
+    for head in heads:
+        if head.read_options is not None:
+            section = head_sections(settings).get(head.head.name)
+            options[head.head.name] = (
+                head.read_options(settings) if section is None else _parse_section(head, section)
+            )
+    return options
+
+
+HEAD_SECTIONS = "cloze_heads"
+"""Settings of heads that transformers' ``config.json`` has no place for, by head name.
+
+transformers has one set of labels per checkpoint.
+"""
+
+
+def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of heads under `HEAD_SECTIONS`.
+
+    Raises:
+        ExportError: they are no object.
+    """
+    sections = settings.get(HEAD_SECTIONS, {})
+    if not isinstance(sections, dict):
+        raise ExportError(f"config.json: {HEAD_SECTIONS} must be an object")
+    return sections
+
+
+def _parse_section(head: ExportHead, section: Any) -> Frozen:
+    assert head.head.options is not None
+    try:
+        return head.head.options.model_validate(section)
+    except ValidationError as error:
+        place = f"{HEAD_SECTIONS}.{head.head.name}"
+        raise ExportError(f"config.json: {place}: {first_problem(error)}") from None
 
 
 def _rename(
@@ -93,6 +129,8 @@ def _rename(
         if not targets and not theirs.endswith("position_ids"):
             unknown.append(theirs)
         for target in targets:
+            if target.name in tensors and target.name != theirs:
+                continue  # the head has a tensor of its own, see `Family.write`
             value, ours = _converted(target, theirs, tensor), target.name
             if target.is_added:
                 added[ours] = value
@@ -129,12 +167,15 @@ def _converted(target: Target, theirs: str, tensor: Tensor) -> Tensor:
 def _possible_heads(family: Family, settings: Mapping[str, Any]) -> list[ExportHead]:
     """Return the heads with modules that the classes of a ``config.json`` allow."""
     architectures = [a for a in settings.get("architectures") or [] if isinstance(a, str)]
+    sections = head_sections(settings)
     return [
         head
         for head in EXPORT_HEADS.values()
         if head.module is not None
         and (
-            (end := _class_of(head, family)) is None or any(a.endswith(end) for a in architectures)
+            (end := _class_of(head, family)) is None
+            or head.head.name in sections
+            or any(a.endswith(end) for a in architectures)
         )
     ]
 

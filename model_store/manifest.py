@@ -21,8 +21,17 @@ from pydantic import (
 )
 
 from cloze.model_store.error_lines import first_problem
-from cloze.model_store.heads import HEADS, GraphSpec, Head, embedding, heads_of_tasks, masked_lm
+from cloze.model_store.heads import (
+    HEADS,
+    GraphSpec,
+    Head,
+    embedding,
+    heads_of_tasks,
+    masked_lm,
+    sequence_classification,
+)
 from cloze.model_store.heads.head import Frozen, ModelSizes
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import (
     MAX_FILES,
@@ -43,6 +52,7 @@ from cloze.model_store.sections import (
     MeasuredParity,
     Parity,
     Precision,
+    Role,
     Rows,
     Source,
     StoredFile,
@@ -69,6 +79,7 @@ __all__ = [
     "Manifest",
     "Parity",
     "Precision",
+    "Role",
     "Source",
     "StoredFile",
     "TokenizerSpec",
@@ -288,12 +299,17 @@ class Manifest(BundleSpec):
         So the digests of their bundles stay, and they open ours.
         """
         fields: dict[str, Any] = {}
+        labels = self.heads.get(sequence_classification.HEAD.name)
         if not self.heads:
             fields["heads"] = True
+        elif isinstance(labels, SequenceLabels) and labels.raw_scores is None:
+            fields["heads"] = {sequence_classification.HEAD.name: {"raw_scores"}}
         if self.tables is None:
             fields["tables"] = True
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
+        if self.source.settings_sha256 is None:
+            fields["source"] = {"settings_sha256"}
         if self.embedding is not None and not self.embedding.further_poolings:
             fields["embedding"] = {"further_poolings"}
         return fields

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -124,6 +124,11 @@ class Source(Frozen):
     location: str = Field(description="the directory's name, or the hub id")
     revision: str | None = Field(description="the hub's commit; none for a directory")
     weights_sha256: Sha256
+    settings_sha256: Sha256 | None = Field(
+        None,
+        description="digest of the encoder's settings and of the layers after the pooling; null in "
+        "bundles of earlier releases",
+    )
 
 
 class TokenizerSpec(Frozen):
@@ -158,6 +163,20 @@ class TokenizerSpec(Frozen):
         return self
 
 
+class Role(StrEnum):
+    """What a text is for in a search: models may have another prompt for each role."""
+
+    QUERY = "query"
+    DOCUMENT = "document"
+
+
+_PROMPTS_OF_ROLES: Final = {
+    Role.QUERY: ("query",),
+    Role.DOCUMENT: ("document", "passage", "corpus"),
+}
+"""The prompts of each role, as ``encode_query`` and ``encode_document`` look for them."""
+
+
 class Embedding(Frozen):
     """How the task ``embed`` pools, and the prompts that its users may name."""
 
@@ -180,6 +199,20 @@ class Embedding(Frozen):
     def poolings(self) -> tuple[Pooling, ...]:
         """All poolings, in the order of their vectors."""
         return (self.pooling, *self.further_poolings)
+
+    def prompt_of(self, role: Role) -> str | None:
+        """Return the name of the prompt of a role, by the names of sentence-transformers.
+
+        A model without such a prompt has its default prompt for the role, or none.
+        """
+        named = (name for name in _PROMPTS_OF_ROLES[role] if name in self.prompts)
+        return next(named, self.default_prompt)
+
+    @property
+    def roles_differ(self) -> bool:
+        """Whether queries and documents have different prompts, or other ones than other texts."""
+        texts = {self.prompts.get(self.prompt_of(role) or "", "") for role in Role}
+        return texts != {self.prompts.get(self.default_prompt or "", "")}
 
     @model_validator(mode="after")
     def _default_is_known(self) -> Self:

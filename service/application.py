@@ -126,7 +126,10 @@ def create_app(
         allow_origins=settings.cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["authorization", "content-type", "x-request-id", "x-request-timeout-ms"],
-        expose_headers=["x-request-id", "x-model", "x-truncated", "retry-after", "retry-after-ms"],
+        expose_headers=[
+            *("x-request-id", "x-model", "x-truncated", "x-score-kind"),
+            *("retry-after", "retry-after-ms"),
+        ],
     )
 
 

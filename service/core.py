@@ -104,6 +104,10 @@ class WrongTask(RequestError):
     """The model has no head for the task."""
 
 
+class OtherEmbeddingSpace(RequestError):
+    """The vectors would not be in the space that the request expects."""
+
+
 class ReloadRefused(RequestError):
     """The server cannot serve what the store, the keys or the certificate now hold."""
 

@@ -9,15 +9,18 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
+from cloze.model_store.embedding_space import VectorRecipe, embedding_space
 from cloze.model_store.heads import HEADS
 from cloze.service.abandonment import run_on_thread
 from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import (
     BatchResult,
+    OtherEmbeddingSpace,
     Overloaded,
     ServiceError,
     ShuttingDown,
@@ -44,6 +47,9 @@ _NOTHING_RUN: Final = BatchResult([], 0.0, 0.0)
 _INLINE_RESULTS = 64
 """Most results that are decoded on the event loop; decoding and writing one takes about 10 us."""
 
+_SPACES = 128
+"""Recipes of vectors whose spaces a model remembers."""
+
 
 class TaskResult(NamedTuple):
     """The result of a task call, with its cost; see `PreparedRequest`.
@@ -52,6 +58,8 @@ class TaskResult(NamedTuple):
         value: the return value of `Task.decode`.
         tokens: number of tokens that the engine ran, special tokens included.
         is_large: whether writing the value may take milliseconds.
+        embedding_space: name of the space of the value's vectors; None: it has none, or the bundle
+            does not say enough.
     """
 
     value: Any
@@ -62,6 +70,7 @@ class TaskResult(NamedTuple):
     texts: int = 1
     is_large: bool = False
     usage: Sequence[TextUsage] | None = None
+    embedding_space: str | None = None
 
 
 def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
@@ -144,6 +153,8 @@ class Pipeline:
         self.reference = self.manifest.reference
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
+        # Naming a space takes 10 us, and most requests have the same recipe.
+        self._spaces = lru_cache(_SPACES)(partial(embedding_space, self.manifest))
 
     async def run(
         self,
@@ -153,6 +164,7 @@ class Pipeline:
         size: int,
         terms: Submission,
         before_large: Callable[[], Awaitable[None]] = _at_once,
+        expected_space: str | None = None,
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
@@ -161,7 +173,7 @@ class Pipeline:
 
         The terms are what the request submits, without its encodings. A request of many bytes (the
         size) is tokenized and decoded on a thread, and `before_large` runs before a large result is
-        decoded.
+        decoded. A result with vectors is refused if they are not in the expected space.
 
         Raises:
             ServiceError: the request gets no result.
@@ -175,6 +187,8 @@ class Pipeline:
         else:
             prepared = await run_on_thread(task.prepare, *call, self.context)
         tokenized = time.monotonic()
+        if expected_space is not None and self.model.precision():
+            self._check_space(prepared.vectors, expected_space)
         # A drain began later than the request, if it has begun.
         submission = terms._replace(encodings=prepared.encodings, accepted=True)
         batch = await self._outputs(submission)
@@ -188,6 +202,8 @@ class Pipeline:
             outputs, queue_s, inference_s = await self._outputs(submission)
             tokens += submission.tokens
             batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
+        if expected_space is not None:  # an engine that ran has a precision
+            self._check_space(prepared.vectors, expected_space)
         is_large = last.results > _INLINE_RESULTS
         if is_large:
             await before_large()
@@ -204,7 +220,20 @@ class Pipeline:
             texts=prepared.texts,
             is_large=is_large,
             usage=prepared.usage,
+            embedding_space=self.embedding_space(prepared.vectors),
         )
+
+    def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
+        """Return the name of the space of vectors, on the graph that runs; None for no vectors."""
+        return None if recipe is None else self._spaces(self.model.precision(), recipe)
+
+    def _check_space(self, recipe: VectorRecipe | None, expected: str) -> None:
+        """Raise `OtherEmbeddingSpace` for vectors that are not in the expected space."""
+        if recipe is not None and (space := self.embedding_space(recipe)) != expected:
+            raise OtherEmbeddingSpace(
+                f"the request expects vectors of the embedding space {expected[:80]!a}; those of "
+                f"{self.reference} are in {space or 'one that its bundle does not name'}"
+            )
 
     async def _outputs(self, submission: Submission) -> BatchResult:
         """Return the outputs of one round; a task that needs no engine has no encodings.
@@ -316,6 +345,8 @@ class Models:
         serving = self.serving(task) if serving is None else serving
         if name is None:
             if not serving:
+                if reason := self._missing(task, self.pipelines):
+                    raise WrongTask(f"no served model can do {task.name}: {reason}")
                 wanted = "".join(f" --task {HEADS[head].task}" for head in task.heads)
                 raise WrongTask(
                     f"no served model can do {task.name}; export one from a checkpoint that has "
@@ -324,7 +355,17 @@ class Models:
             return serving[0]
         named = self.named(name)
         if named not in serving:
+            reason = self._missing(task, [named])
             raise WrongTask(
-                f"model {name} cannot do {task.name}; it does {', '.join(self.tasks_of(named))}"
+                f"model {name} cannot do {task.name}"
+                + (f": {reason}" if reason else f"; it does {', '.join(self.tasks_of(named))}")
             )
         return named
+
+    @staticmethod
+    def _missing(task: Task, pipelines: Iterable[Pipeline]) -> str:
+        """Return why models with the heads of a task do not do it; "" if there is none."""
+        for pipeline in pipelines:
+            if task.has_heads(pipeline.manifest) and (why := task.missing(pipeline.manifest)):
+                return f"{pipeline.reference} classifies, but {why}"
+        return ""

@@ -33,6 +33,7 @@ COMPUTING = {
     for name in (
         "answers",
         "audit",
+        "awkward_lines",
         "balancer",
         "bulk",
         "callers",
@@ -45,6 +46,7 @@ COMPUTING = {
         "deploy",
         "doctor",
         "embed_layers",
+        "embedding_space",
         "families",
         "fetch",
         "fill_mask",
@@ -79,6 +81,7 @@ COMPUTING = {
         "reload",
         "repository",
         "request_path",
+        "rerankers",
         "schedules",
         "score",
         "security",
@@ -105,6 +108,7 @@ COMPUTING = {
         "vectors",
         "weights",
         "wheel",
+        "zero_shot",
     )
 }
 """Files whose tests pass on a busy machine. `make test` runs them side by side."""
@@ -267,13 +271,17 @@ def every_task_store(
     from tests import tiny
 
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
-    labels = {0: "O", 1: "B-PER", 2: "I-PER"}
-    for kind, model in (
-        ("bert-classifier", BertForSequenceClassification),
-        ("bert-tagger", BertForTokenClassification),
+    for kind, model, labels in (
+        (
+            "bert-classifier",
+            BertForSequenceClassification,
+            ["contradiction", "neutral", "entailment"],
+        ),
+        ("bert-tagger", BertForTokenClassification, ["O", "B-PER", "I-PER"]),
     ):
         tiny.CLASSES[kind] = model
-        export(str(tiny.save_checkpoint(folder / kind, kind, id2label=labels)), kind, Store(root))
+        named = dict(enumerate(labels))
+        export(str(tiny.save_checkpoint(folder / kind, kind, id2label=named)), kind, Store(root))
     tasks = ("fill-mask", "nsp", "embed", "embed-all", "embed-layers", "sparse")
     most = ExportOptions(tasks=tasks)
     export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)

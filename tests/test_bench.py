@@ -409,6 +409,48 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     assert {row["load"] for row in rows} == set(found.loads())
 
 
+def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> None:
+    (tmp_path / "mix.csv").write_text("texts,share\nquestions,30\nmine.txt,10\n")
+    (tmp_path / "mine.txt").write_text("the water of the house\n" * 20)
+    command = ["bench", "pods", str(tmp_path / "mix.csv"), "--rate", "500", "--json"]
+    command += ["--model", "bert", "--model-store", str(tiny_store), "--seconds", "0.2"]
+    done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "mine")])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    shares = {kind["texts"]: kind["share"] for kind in answer["kinds"]}
+    assert shares == {"questions": 0.75, "mine": 0.25}
+    measured = Result.from_json(tmp_path / "mine.json")
+    for kind in answer["kinds"]:
+        assert kind["cpu_ms"] == measured.median(
+            "bert server", f"closed 32 {kind['texts']}", "cpu_ms"
+        )
+    assert answer["cores"] == pytest.approx(500 * answer["cpu_ms"] / 1000)
+    again = CliRunner().invoke(cli, [*command, "--measured", str(tmp_path / "mine.json")])
+    assert json.loads(again.stdout) == answer
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("kind,share\na,1\n", "is not CSV with the columns 'texts' and 'share'"),
+        ("texts,share\n", "has no kind of request"),
+        ("texts,share\na.txt,1\na.txt,1\n", "one kind twice"),
+        ("texts,share\na.txt,-1\n", "the share of 'a.txt' is '-1', no number above 0"),
+        ("texts,share\na.txt,much\n", "is 'much', no number above 0"),
+        ("texts,share\na.txt\n", "is '', no number above 0"),
+        ("texts,share\nnowhere.txt,1\n", "the result has no 'nowhere' (it has any)"),
+    ],
+)
+def test_a_mix_that_cannot_be_read_is_one_line(content: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "mix.csv").write_text(content)
+    server = replace(turns("one", [1.0])[0], engine="engine")
+    (tmp_path / "measured.json").write_text(replace(result(server), texts={"any": ""}).to_json())
+    command = ["bench", "pods", str(tmp_path / "mix.csv"), "--rate", "1"]
+    done = CliRunner().invoke(cli, [*command, "--measured", str(tmp_path / "measured.json")])
+    assert (done.exit_code, line in done.stderr) == (1, True), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

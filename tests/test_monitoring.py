@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from cloze.bench.result import Load, LoadKind, Result, Turn
+from cloze.cli import cli
 from tests.certificates import make_certificate
 from tests.kustomize import Object, of_kind, rendered
 from tests.ports import free_port
@@ -230,6 +234,30 @@ def test_the_example_of_how_many_pods_is_what_was_measured() -> None:
     assert f"= {cores:.1f} cores" in text
     pods = math.ceil(cores / (2 * 0.7))
     assert f"so {pods} pods, and one more: {pods + 1}" in text
+    assert said_by_the_command({kind: (share, cost) for kind, share, cost in rows}) == (
+        f"2,000 x {total_ms:.2f} ms = {cores:.1f} cores; "
+        f"pods of 2 cores at 70%: {pods}, and one more: {pods + 1}"
+    )
+
+
+def said_by_the_command(kinds: dict[str, tuple[str, str]]) -> str:
+    """Return the last line of `cloze bench pods` for measured kinds: (share, CPU ms) by name."""
+    turns = [
+        Turn("bert server", f"closed {clients} {kind}", 0, 1.0, answered=1000, cpu_s=cpu_s,
+             engine="bert engine", arrivals=Load(LoadKind.CLOSED, clients, kind))
+        for kind, (_, cost_ms) in kinds.items()
+        for clients, cpu_s in ((1, 99.0), (32, float(cost_ms)))
+    ]  # fmt: skip
+    result = Result("", "", {"cores": "2"}, {}, "bert", dict.fromkeys(kinds, ""), turns, [])
+    with TemporaryDirectory() as folder:
+        measured, mix = Path(folder) / "measured.json", Path(folder) / "mix.csv"
+        measured.write_text(result.to_json())
+        rows = "".join(f"{kind}.txt,{share}\n" for kind, (share, _) in kinds.items())
+        mix.write_text(f"texts,share\n{rows}")
+        command = ["bench", "pods", str(mix), "--rate", "2000", "--pod-cores", "2"]
+        done = CliRunner().invoke(cli, [*command, "--measured", str(measured)])
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()[-1]
 
 
 def test_keda_finds_one_number(prometheus: Scraped) -> None:

@@ -56,7 +56,9 @@ QUESTIONS = {
     "prometheus": "docs/monitoring.html",
     "alerts": "docs/monitoring.html#alerts",
     "logs": "docs/deployment.html#logs",
+    "reload": "docs/reliability.html#reload",
     "reload models": "docs/reliability.html#reload",
+    "store": "docs/commands.html#cloze-store",
     "quantize": "docs/export.html#precision-quantize-to-int8-or-fp16",
     "fine-tune": "docs/questions.html#how-do-i-fine-tune-a-model",
     "rerank": "docs/api.html#post-rerank",
@@ -110,6 +112,8 @@ def test_the_search_finds_what_users_ask(site: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
+    index = (site / "search.json").read_text()
+    assert (site / "search.js").read_text() == f"var __index = {index};", "pages read from files"
     found = printed([node, str(CLIENTS / "search.mjs"), str(site), *QUESTIONS])
     missed = {
         question: found[question]

@@ -81,18 +81,32 @@ def unigram(*, splits_first: bool = True) -> Tokenizer:
     return tokenizer
 
 
-def wordpiece() -> Tokenizer:
+def mpnet_wordpiece() -> Tokenizer:
+    """As MPNet's: WordPiece, four special tokens in a pair, no token types."""
+    tokenizer = wordpiece((*_SPECIAL, "[UNK]"))
+    tokenizer.add_special_tokens([_MASK])
+    tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), trim_offsets=True, add_prefix_space=False
+    )
+    return tokenizer
+
+
+def wordpiece(
+    special: tuple[str, ...] = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+) -> Tokenizer:
     """As BERT's: WordPiece, three special tokens in a pair, two token types."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=list(special), show_progress=False
     )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    if "[CLS]" in special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
     return tokenizer

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--tei", help="the program text-embeddings-inference")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--turns", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     store = arguments.work / "store"
     for family in arguments.families:

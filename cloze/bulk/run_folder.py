@@ -36,6 +36,7 @@ class ShardReport:
         truncated: number of rows whose text was cut.
         tokens: number of tokens that the engine ran.
         first_error: the first error with its row; "" without errors.
+        embedding_space: name of the space of the vectors; "" without vectors.
     """
 
     shard: int
@@ -45,6 +46,7 @@ class ShardReport:
     tokens: int
     precision: str
     first_error: str = ""
+    embedding_space: str = ""
 
 
 class RunFolder:

@@ -19,6 +19,7 @@ class Summary:
         texts_per_s: answered rows of this run per second.
         tokens_per_s: tokens of this run per second.
         first_error: the file of the first row with an error, the row and the error.
+        embedding_spaces: names of the spaces of the vectors; none without vectors.
     """
 
     output: str
@@ -33,6 +34,7 @@ class Summary:
     texts_per_s: float
     tokens_per_s: float
     first_error: str
+    embedding_spaces: list[str]
 
     def lines(self) -> list[str]:
         """Return the summary for a person."""
@@ -46,10 +48,12 @@ class Summary:
             done = "nothing was left to do"
         rows, files = _counted(self.rows, "row"), _counted(self.files, "file")
         errors, cut = _counted(self.errors, "row"), _counted(self.truncated, "text")
+        spaces = ", ".join(self.embedding_spaces)
+        space = f", embedding space {spaces}" * bool(spaces)
         return [
             f"{rows} in {files} in {self.output}{resumed}",
             f"{errors} with an error, {cut} cut",
-            f"{done}; {self.model}, {', '.join(self.precisions)}",
+            f"{done}; {self.model}, {', '.join(self.precisions)}{space}",
         ]
 
 
@@ -76,6 +80,7 @@ def summarize(
         texts_per_s=round(answered * per_s, 1),
         tokens_per_s=round(sum(report.tokens for report in reports) * per_s, 1),
         first_error=next((_located(job, r) for r in both if r.first_error), ""),
+        embedding_spaces=sorted({r.embedding_space for r in both if r.embedding_space}),
     )
 
 

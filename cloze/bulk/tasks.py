@@ -91,6 +91,15 @@ BULK_TASKS: Final[dict[str, BulkTask]] = {
         _labels,
         lambda _: "a",
     ),
+    "zero-shot-classification": BulkTask(
+        TASKS["zero-shot-classification"],
+        ("text",),
+        "labels",
+        _structs(LabelScore),
+        _first,
+        _labels,
+        lambda _: "a",
+    ),
     "qa": BulkTask(
         TASKS["qa"],
         ("question", "context"),

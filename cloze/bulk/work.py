@@ -93,7 +93,9 @@ class BulkWorker:
             try:
                 await self._write_rows(shard, writer, report)
             finally:
-                await asyncio.to_thread(writer.close)
+                space = report.embedding_space
+                metadata = {"embedding_space": space} if space else {}
+                await asyncio.to_thread(writer.close, metadata)
             await asyncio.to_thread(self._folder.complete, unfinished, shard, report)
             return report
         except OSError as error:
@@ -173,6 +175,7 @@ class BulkWorker:
         except ServiceError as error:
             raise BulkError(f"{error}; run the command again to continue") from None
         report.tokens += result.tokens
+        report.embedding_space = result.embedding_space or ""
         assert result.usage is not None
         values = self._task.to_values(result.value)
         return [

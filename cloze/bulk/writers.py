@@ -1,7 +1,7 @@
 """Writes the rows of a shard with their results, as Parquet or JSON lines."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,8 +40,8 @@ class ShardWriter(Protocol):
         """Append rows."""
         ...
 
-    def close(self) -> None:
-        """End the file."""
+    def close(self, metadata: Mapping[str, str]) -> None:
+        """End the file, with what is true of all of its rows."""
         ...
 
 
@@ -87,8 +87,9 @@ class _ParquetWriter:
             self._file.write_table(pa.Table.from_batches(self._batches, self._schema))
         self._batches, self._bytes = [], 0
 
-    def close(self) -> None:
+    def close(self, metadata: Mapping[str, str]) -> None:
         self._flush()
+        self._file.add_key_value_metadata(metadata)
         self._file.close()
 
 
@@ -117,7 +118,7 @@ class _JsonlWriter:
             options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
             self._file.write(orjson.dumps(values, _json_value, options))
 
-    def close(self) -> None:
+    def close(self, _: Mapping[str, str]) -> None:
         self._file.close()
 
 

@@ -26,6 +26,8 @@ from cloze.client.results import (
     Rank,
     Score,
     ScoredToken,
+    SparseVectors,
+    Vectors,
     Word,
     WordPrediction,
 )
@@ -46,6 +48,8 @@ __all__ = [
     "ServerBusy",
     "ServerFailed",
     "ServerUnreachable",
+    "SparseVectors",
+    "Vectors",
     "Word",
     "WordPrediction",
 ]

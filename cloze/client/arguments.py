@@ -19,13 +19,13 @@ def texts_of(method: str, texts: str | Iterable[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else _all_texts(method, takes, texts)
 
 
-def words_of(method: str, words: Iterable[str]) -> list[str]:
-    """Return the targets of a mask as a list.
+def words_of(method: str, words: Iterable[str], name: str = "targets") -> list[str]:
+    """Return an argument that is a list of words, such as the targets of a mask, as a list.
 
     Raises:
         TypeError: they are no list of words, for example one word.
     """
-    return _all_texts(method, "targets as a list of words", words)
+    return _all_texts(method, f"{name} as a list of words", words)
 
 
 def one_text(method: str, name: str, text: str) -> str:

@@ -1,7 +1,7 @@
 """A call of a task, and what the calls of all tasks share."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ class Call(Generic[T]):
         read: (response, number of the request's first input) -> the results of one request.
         join: the results of all requests -> the result.
         accept: media type of the responses.
+        headers: further headers of the requests.
     """
 
     route: str
@@ -33,6 +34,7 @@ class Call(Generic[T]):
     read: Callable[[httpx.Response, int], Any]
     join: Callable[[list[Any]], T]
     accept: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def json_call(

@@ -202,6 +202,37 @@ def classify(
     )
 
 
+def zero_shot_classification(
+    texts: str | Sequence[str],
+    candidate_labels: Sequence[str],
+    *,
+    hypothesis_template: str | None = None,
+    multi_label: bool | None = None,
+    long_text: LongText | None = None,
+    model: str | None = None,
+) -> Call[list[list[Label]]]:
+    """Return how well labels of your own fit each text, best first.
+
+    Args:
+        candidate_labels: the labels to choose among.
+        hypothesis_template: the sentence that a fitting text entails, with {} in the label's place;
+            None selects "This example is {}."
+        multi_label: whether each label is judged alone, so that several may fit.
+        long_text: whether to refuse, cut or divide a long text; None selects "truncate".
+    """
+    method = "zero_shot_classification"
+    return json_call(
+        "/zero-shot-classification",
+        texts_of(method, texts),
+        partial(results, Label),
+        model,
+        candidate_labels=words_of(method, candidate_labels, "candidate_labels"),
+        hypothesis_template=hypothesis_template,
+        multi_label=multi_label,
+        long_text=long_text,
+    )
+
+
 def token_classification(
     texts: str | Sequence[str],
     *,
@@ -242,7 +273,8 @@ def rerank(
     """Return the texts' ranks by relevance to a query, best first.
 
     Args:
-        raw_scores: whether the scores of a classifier are its logits.
+        raw_scores: whether the scores of a classifier are its logits; None selects what the
+            checkpoint declares.
         model: a served model; None selects a classifier with one label, or similarity.
     """
     query = one_text("rerank", "query", query)

@@ -96,7 +96,7 @@ class _Options:
             return parts
         from tqdm import tqdm
 
-        bar: Iterable[T] = tqdm(parts, total=count, unit="request")
+        bar: Iterable[T] = tqdm(parts, total=count, unit="request", dynamic_ncols=True)
         return bar
 
     def waits_s(self) -> Iterator[float]:
@@ -151,7 +151,7 @@ def _result(reply: httpx.Response | httpx.TransportError, url: httpx.URL) -> htt
 
 def _prepared(call: Call[Any], part: Sequence[Any]) -> dict[str, Any]:
     """Return the keyword arguments of a request."""
-    return {"json": call.body(part), "headers": {"accept": call.accept}}
+    return {"json": call.body(part), "headers": {"accept": call.accept, **call.headers}}
 
 
 class Client:
@@ -218,6 +218,7 @@ class Client:
     nsp = _sync(calls.nsp)
     qa = _sync(calls.qa)
     classify = _sync(calls.classify)
+    zero_shot_classification = _sync(calls.zero_shot_classification)
     token_classification = _sync(calls.token_classification)
     rerank = _sync(calls.rerank)
 
@@ -304,6 +305,7 @@ class AsyncClient:
     nsp = _async(calls.nsp)
     qa = _async(calls.qa)
     classify = _async(calls.classify)
+    zero_shot_classification = _async(calls.zero_shot_classification)
     token_classification = _async(calls.token_classification)
     rerank = _async(calls.rerank)
 

@@ -1,6 +1,39 @@
-"""The results of tasks, besides arrays."""
+"""The results of tasks."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Vectors(np.ndarray[Any, np.dtype[Any]]):
+    """An array of vectors, with the name of their space.
+
+    A part of it has no name, and arithmetic returns plain arrays.
+
+    Attributes:
+        embedding_space: vectors of one name may share an index; None if the server gives no name.
+    """
+
+    embedding_space: str | None = None
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        """Return the result of arithmetic as NumPy returns that of plain arrays."""
+        return array[()] if return_scalar else array
+
+    @classmethod
+    def of(cls, values: NDArray[Any], embedding_space: str | None) -> "Vectors":
+        """Return an array with the name of its space, without a copy."""
+        vectors = values.view(cls)
+        vectors.embedding_space = embedding_space
+        return vectors
+
+
+class SparseVectors(list[list["Word"]]):
+    """The words of each text, the heaviest first, with the name of the space of the weights."""
+
+    embedding_space: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
+from cloze.export.evaluation.metrics import spearman
 from cloze.export.evaluation.scorer import Scorer, embeddings, equal_lengths
 
 
@@ -117,12 +118,4 @@ def similarity(
     matrix /= np.linalg.norm(matrix, axis=1, keepdims=True)
     cosines = (matrix[0::2] * matrix[1::2]).sum(1)
     scores = np.asarray([pair.score for pair in pairs])
-    return float(np.corrcoef(_ranks(cosines), _ranks(scores))[0, 1])
-
-
-def _ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the rank of each value; equal values get the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[inverse]
-    return ranks
+    return spearman(cosines, scores)

@@ -260,10 +260,14 @@ class Family:
     def read(self, tensor: str, config: EncoderConfig) -> list[Target]:
         """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor.
 
+        A tensor may have our own name, see `write`.
+
         Args:
             tensor: the tensor's name in the checkpoint.
             config: the sizes of the encoder.
         """
+        if tensor.partition(".")[0] in self.heads:
+            return [Target(tensor)]
         name = tensor.removeprefix(self.prefix)
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
         for rule in self.rules(config):
@@ -285,6 +289,9 @@ class Family:
     def write(self, tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
         """Return our tensors under their names in a checkpoint of this family.
 
+        A tensor of a head keeps our name if an earlier head has a tensor of the family's name: a
+        classifier of texts and one of tokens have one name in transformers.
+
         Args:
             tensors: the parameters of a model, by our names.
             config: the sizes of the encoder.
@@ -301,5 +308,6 @@ class Family:
                 prefix = self.prefix
             last = [match for match in matches if match is not None][-1:]
             assert last, f"a {self.name} has no tensor {name}"
-            written |= {prefix + theirs: value for theirs, value in last[0].items()}
+            named = {prefix + theirs: value for theirs, value in last[0].items()}
+            written |= {name: tensor} if written.keys() & named.keys() else named
         return written

@@ -15,6 +15,7 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import layer_norm, linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, write_activated
 from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout, Placement
 
@@ -34,14 +35,13 @@ class SequenceClassificationHead(nn.Module):
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        labels = setup.options.labels
         config = setup.config
         size = config.hidden_size
         self.pooler = nn.Linear(size, size, config.has_bias("head"))
         self.activation = ACTIVATIONS[setup.spec.activation or config.head_activation or "tanh"]
         self.norm = make_norm(config) if setup.spec.has("norm") else None
         self.reads_mean = config.classifier_pooling == "mean"
-        self.classifier = nn.Linear(setup.config.hidden_size, len(labels))
+        self.classifier = nn.Linear(size, setup.options.logits)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [C, L] of ``rows`` [C, H], one per sequence."""
@@ -105,10 +105,28 @@ def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
     if kind is None:  # the default of transformers' pipeline
         single = len(labels) > 1
         kind = "single_label_classification" if single else "multi_label_classification"
+    raw = True if len(labels) == 1 and _declares_raw_scores(settings) else None
     try:
-        return SequenceLabels(labels=labels, problem_type=kind)
+        return SequenceLabels(labels=labels, problem_type=kind, raw_scores=raw)
     except ValueError:
         raise ExportError(f"config.json: problem_type {kind!r} is not supported") from None
+
+
+def _declares_raw_scores(settings: Mapping[str, Any]) -> bool:
+    """Return whether a reranker's scores are its logits, as sentence-transformers reads it.
+
+    Without an activation it is the sigmoid, and so is one outside of torch, which is never loaded.
+    """
+    declared = settings.get("sentence_transformers") or {}
+    path = declared.get("activation_fn", settings.get("sbert_ce_default_activation_function"))
+    if not str(path).startswith("torch."):
+        return False
+    name = str(path).rsplit(".", 1)[-1]
+    if name not in ("Identity", "Sigmoid"):
+        raise ExportError(
+            f"a reranker with the activation {path} is not supported (Identity, Sigmoid)"
+        )
+    return name == "Identity"
 
 
 def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -130,12 +148,23 @@ def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _write_options(options: SequenceLabels) -> dict[str, Any]:
-    return write_labels(options.labels) | {"problem_type": options.problem_type}
+    settings = write_labels(options) | {"problem_type": options.problem_type}
+    if options.raw_scores:
+        settings["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    return settings
 
 
-def write_labels(labels: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a ``config.json`` from which `read_labels` reads these labels."""
-    by_id = dict(enumerate(labels))
+def write_labels(sets: LabelSets) -> dict[str, Any]:
+    """Return the settings of a ``config.json`` from which `read_labels` reads the labels.
+
+    A label of one of several sets has the name of its set before it.
+    """
+    names = [
+        f"{each.name}/{label}" if sets.further else label
+        for each in sets.sets
+        for label in each.labels
+    ]
+    by_id = dict(enumerate(names))
     return {"id2label": by_id, "label2id": {label: number for number, label in by_id.items()}}
 
 

@@ -22,7 +22,7 @@ class TokenClassificationHead(nn.Module):
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
         self.transform = Transform.of(setup)
-        self.classifier = nn.Linear(setup.config.hidden_size, len(setup.options.labels))
+        self.classifier = nn.Linear(setup.config.hidden_size, setup.options.logits)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [R, L] of ``rows`` [R, H]."""
@@ -52,7 +52,7 @@ def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
 
 
 def _write_options(options: TokenLabels) -> dict[str, Any]:
-    return write_labels(options.labels)
+    return write_labels(options)
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from cloze.export.errors import TrainError
 from cloze.export.train.device import autocast, return_freed_memory
 from cloze.export.train.optimisation import (
+    BestWeights,
     WeightAverage,
     learning_rate,
     make_optimizer,
@@ -63,6 +65,19 @@ class Objective(Protocol):
         """Return figures on held-out data after ``step`` steps; empty without held-out data."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a run stops before its last step.
+
+    Attributes:
+        figure: the held-out figure that should rise.
+        patience: evaluations without a higher figure after which the run stops.
+    """
+
+    figure: str
+    patience: int
+
+
 def train(
     objective: Objective,
     options: RunOptions,
@@ -70,11 +85,16 @@ def train(
     seed: int,
     optimisation: Optimisation,
     before_step: Callable[[int], None] = lambda _: None,
-) -> None:
+    stopping: Stopping | None = None,
+) -> int:
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
 
     Args:
         before_step: called before each step with its 0-based number.
+        stopping: when the run stops early; None: it does not.
+
+    Returns:
+        The number of steps after which the module had the weights that it has now.
 
     Raises:
         TrainError: the loss or a weight is not finite, the disk is full, or the run was
@@ -84,16 +104,21 @@ def train(
     run_dir.mkdir(parents=True, exist_ok=True)
     module = objective.module.to(device).train()
     average = WeightAverage(module, round((1 - optimisation.average) * objective.steps))
-    state = RunState(module, make_optimizer(module, optimisation), average)
+    best = BestWeights(module, stopping.patience if stopping else 0)
+    state = RunState(module, make_optimizer(module, optimisation), average, best)
     first_step = load_state(run_dir, state, device)
     if first_step:
         options.report(f"going on after step {first_step} of {objective.steps}")
     threads = torch.get_num_threads() if device.type == "cpu" else None
     progress = Progress(run_dir, first_step, objective.steps, threads=threads)
     stepper = _Stepper(objective, options, seed, optimisation, state, progress)
+    stepper.watched = f"held_out_{stopping.figure}" if stopping else None
     try:
         with _interruptible() as interrupted:
             for step in range(first_step, objective.steps):
+                if best.is_over:
+                    options.report(f"stopped after step {step}: step {best.step} was better")
+                    break
                 before_step(step)
                 stepper.step(step, interrupted)
     except OSError as error:
@@ -104,6 +129,7 @@ def train(
     finally:
         progress.close()
     average.apply()
+    best.apply()
     module.eval()
     if not read_log(run_dir):
         raise TrainError(
@@ -111,6 +137,7 @@ def train(
             f"restore it, or remove {run_dir} to begin anew"
         )
     draw_curves(run_dir)
+    return best.step or objective.steps
 
 
 class _Stepper:
@@ -128,8 +155,11 @@ class _Stepper:
         self._objective, self._options = objective, options
         self._seed, self._optimisation = seed, optimisation
         self._state, self._progress = state, progress
+        self._evaluate_every = max(1, min(options.schedule.evaluate, objective.steps // 10))
         self._figures: dict[str, list[Tensor]] = defaultdict(list)  # since the last log entry
         self._saved_at = time.monotonic()
+        self.watched: str | None = None
+        """The held-out figure that decides which weights are the best."""
 
     def step(self, step: int, interrupted: threading.Event) -> None:
         """Run the 0-based ``step``.
@@ -142,9 +172,11 @@ class _Stepper:
         self._state.average.add(step)
         finished, schedule = step + 1, self._options.schedule
         is_last, stops = finished == self._objective.steps, interrupted.is_set()
-        if is_last or stops or finished % schedule.log == 0:
-            self._log(finished, is_last)
+        evaluates = is_last or finished % self._evaluate_every == 0
+        if evaluates or stops or finished % schedule.log == 0:
+            self._log(finished, is_last, evaluates)
         overdue = time.monotonic() - self._saved_at >= schedule.checkpoint_seconds
+        is_last = is_last or self._state.best.is_over
         if is_last or stops or overdue or finished % schedule.checkpoint == 0:
             self._save(finished)
         if stops and not is_last:
@@ -175,15 +207,16 @@ class _Stepper:
         self._progress.advance(tokens)
         return means
 
-    def _log(self, step: int, is_last: bool) -> None:
+    def _log(self, step: int, is_last: bool, evaluates: bool) -> None:
         """Write the figures since the last log entry, and evaluate if an evaluation is due."""
         steps = self._objective.steps
         means = {name: float(torch.stack(values).mean()) for name, values in self._figures.items()}
         self._figures.clear()
         _check_loss(means["loss"], step, self._options.run_dir)
-        evaluate_every = max(1, min(self._options.schedule.evaluate, steps // 10))
-        if is_last or step % evaluate_every == 0:
+        if evaluates:
             means |= self._evaluate(step, is_last)
+        if self.watched in means:
+            self._state.best.offer(step, means[self.watched])
         return_freed_memory()
         means["learning_rate"] = learning_rate(step - 1, steps, self._optimisation)
         self._progress.log(step, means)

@@ -1,5 +1,6 @@
 """Optimisers, the learning rate schedule, and the average of the last weights."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +111,51 @@ def schedule_factor(step: int, steps: int, recipe: Optimisation) -> float:
 def learning_rate(step: int, steps: int, recipe: Optimisation) -> float:
     """Return the learning rate at the 0-based ``step`` for parameters without their own rate."""
     return recipe.learning_rate * schedule_factor(step, steps, recipe)
+
+
+class BestWeights:
+    """The weights of a module at its best evaluation.
+
+    Args:
+        patience: evaluations without a better one after which a run is over; 0: none is kept.
+    """
+
+    def __init__(self, module: nn.Module, patience: int) -> None:
+        self._parameters = dict(module.named_parameters())
+        self._patience = patience
+        self._weights: dict[str, Tensor] = {}
+        self._figure, self._worse = -math.inf, 0
+        self.step = 0
+        """The number of steps before the best evaluation; 0 before the first evaluation."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether so many evaluations were no better than the best."""
+        return 0 < self._patience <= self._worse
+
+    @torch.no_grad()
+    def offer(self, step: int, figure: float) -> None:
+        """Keep the weights if the figure is higher than all before."""
+        self._worse += 1
+        if figure > self._figure:
+            self.step, self._figure, self._worse = step, figure, 0
+            self._weights = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the best weights, if any were kept."""
+        for name, weights in self._weights.items():
+            self._parameters[name].copy_(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best evaluation, and its weights by name."""
+        names = ("_weights", "_figure", "_worse", "step")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from `state_dict`."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class WeightAverage:

@@ -55,6 +55,8 @@ class QuestionObjective:
         held_out_figures: Callable[[], Mapping[str, float]],
     ) -> None:
         self.module = model
+        self.windows = len(windows)
+        """The number of windows to learn from."""
         self._windows, self._held_out_figures = windows, held_out_figures
         self._accumulation = recipe.optimisation.accumulation
         self._max_tokens = recipe.tokens
@@ -109,22 +111,32 @@ def finetune_questions(
         raise TrainError(
             f"windows of {recipe.tokens} tokens exceed the checkpoint's {max_positions} positions"
         )
-    objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
+    objective = make_objective(model, checkpoint.tokenizer, files, recipe, options)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
     title = "An encoder fine-tuned for question answering"
     run = Run(title, source, [checkpoint], files, recipe, options)
     return finish_run(model, checkpoint.tokenizer, run)
 
 
-def _make_objective(
+def make_objective(
     model: Model,
     tokenizer: CheckpointTokenizer,
     files: list[Path],
     recipe: QuestionsRecipe,
     options: RunOptions,
+    *,
+    measured: int | None = None,
 ) -> QuestionObjective:
-    """Read the questions, split them by article, and cut them into windows."""
+    """Read the questions, split them by article, and cut them into windows.
+
+    Args:
+        measured: the most held-out questions, evenly spread; None: all.
+
+    Raises:
+        TrainError: there is no question to learn from, or windows do not fit.
+    """
     learnt, held_out = _split_questions(files, recipe)
+    held_out = held_out[:: max(1, len(held_out) // measured)] if measured else held_out
 
     def cut(questions: list[Question]) -> list[Window]:
         return make_windows(

@@ -22,20 +22,20 @@ Size = Annotated[int, Field(gt=0, le=65_536)]
 """A size, bounded so that a typing error cannot fill the memory."""
 
 
-class _Table(BaseModel):
+class Table(BaseModel):
     """A table of a TOML file. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
-class Recipe(_Table):
+class Recipe(Table):
     """The fields of every recipe."""
 
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 1
     """Seed of all random draws."""
 
 
-class Vocabulary(_Table):
+class Vocabulary(Table):
     """A WordPiece vocabulary."""
 
     size: Annotated[int, Field(ge=MIN_VOCABULARY, le=MAX_VOCABULARY)] = 12_000
@@ -49,7 +49,7 @@ class VocabularyRecipe(Recipe):
     vocabulary: Vocabulary = Vocabulary()
 
 
-class Sizes(_Table):
+class Sizes(Table):
     """The sizes of the encoder.
 
     The defaults are the smallest published BERT with more than two layers (Turc et al. 2019,
@@ -79,7 +79,7 @@ class Sizes(_Table):
         return self
 
 
-class Optimisation(_Table):
+class Optimisation(Table):
     """The optimiser and the learning rate schedule.
 
     The defaults are AdamW with linear warm-up and decay (Devlin et al. 2019, appendix A.2).
@@ -151,7 +151,7 @@ class Optimisation(_Table):
         return self
 
 
-class Phase(_Table):
+class Phase(Table):
     """Steps with sequences of one length.
 
     Short sequences first and long sequences later learn the most words in a given time.
@@ -168,7 +168,7 @@ class Phase(_Table):
     """Share of examples that are one sentence."""
 
 
-class MaskedTokens(_Table):
+class MaskedTokens(Table):
     """Masking, and what is learnt at masked tokens."""
 
     unit: Annotated[Unit, Field(strict=False)] = Unit.TOKEN
@@ -284,7 +284,7 @@ class DistilledText(MaskedTokens):
         return self
 
 
-class CorpusSampling(_Table):
+class CorpusSampling(Table):
     """How often each part of the text is sampled."""
 
     weights: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
@@ -337,11 +337,9 @@ class DistillRecipe(TextRecipe):
     dropout: Share = 0.1
 
 
-class QuestionsRecipe(Recipe):
-    """``cloze train finetune-qa``."""
+class QuestionsSettings(Table):
+    """How questions become windows, and which are learnt."""
 
-    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
-    epochs: Count = 2
     sequences: Size = 32
     """Windows per batch."""
 
@@ -357,9 +355,16 @@ class QuestionsRecipe(Recipe):
     held_out: Share = 0.05
     """Share of the articles that are held out."""
 
-    dropout: Share = 0.1
     unanswerable: bool = True
     """SQuAD 2.0: also learn from unanswerable questions."""
+
+
+class QuestionsRecipe(Recipe, QuestionsSettings):
+    """``cloze train finetune-qa``."""
+
+    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
+    epochs: Count = 2
+    dropout: Share = 0.1
 
 
 class EmbedRecipe(Recipe):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cloze.export.errors import TrainError
-from cloze.export.train.optimisation import Optimizers, WeightAverage
+from cloze.export.train.optimisation import BestWeights, Optimizers, WeightAverage
 from cloze.export.train.recipe import Recipe
 from cloze.model_store.plain_files import replacing
 
@@ -132,6 +132,7 @@ class RunState:
     module: nn.Module
     optimizer: Optimizers
     average: WeightAverage
+    best: BestWeights
 
     def parts(self) -> dict[str, Any]:
         """Return the state of each part by name."""
@@ -139,6 +140,7 @@ class RunState:
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "average": self.average.state_dict(),
+            "best": self.best.state_dict(),
         }
 
     def restore(self, parts: Mapping[str, Any]) -> None:
@@ -146,6 +148,7 @@ class RunState:
         self.module.load_state_dict(parts["module"])
         self.optimizer.load_state_dict(parts["optimizer"])
         self.average.load_state_dict(parts["average"])
+        self.best.load_state_dict(parts["best"])
 
 
 def describe_state(run_dir: Path) -> str:
@@ -191,6 +194,7 @@ def load_state(run_dir: Path, state: RunState, device: torch.device) -> int:
         loaded = torch.load(file, map_location=device, weights_only=True)
         step = int(loaded["step"])
         parts = {name: loaded[name] for name in ("module", "optimizer", "average")}
+        parts["best"] = loaded.get("best", {})  # earlier releases had none
     except torch.OutOfMemoryError:
         raise
     except (

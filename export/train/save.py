@@ -21,6 +21,7 @@ from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
+from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Recipe
@@ -91,11 +92,22 @@ def _architecture(model: Model) -> str:
 
 
 def _head_settings(model: Model) -> dict[str, Any]:
-    """Return the settings of ``config.json`` that describe the heads, such as labels."""
+    """Return the settings of ``config.json`` that describe the heads, such as labels.
+
+    transformers' settings describe one head with one set of labels. With more, they describe the
+    first head with all its labels, and a section of our own describes each.
+    """
     settings: dict[str, Any] = {}
-    for name, options in model.options.items():
+    for name, options in reversed(model.options.items()):
         if (write := EXPORT_HEADS[name].write_options) is not None:
             settings |= write(options)
+    has_more = len(settings) and (
+        len(model.options) > 1 or any(options.further for options in model.options.values())
+    )
+    if has_more:
+        settings[HEAD_SECTIONS] = {
+            name: options.model_dump(mode="json") for name, options in model.options.items()
+        }
     return settings
 
 
@@ -165,7 +177,11 @@ CARD = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a card says about a run."""
+    """What a card says about a run.
+
+    Attributes:
+        step: number of steps after which the run had the weights; None: all.
+    """
 
     title: str
     source: str | None
@@ -173,6 +189,7 @@ class Run:
     files: Sequence[Path]
     recipe: Recipe
     options: RunOptions
+    step: int | None = None
 
 
 def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
@@ -195,7 +212,8 @@ def finish_run(
     """Write the checkpoint of a run with its card, and return its folder; see `save_checkpoint`."""
     checkpoint = run.options.run_dir / CHECKPOINT
     save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
-    last_entry = read_log(checkpoint.parent)[-1]
+    entries = read_log(checkpoint.parent)
+    last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
     figures = {
         name: value
         for name, value in last_entry.items()

@@ -1,6 +1,6 @@
 """The model that a run starts from: a checkpoint's encoder, fresh heads, and kept embeddings."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,8 @@ from cloze.export.train.recipe import MaskedTokens, PretrainRecipe
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.vocabulary import open_tokenizer
 from cloze.model_store.heads import HEADS, Pooling
+from cloze.model_store.heads.head import Frozen
+from cloze.model_store.store import Store
 
 _POSITIONS = "encoder.embeddings.position.weight"
 
@@ -33,6 +35,7 @@ def start_from(
     dropout: float,
     seed: int,
     max_positions: int | None = None,
+    options: Mapping[str, Frozen] | None = None,
 ) -> Model:
     """Build a model with the given heads and dropout from the weights of a checkpoint.
 
@@ -40,6 +43,8 @@ def start_from(
         heads: heads of the new model; a head that the checkpoint lacks gets random weights.
         max_positions: positions of the new model, at least the checkpoint's; the further ones are
             copies, see `repeated_positions`. None: as many as the checkpoint has.
+        options: labels of heads; a classifier of other labels than the checkpoint's gets random
+            weights. None: the checkpoint's labels.
 
     Raises:
         TrainError: the checkpoint's family has no such head.
@@ -52,16 +57,38 @@ def start_from(
     torch.manual_seed(seed)
     positions = max_positions or checkpoint.model.config.max_positions
     config = replace(checkpoint.model.config, dropout=dropout, max_positions=positions)
-    model = Model(config, heads, checkpoint.model.options)
+    model = Model(config, heads, {**checkpoint.model.options, **(options or {})})
     initialise(model)
     names = model.state_dict().keys()
+    relabelled = tuple(
+        f"{head}.classifier."
+        for head, labels in model.options.items()
+        if labels != checkpoint.model.options.get(head)
+    )
     weights = {
-        name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in names
+        name: tensor
+        for name, tensor in checkpoint.model.state_dict().items()
+        if name in names and not name.startswith(relabelled)
     }
+    weights |= _shared_pooler(checkpoint, names, weights.keys())
     if _POSITIONS in weights:
         weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
     model.load_state_dict(weights, strict=False)
     return model
+
+
+def _shared_pooler(
+    checkpoint: Checkpoint, names: Collection[str], filled: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the pooler of next sentence for a classifier without one (Devlin et al. 2019)."""
+    if checkpoint.model.next_sentence is None:
+        return {}
+    tensors = checkpoint.model.next_sentence.state_dict(prefix="sequence_classification.")
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if ".pooler." in name and name in names and name not in filled
+    }
 
 
 def repeated_positions(positions: Tensor, length: int) -> Tensor:
@@ -75,6 +102,30 @@ def repeated_positions(positions: Tensor, length: int) -> Tensor:
     rows = torch.arange(length, device=positions.device)
     trained = len(positions)
     return positions[torch.where(rows < trained, rows, 1 + (rows - 1) % (trained - 1))]
+
+
+def open_start(source: str, store: Store | None = None) -> Checkpoint:
+    """Load the checkpoint that a run starts from.
+
+    Args:
+        source: folder or hub id of a checkpoint, or ``bundle:NAME[@VERSION]``: the checkpoint that
+            the bundle was exported from.
+
+    Raises:
+        ExportError: the checkpoint cannot be loaded.
+        StoreError: the bundle cannot be opened.
+        TrainError: the checkpoint is not the one that the bundle was exported from.
+    """
+    if store is None or not source.startswith("bundle:"):
+        return load_checkpoint(source)
+    manifest = store.open(source.removeprefix("bundle:")).manifest
+    origin = manifest.source
+    checkpoint = load_checkpoint(origin.location, origin.revision)
+    if checkpoint.source.weights_sha256 != origin.weights_sha256:
+        raise TrainError(
+            f"{origin.location} has other weights than {manifest.reference} was exported from"
+        )
+    return checkpoint
 
 
 def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -> Checkpoint:

@@ -7,9 +7,8 @@ Source: Devlin et al. 2019, section 4.1.
 
 from typing import Final, Literal
 
-from pydantic import Field
-
-from cloze.model_store.heads.head import Frozen, ModelSizes
+from cloze.model_store.heads.head import ModelSizes
+from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.rows import per_sequence
 from cloze.model_store.tensors import TensorSpec
 
@@ -23,22 +22,29 @@ CLASS_LOGITS: Final = TensorSpec(
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
-class SequenceLabels(Frozen):
-    """The head's section in a manifest.
+class SequenceLabelSet(LabelSet):
+    """Labels of texts.
 
     Attributes:
-        labels: label names in the order of the logits.
         problem_type: how logits become scores, by the name in transformers' ``config.json``.
+        raw_scores: whether a reranker's scores are its logits unless a request says otherwise, as
+            sentence-transformers' ``activation_fn`` declares; null: they are their sigmoid.
     """
 
-    labels: tuple[str, ...] = Field(min_length=1)
     problem_type: ProblemType
+    raw_scores: Literal[True] | None = None
+
+
+class SequenceLabels(SequenceLabelSet, LabelSets):
+    """The head's section in a manifest."""
+
+    further: tuple[SequenceLabelSet, ...] = ()
 
 
 def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     options = sizes.options[HEAD.name]
     assert isinstance(options, SequenceLabels)
-    return {"L": len(options.labels)}
+    return {"L": options.logits}
 
 
 HEAD: Final = per_sequence(

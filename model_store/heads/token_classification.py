@@ -7,9 +7,8 @@ Source: Devlin et al. 2019, section 5.3 (named-entity recognition).
 
 from typing import Final
 
-from pydantic import Field
-
-from cloze.model_store.heads.head import Frozen, ModelSizes
+from cloze.model_store.heads.head import ModelSizes
+from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.rows import per_token
 from cloze.model_store.tensors import TensorSpec
 
@@ -21,20 +20,16 @@ TOKEN_LOGITS: Final = TensorSpec(
 )
 
 
-class TokenLabels(Frozen):
-    """The head's section in a manifest.
+class TokenLabels(LabelSets):
+    """The head's section in a manifest. Labels are, for example, ``O``, ``B-PER``, ``I-PER``."""
 
-    Attributes:
-        labels: label names in the order of the logits, for example ``O``, ``B-PER``, ``I-PER``.
-    """
-
-    labels: tuple[str, ...] = Field(min_length=1)
+    further: tuple[LabelSet, ...] = ()
 
 
 def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     options = sizes.options[HEAD.name]
     assert isinstance(options, TokenLabels)
-    return {"L": len(options.labels)}
+    return {"L": options.logits}
 
 
 HEAD: Final = per_token(

@@ -17,6 +17,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.UnknownModel: (404, "Validation"),
     core.SlowRequest: (408, "Validation"),
     core.ReloadRefused: (409, "Backend"),
+    core.OtherEmbeddingSpace: (412, "Validation"),
     core.RequestTooLarge: (413, "Validation"),
     core.UnsupportedEncoding: (415, "Validation"),
     core.InvalidRequest: (422, "Validation"),

@@ -132,6 +132,19 @@ export const PANELS = [
     show: ([labels]) => [bars(labels.map(({ label, score }) => ({ name: label, share: score })))],
   },
   {
+    task: "zero-shot-classification",
+    exported: "text-classification",
+    title: "Own labels",
+    route: "/zero-shot-classification",
+    fields: [
+      { name: "text", label: "Text", value: "The room was loud and the staff unfriendly.", rows: 4 },
+      { name: "labels", label: "Labels, one per line", value: "hotels\nsport\npolitics", rows: 4 },
+    ],
+    body: ({ text, labels }) => ({ inputs: text, parameters: { candidate_labels: lines(labels) } }),
+    python: ({ text, labels }) => `client.zero_shot_classification(${python(text)}, ${python(lines(labels))})`,
+    show: (labels) => [bars(labels.map(({ label, score }) => ({ name: label, share: score })))],
+  },
+  {
     task: "score",
     exported: "fill-mask",
     title: "Surprisal",

@@ -301,6 +301,9 @@ class _Dispatcher:
         for item in texts:
             if isinstance(item, dict):
                 return self._task_of_fields(item)
+        for task in self._context.tasks.values():
+            if any(name in task.own_parameters for name in body.parameters or ()):
+                return task
         masks = models.default(fill_mask.TASK)
         mask = masks.manifest.tokenizer.mask_token if masks else None
         if mask and any(isinstance(text, str) and mask in text for text in texts):

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.model_store import Manifest
+from cloze.model_store.embedding_space import own_recipe
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import TaskResult
+from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     Names,
@@ -25,14 +25,17 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
-from cloze.service.tasks.texts import TextsOrIds
+from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
 
 
 class OpenAiEmbeddingsBody(WireModel):
-    """The body of ``POST /v1/embeddings``."""
+    """The body of ``POST /v1/embeddings``: OpenAI's fields, and those of clients that follow it.
+
+    Those of Voyage, Jina and NVIDIA have roles of texts, and some names of their own.
+    """
 
     input: TextsOrIds = Field(
         description="a text, its token ids, or a list of either",
@@ -40,9 +43,29 @@ class OpenAiEmbeddingsBody(WireModel):
     )
     model: str = Field(description="a served model, NAME or NAME@VERSION")
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64 encodes little-endian float32; the default is float"
+        None,
+        validation_alias=AliasChoices("encoding_format", "encoding_type"),
+        description="base64 encodes little-endian float32; the default is float; Jina's clients "
+        "name it encoding_type",
     )
-    dimensions: Count | None = Field(None, description="number of leading dimensions to keep")
+    dimensions: Count | None = Field(
+        None,
+        validation_alias=AliasChoices("dimensions", "output_dimension"),
+        description="number of leading dimensions to keep; Voyage's name is output_dimension",
+    )
+    input_type: str | None = Field(
+        None,
+        validation_alias=AliasChoices("input_type", "task"),
+        description="what the texts are for, which chooses the model's own prompt: "
+        f"{', '.join(ROLE_WORDS)}; Jina's name is task",
+    )
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        None, description="NVIDIA's field: NONE refuses a long text; the default is END"
+    )
+    truncation: bool | None = Field(
+        None, description="Voyage's field: false refuses a long text; the default is true"
+    )
+    output_dtype: Literal["float"] | None = Field(None, description="Voyage's field")
     user: str | None = Field(None, description="accepted and ignored")
 
 
@@ -75,12 +98,16 @@ class EmbeddingList:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One served model; ``created`` is in seconds since 1970."""
+    """One served model; ``created`` is in seconds since 1970.
+
+    ``embedding_space`` names the space of its vectors; null for a model that does not embed.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    embedding_space: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +165,14 @@ class _Embeddings(TaskRoute):
     )
 
     def to_call(self, body: OpenAiEmbeddingsBody) -> TaskCall:
-        return TaskCall(body.input, embed.EmbedParameters(dimensions=body.dimensions))
+        truncates = False if body.truncate == "NONE" else body.truncation
+        parameters = embed.EmbedParameters(
+            dimensions=body.dimensions,
+            input_type=body.input_type,
+            truncate=truncates,
+            truncation_direction="left" if body.truncate == "START" else None,
+        )
+        return TaskCall(body.input, parameters)
 
     def respond(self, _: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> BytesResponse:
         vectors: Iterable[Any] = result.value.astype("<f4", copy=False)
@@ -153,12 +187,12 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for OpenAI's clients."""
 
     async def models(_: Request) -> Response:
-        rows = [_row(pipeline.manifest) for pipeline in context.models.pipelines]
+        rows = [_row(pipeline) for pipeline in context.models.pipelines]
         return json_response(ModelList("list", rows))
 
     async def model(request: Request) -> Response:
         pipeline = context.models.named(unquote(request.path_params["model"]))
-        return json_response(_row(pipeline.manifest))
+        return json_response(_row(pipeline))
 
     doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, OpenAiErrorBody)
     one = RouteDoc(
@@ -173,8 +207,10 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     ]
 
 
-def _row(manifest: Manifest) -> ModelRow:
-    return ModelRow(manifest.reference, "model", int(manifest.created.timestamp()), "cloze")
+def _row(pipeline: Pipeline) -> ModelRow:
+    created = int(pipeline.manifest.created.timestamp())
+    space = pipeline.embedding_space(own_recipe(pipeline.manifest))
+    return ModelRow(pipeline.reference, "model", created, "cloze", space)
 
 
 PROTOCOL: Final = WireProtocol("openai", ("/v1/", _ALIAS), routes, write_error)

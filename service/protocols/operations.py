@@ -12,11 +12,14 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.model_store.embedding_space import own_recipe
 from cloze.model_store.installation import DISTRIBUTION
+from cloze.model_store.manifest import Role
 from cloze.service import core
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
 from cloze.service.http.record import OF_ADMIN_SOCKET
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
+from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
     ProtocolContext,
@@ -24,7 +27,8 @@ from cloze.service.protocols.protocol import (
     answer_probe,
     json_response,
 )
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed, rerank, similarity
+from cloze.service.tasks.task import ScoreKind
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
 
@@ -118,6 +122,21 @@ class _Operations:
         return json_response(await self._context.state.reload())
 
 
+def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
+    """Return what the roles of texts change; None for a model that does not embed."""
+    manifest, prompt_of = pipeline.manifest, pipeline.context.prompt_of
+    if (own := manifest.embedding) is None:
+        return None
+    described: dict[str, Any] = {
+        str(role): {
+            "prompt_name": own.prompt_of(role),
+            "embedding_space": pipeline.embedding_space(own_recipe(manifest, prompt_of(role))),
+        }
+        for role in Role
+    }
+    return {"change_vectors": own.roles_differ, **described}
+
+
 def _info(context: ProtocolContext) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the default model, and all models."""
     models = context.models
@@ -141,11 +160,14 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
                 "name": manifest.name,
                 "version": manifest.version,
                 "tasks": models.tasks_of(pipeline),
+                "scores": _scores(context, pipeline),
                 "family": manifest.architecture.family,
                 "parameters": manifest.architecture.parameters,
                 "precision": pipeline.model.precision(),
                 "max_tokens": manifest.limits.max_tokens,
                 "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
+                "embedding_space": pipeline.embedding_space(own_recipe(manifest)),
+                "roles": _roles(pipeline),
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),
             }
@@ -153,3 +175,12 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
             for manifest in (pipeline.manifest,)
         ],
     }
+
+
+def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:
+    """Return what the scores of each task are unless a request says otherwise."""
+    tasks = [context.tasks[name] for name in context.models.tasks_of(pipeline)]
+    if similarity.TASK in tasks or rerank.classifies(pipeline.manifest):
+        tasks.append(rerank.TASK)
+    kinds = {task.name: task.scores(pipeline.manifest, task.parameters()) for task in tasks}
+    return {name: kind for name, kind in kinds.items() if kind is not None}

@@ -110,8 +110,17 @@ TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-inference-time": ("integer", "milliseconds in the engine"),
     "x-compute-tokens": ("integer", "tokens that the engine ran"),
     "x-truncated": ("integer", "texts that were cut to the model's limit"),
+    "x-score-kind": (
+        "string",
+        "what the scores are: probability, log-probability, raw score or cosine; absent without "
+        "scores",
+    ),
     "x-warning": ("string", "warnings about the request; absent without warnings"),
+    "x-embedding-space": ("string", "name of the space of the answer's vectors, if it has any"),
 }
+
+_EXPECTED_SPACE: Final = "x-expect-embedding-space"
+"""The header of a request that refuses vectors of another space."""
 
 
 Names = Mapping[tuple[str | int, ...], str]
@@ -209,6 +218,7 @@ async def answer_task(
                 size=size,
                 terms=watched.terms,
                 before_large=watched.begin_answer,
+                expected_space=request.headers.get(_EXPECTED_SPACE),
             )
         except RequestError as error:
             raise error.moved(in_body(error.at, route.names)) from None
@@ -221,6 +231,8 @@ async def answer_task(
             response = route.respond(request, body, result)
         warnings = ignored_fields(body) if isinstance(body, LenientModel) else ()
         _add_headers(response, result, warnings)
+        if (kind := route.task.scores(pipeline.manifest, call.parameters)) is not None:
+            response.raw_headers.append((b"x-score-kind", kind.encode()))
         if len(response.body) > SMALL_BYTES:
             await watched.hold_answer(len(response.body))
         return response
@@ -247,6 +259,8 @@ def _add_headers(response: BytesResponse, result: TaskResult, warnings: Sequence
         (b"x-compute-tokens", b"%d" % result.tokens),
         (b"x-truncated", b"%d" % result.truncated),
     ]
+    if result.embedding_space is not None:
+        response.raw_headers.append((b"x-embedding-space", result.embedding_space.encode()))
     if result.warnings or warnings:
         warning = "; ".join((*warnings, *result.warnings))[:2000].encode("ascii")
         response.raw_headers.append((b"x-warning", warning))

@@ -21,6 +21,7 @@ from cloze.service.tasks import (
     similarity,
     text_classification,
     token_classification,
+    zero_shot_classification,
 )
 from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
 
@@ -37,6 +38,7 @@ TASKS: Final[dict[str, Task]] = {
         qa,
         text_classification,
         token_classification,
+        zero_shot_classification,
     )
 }
 """The tasks of all protocols, by name."""

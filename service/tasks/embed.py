@@ -2,12 +2,14 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
+from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import (
     HeadRequest,
     Pooling,
@@ -126,14 +128,29 @@ def prepare(
             [inputs] = inputs  # some protocols have lists only
         encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
         state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
-        return encoder.prepared(state, len(encoder.encodings[0]))
+        prepared = encoder.prepared(state, len(encoder.encodings[0]))
+        return prepared._replace(vectors=_recipe(parameters, state, context))
     texts = context.limits.listed(inputs)
     encoder = encode_texts(texts, parameters, context, request)
     windows = None
     if encoder.rule.choice == "window":
         windows = encoder.windows, list(map(len, encoder.encodings))
     state = _State(next(iter(request)), dimensions, normalize, windows)
-    return encoder.prepared(state, len(encoder.encodings))
+    prepared = encoder.prepared(state, len(encoder.encodings))
+    return prepared._replace(vectors=_recipe(parameters, state, context))
+
+
+def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) -> VectorRecipe:
+    """Return how the vectors of a request are made; what equals the model's own is its own."""
+    model, own = context.manifest.embedding, own_recipe(context.manifest)
+    prompt = parameters.prompt(context)
+    assert model is not None  # a model with the head has a recipe
+    assert own is not None
+    recipe = replace(own, normalize=state.normalize, dimensions=state.dimensions, prompt=prompt)
+    if state.head != layer_embedding.HEAD.name:
+        return recipe
+    pooling, layers = parameters.pooling or model.pooling, parameters.layers or own.layers
+    return replace(recipe, pooling=pooling, layers=layers)
 
 
 def _layer_request(

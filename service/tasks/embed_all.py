@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
@@ -49,7 +50,13 @@ def prepare(
     tokens = sum(map(len, encoder.encodings))
     context.limits.check_results(tokens, "the request asks for", "vectors")
     places = offsets(texts, encoder, parameters) if parameters.return_offsets else None
-    return encoder.prepared(places, tokens)
+    recipe = VectorRecipe(
+        "tokens",
+        normalize=False,
+        dimensions=context.manifest.architecture.hidden_size,
+        prompt=parameters.prompt(context),
+    )
+    return encoder.prepared(places, tokens)._replace(vectors=recipe)
 
 
 def decode(

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from pydantic import Field
 
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.tasks.task import Count, Outputs, PreparedRequest, Task, TaskContext, check_range
@@ -58,7 +59,12 @@ def prepare(
     for encoding in encoder.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}
-    return encoder.prepared(bool(parameters.return_tokens), len(texts) * top_k)
+    vocabulary = context.tokenizer.vocab_size
+    recipe = VectorRecipe(
+        "sparse", normalize=False, dimensions=vocabulary, prompt=parameters.prompt(context)
+    )
+    prepared = encoder.prepared(bool(parameters.return_tokens), len(texts) * top_k)
+    return prepared._replace(vectors=recipe)
 
 
 def decode(with_tokens: bool, outputs: Outputs, context: TaskContext) -> SparseVectors:

@@ -227,6 +227,7 @@ TASK: Final = Task(
     decode=lambda filling, outputs, context: filling.decode(outputs, context),
     alone=(str,),
     takes_long=_takes_long,
+    scores=lambda *_: "probability",
     examples={
         "One text": {"inputs": "Paris is the [MASK] of France."},
         "Targets to choose among": {

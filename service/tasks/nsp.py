@@ -119,6 +119,7 @@ TASK: Final = Task(
     own_fields=("next", "candidates"),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "probability",
     examples={
         "A pair": {"inputs": {"text": "He opened the door.", "next": "He went in."}},
         "Candidates to rank": {

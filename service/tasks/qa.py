@@ -200,6 +200,7 @@ TASK: Final = Task(
     own_fields=("question",),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "probability",
     examples={
         "The best answer": {
             "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."}

@@ -17,6 +17,7 @@ from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameter
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
+    ScoreKind,
     Task,
     TaskContext,
     Text,
@@ -40,7 +41,11 @@ class RerankInputs(WireModel):
 class RerankParameters(TruncationParameters):
     """The parameters of text-embeddings-inference."""
 
-    raw_scores: bool = Field(False, description="whether a classifier's scores are its logits")
+    raw_scores: bool | None = Field(
+        None,
+        description="whether a classifier's scores are its logits, or their sigmoid; the default "
+        "is what the checkpoint declares, or the sigmoid",
+    )
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
 
 
@@ -73,6 +78,20 @@ def classifies(manifest: Manifest) -> bool:
     return isinstance(options, SequenceLabels) and len(options.labels) == 1
 
 
+def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
+    """Return the function from a classifier's logits to scores."""
+    options = manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    raw = options.raw_scores if parameters.raw_scores is None else parameters.raw_scores
+    return "none" if raw else "sigmoid"
+
+
+def _scores(manifest: Manifest, parameters: RerankParameters) -> ScoreKind:
+    if classifies(manifest):
+        return text_classification.score_kind(_function(manifest, parameters))
+    return "cosine"
+
+
 def prepare(
     inputs: RerankInputs, parameters: RerankParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
@@ -87,15 +106,15 @@ def prepare(
     if classifies(context.manifest):
         scoring = text_classification.TASK
         pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
-        function: text_classification.Function = "none" if parameters.raw_scores else "sigmoid"
+        function = _function(context.manifest, parameters)
         scored = TextClassificationParameters(function_to_apply=function, **truncation)
         prepared = scoring.prepare(pairs, scored, context)
     else:
-        scoring = similarity.TASK
         compared = SimilarityInputs.model_construct(
             source_sentence=inputs.query, sentences=inputs.texts
         )
-        prepared = scoring.prepare(compared, SimilarityParameters(**truncation), context)
+        scoring, cosine = similarity.TASK, SimilarityParameters(**truncation)
+        prepared = similarity.prepare(compared, cosine, context, in_roles=True)
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
     return prepared._replace(
@@ -126,4 +145,5 @@ TASK: Final = Task(
     result=Ranking,
     prepare=prepare,
     decode=decode,
+    scores=_scores,
 )

@@ -142,6 +142,7 @@ TASK: Final = Task(
     decode=decode,
     alone=(str,),
     takes_long=lambda _: True,
+    scores=lambda *_: "log-probability",
     examples={
         "One text": {"inputs": "Paris is the capital of France."},
         "Two texts to compare": {"inputs": ["He opened the door.", "He opened the sky."]},

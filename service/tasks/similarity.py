@@ -4,12 +4,13 @@ Source: huggingface_hub's ``sentence_similarity`` and the route of text-embeddin
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, embedding, token_embedding
+from cloze.model_store.manifest import Role
 from cloze.service.core import Float32
 from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.task import (
@@ -71,16 +72,27 @@ _SENTENCES: Final = INPUTS.below("sentences")
 
 
 def prepare(
-    inputs: SimilarityInputs, parameters: SimilarityParameters, context: TaskContext
-) -> PreparedRequest[list[Offsets] | None]:
-    """Tokenize the text, then the texts to compare with it."""
+    inputs: SimilarityInputs,
+    parameters: SimilarityParameters,
+    context: TaskContext,
+    *,
+    in_roles: bool = False,
+) -> PreparedRequest[Any]:
+    """Tokenize the text, then the texts to compare with it.
+
+    In roles, the text is a query and the others are documents, each with the prompt of its role.
+    """
     context.limits.check_count(len(inputs.sentences), _SENTENCES, others=1)
     texts = [(INPUTS.below("source_sentence"), inputs.source_sentence)]
     texts += [(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
     for at, text in texts:
         context.limits.check_text(text, at)
+    prompts = None
+    if in_roles:
+        query, document = context.prompt_of(Role.QUERY), context.prompt_of(Role.DOCUMENT)
+        prompts = [query, *[document] * len(inputs.sentences)]
     if not parameters.details:
-        return encode_texts(texts, parameters, context, _VECTORS).prepared(None)
+        return encode_texts(texts, parameters, context, _VECTORS, prompts).prepared(None)
     context.check_head(token_embedding.HEAD, "details need vectors of tokens")
     encoder = encode_texts(texts, parameters, context, _ALL_VECTORS)
     tokens = sum(map(len, encoder.encodings))
@@ -136,6 +148,7 @@ TASK: Final = Task(
     own_fields=("source_sentence",),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "cosine",
     examples={
         "A text and two others": {
             "inputs": {

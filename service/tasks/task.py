@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -18,12 +18,17 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import Head
+from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
+
+ScoreKind = Literal["probability", "log-probability", "raw score", "cosine"]
+"""What the scores of an answer are."""
 
 UP_TO: Final = "up to "
 """Leads a message of all texts up to a place."""
@@ -221,6 +226,11 @@ class TaskContext:
             raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 
+    def prompt_of(self, role: Role) -> str:
+        """Return the prompt of a role; see `Embedding.prompt_of`."""
+        recipe = self.manifest.embedding
+        return self.prompt(recipe.prompt_of(role) if recipe else None)
+
 
 class TaskCall(NamedTuple):
     """A client's call of a task, independent of the protocol; the task has the types of both."""
@@ -258,6 +268,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
             follows; None if there is one round.
         texts: number of texts, pairs or questions of the request.
+        vectors: how the result's vectors are made; None: the result has no vectors.
     """
 
     encodings: list[Encoding]
@@ -268,6 +279,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     usage: Sequence[TextUsage] | None = None
     advance: "Advance | None" = None
     texts: int = 1
+    vectors: VectorRecipe | None = None
 
 
 Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]
@@ -297,9 +309,14 @@ class Task:
             of one result, and the native protocol writes the result without the list.
         takes_long: parameters -> whether `prepare` may take milliseconds for a short body, because
             one text becomes many encodings.
+        scores: (manifest, parameters) -> what the scores in the results are; None: the results
+            have no scores.
         vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
+        own_parameters: parameters that only this task has, likewise.
+        missing: manifest of a bundle with the heads -> why the bundle does not do the task all the
+            same; "" if it does.
     """
 
     name: str
@@ -314,12 +331,19 @@ class Task:
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
     takes_long: Callable[[Any], bool] = lambda _: False
+    scores: Callable[[Manifest, Any], ScoreKind | None] = lambda *_: None
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
+    own_parameters: tuple[str, ...] = ()
+    missing: Callable[[Manifest], str] = lambda _: ""
 
-    def is_served_by(self, manifest: Manifest) -> bool:
+    def has_heads(self, manifest: Manifest) -> bool:
         """Return whether a bundle has the heads that the task needs."""
         return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
+
+    def is_served_by(self, manifest: Manifest) -> bool:
+        """Return whether a bundle does the task."""
+        return self.has_heads(manifest) and not self.missing(manifest)
 
 
 def check_has_tokens(ids: Sequence[int], at: Location) -> None:

@@ -9,15 +9,19 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
-from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.heads.label_sets import LabelSet
+from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 from cloze.service.core import Float32, Location
+from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
 from cloze.service.tasks.task import (
     Count,
     Input,
     NotEmpty,
     Outputs,
     PreparedRequest,
+    ScoreKind,
     Task,
     TaskContext,
     Text,
@@ -46,6 +50,7 @@ class TextClassificationParameters(TruncationParameters, UsageParameters):
         "and returns the mean of its windows' scores; the default is truncate",
     )
 
+    label_set: str | None = LABEL_SET
     top_k: Count | None = Field(None, description="labels per text; the default is all labels")
     function_to_apply: Function | None = Field(
         None,
@@ -72,6 +77,8 @@ _FUNCTIONS: Final[dict[str, Function]] = {
 
 
 class _State(NamedTuple):
+    labels: tuple[str, ...]
+    logits: slice
     top_k: int | None
     function: Function
     windows: list[int] | None
@@ -96,30 +103,46 @@ def prepare(
         pairs.append((at, text.text, text.text_pair))
     rule = parameters.rule(report=parameters.return_usage)
     encoder = encode_pairs(pairs, rule, context, _REQUEST)
-    function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
+    options = _options(context.manifest)
+    chosen, columns = choose_label_set(options, parameters.label_set, context)
+    function = _function(chosen, parameters)
     windows = encoder.windows if parameters.long_text == "window" else None
-    state = _State(parameters.top_k, function, windows)
+    state = _State(chosen.labels, columns, parameters.top_k, function, windows)
     return encoder.prepared(state, len(encoder.encodings))
 
 
-def _labels(context: TaskContext) -> SequenceLabels:
-    options = context.manifest.heads[sequence_classification.HEAD.name]
+def _options(manifest: Manifest) -> SequenceLabels:
+    options = manifest.heads[sequence_classification.HEAD.name]
     assert isinstance(options, SequenceLabels)
     return options
 
 
-def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:
+def _function(chosen: LabelSet, parameters: TextClassificationParameters) -> Function:
+    assert isinstance(chosen, SequenceLabelSet)
+    return parameters.function_to_apply or _FUNCTIONS[chosen.problem_type]
+
+
+def _scores(manifest: Manifest, parameters: TextClassificationParameters) -> ScoreKind:
+    chosen, _ = _options(manifest).choose(parameters.label_set)
+    return score_kind(_function(chosen, parameters))
+
+
+def score_kind(function: Function) -> ScoreKind:
+    """Return what the scores are that a function makes of logits."""
+    return "raw score" if function == "none" else "probability"
+
+
+def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
-    labels = _labels(context).labels
     name = sequence_classification.HEAD.name
-    logits = np.stack([output[name].array for output in outputs])
+    logits = np.stack([output[name].array[state.logits] for output in outputs])
     scores = _apply(state.function, logits)
     if (windows := state.windows) is not None:
         sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
         scores = (sums / np.array(windows)[:, None]).astype(np.float32)
     order = np.argsort(-scores, axis=1, kind="stable")[:, : state.top_k]
     return [
-        [LabelScore(labels[label], float(row[label])) for label in best.tolist()]
+        [LabelScore(state.labels[label], float(row[label])) for label in best.tolist()]
         for row, best in zip(scores, order, strict=True)
     ]
 
@@ -148,6 +171,7 @@ TASK: Final = Task(
     own_fields=("text_pair",),
     prepare=prepare,
     decode=decode,
+    scores=_scores,
     examples={
         "One text": {"inputs": "The room was loud and the staff unfriendly."},
         "A pair, its best label": {

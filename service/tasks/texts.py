@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
+from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks.task import (
     Input,
@@ -34,6 +35,17 @@ Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
 
 S = TypeVar("S")
+
+ROLE_WORDS: Final[Mapping[str, Role]] = {
+    "query": Role.QUERY,
+    "document": Role.DOCUMENT,
+    "search_query": Role.QUERY,
+    "search_document": Role.DOCUMENT,
+    "retrieval.query": Role.QUERY,
+    "retrieval.passage": Role.DOCUMENT,
+    "passage": Role.DOCUMENT,
+}
+"""The words for roles: ours, which are Voyage's too, Cohere's, Jina's, and NVIDIA's."""
 
 _OVERLAP: Final = 4
 """Neighbouring windows share this part of a window: a quarter."""
@@ -94,6 +106,28 @@ class TextParameters(TruncationParameters, UsageParameters):
     prompt_name: str | None = Field(
         None, description="name of a prompt of the model, which is put before each text"
     )
+    input_type: str | None = Field(
+        None,
+        description="what the texts are for, query or document, which chooses the model's own "
+        "prompt; Cohere's, Jina's, Voyage's and NVIDIA's words for these are accepted",
+        json_schema_extra={"enum": [*ROLE_WORDS, None]},
+    )
+
+    def prompt(self, context: TaskContext) -> str:
+        """Return the text to put before each text.
+
+        Raises:
+            InvalidRequest: the model has no such prompt, or there is no such type of input.
+        """
+        if self.input_type is None:
+            return context.prompt(self.prompt_name)
+        if self.prompt_name is not None:
+            raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
+        if (role := ROLE_WORDS.get(self.input_type)) is None:
+            known = ", ".join(ROLE_WORDS)
+            problem = f"{ascii(self.input_type)[:80]} is not one of {known}"
+            raise InvalidRequest(problem, Location(("input_type",)))
+        return context.prompt_of(role)
 
 
 # ---- encodings -----------------------------------------------------------------------------------
@@ -274,15 +308,21 @@ def encode_texts(
     parameters: TextParameters,
     context: TaskContext,
     requests: Mapping[str, HeadRequest] | None,
+    prompts: Sequence[str] | None = None,
 ) -> TextEncoder:
-    """Return the encodings of texts to embed, or of their token ids; see `listed`."""
+    """Return the encodings of texts to embed, or of their token ids; see `listed`.
+
+    Each text has its own prompt; without prompts, all have that of the parameters.
+    """
     recipe, tokenizer = context.manifest.embedding, context.tokenizer
     max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
-    prompt = context.prompt(parameters.prompt_name)
+    if prompts is None:
+        prompts = [parameters.prompt(context)] * len(texts)
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, max_tokens, requests)
-    ids = iter(tokenizer.ids([prompt + text for _, text in texts if isinstance(text, str)]))
-    for at, text in texts:
+    prompted = zip(prompts, texts, strict=True)
+    ids = iter(tokenizer.ids([prompt + t for prompt, (_, t) in prompted if isinstance(t, str)]))
+    for prompt, (at, text) in zip(prompts, texts, strict=True):
         if isinstance(text, str):
             encoder.add(at, next(ids), prompt + text, prompt)
         else:
@@ -306,7 +346,7 @@ def offsets(
     texts: Sequence[Input[str]], encoder: TextEncoder, parameters: TextParameters
 ) -> list[Offsets]:
     """Return the place of each token of the texts' encodings, which `encode_texts` made."""
-    prompt = encoder.context.prompt(parameters.prompt_name)
+    prompt = parameters.prompt(encoder.context)
     skipped = len(prompt)
     places: list[Offsets] = []
     for (_, text), encoding in zip(texts, encoder.encodings, strict=True):

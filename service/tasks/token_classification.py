@@ -14,7 +14,9 @@ from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
 from cloze.service.tasks.task import (
     CountOrZero,
     Outputs,
@@ -45,6 +47,7 @@ class TokenClassificationParameters(UsageParameters):
         "with the same label form an entity), first, average or max (each word gets one label, "
         "then neighbours form an entity); the default is simple",
     )
+    label_set: str | None = LABEL_SET
     ignore_labels: list[str] | None = Field(None, description="labels to omit; the default is O")
     stride: CountOrZero | None = Field(
         None,
@@ -95,6 +98,8 @@ class _Text(NamedTuple):
 
 
 class _State(NamedTuple):
+    labels: tuple[str, ...]
+    logits: slice
     texts: list[_Text]
     strategy: Strategy
     ignored: frozenset[str]
@@ -139,7 +144,10 @@ def prepare(
         check_has_tokens(spans.ids, at)
         prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
-    state = _State(prepared, strategy, ignored)
+    options = context.manifest.heads[token_classification.HEAD.name]
+    assert isinstance(options, TokenLabels)
+    chosen, columns = choose_label_set(options, parameters.label_set, context)
+    state = _State(chosen.labels, columns, prepared, strategy, ignored)
     return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
 
 
@@ -164,17 +172,15 @@ def _long_text(
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entities]:
     """Return the entities of each text."""
-    options = context.manifest.heads[token_classification.HEAD.name]
-    assert isinstance(options, TokenLabels)
-    texts, strategy, ignored = state
+    labels, columns, texts, strategy, ignored = state
     rest, join = iter(outputs), context.tokenizer.join
     results: list[Entities] = []
     for text in texts:
         entities: list[_Entity] = []
         for window in text.windows:
-            logits = next(rest)[token_classification.HEAD.name].array
+            logits = next(rest)[token_classification.HEAD.name].array[:, columns]
             words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
-            labelled = [_labelled(word, strategy, options.labels) for word in words]
+            labelled = [_labelled(word, strategy, labels) for word in words]
             entities += labelled if strategy == "none" else _grouped(labelled)
         kept = [entity for entity in entities if entity.label not in ignored]
         if len(text.windows) > 1:
@@ -184,8 +190,12 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entiti
                 [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
             )
         else:
+            places = without_space(text.text, [(e.start, e.end) for e in kept])
             results.append(
-                [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
+                [
+                    EntityGroup(e.label, e.score, join(e.words), *place)
+                    for e, place in zip(kept, places, strict=True)
+                ]
             )
     return results
 
@@ -196,20 +206,23 @@ def _words(
     """Return the tokens of a window by word, or each by itself if the strategy labels tokens.
 
     In a vocabulary that marks tokens which continue a word, such a token is longer than its
-    characters in the text. In another one, a token without a space before it or at its start
-    continues a word. The characters of the text replace the unknown token, which begins a word.
+    characters in the text, and the unknown token begins a word, as in transformers' pipeline. In
+    another one, the words are those of the tokenizer: white space divides them, and in byte-level
+    BPE punctuation too. The characters of the text replace the unknown token.
     """
     words: list[list[_Token]] = []
+    word_of, previous = text.spans.words, None
     for index, position in enumerate(range(*window)):
         start, end = text.spans.offsets[position]
         characters = text.text[start:end]
-        word, continues = tokenizer.token_of(text.spans.ids[position]), False
-        if text.spans.ids[position] == tokenizer.unknown_id:
-            word = characters
-        elif tokenizer.continuation is not None:
-            continues = len(word) != len(characters)
+        word = tokenizer.token_of(text.spans.ids[position])
+        is_unknown = text.spans.ids[position] == tokenizer.unknown_id
+        if tokenizer.continuation is not None:
+            continues = not is_unknown and len(word) != len(characters)
         else:
-            continues = start > 0 and " " not in text.text[start - 1 : start + 1]
+            continues = word_of[position] is not None and word_of[position] == previous
+        previous = word_of[position]
+        word = characters if is_unknown else word
         token = _Token(index + 1, word, start, end, scores[index])  # the index of [CLS] is 0
         if words and continues and strategy not in ("none", "simple"):
             words[-1].append(token)
@@ -281,6 +294,7 @@ TASK: Final = Task(
     alone=(str,),
     prepare=prepare,
     decode=decode,
+    scores=lambda *_: "probability",
     examples={
         "Entities": {"inputs": "Ada Lovelace was born in London."},
         "Every token": {

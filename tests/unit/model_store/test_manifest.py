@@ -313,7 +313,12 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
     assert {"second_type", "pair_separators"} <= written("tokenizer.second_type", 0)[
         "tokenizer"
     ].keys()
-    assert "heads" in written("version", 3)
+    head = "sequence_classification"
+    assert "raw_scores" not in written("version", 3)["heads"][head]
+    raw = written(f"heads.{head}.raw_scores", True)
+    assert raw["heads"][head]["raw_scores"] is True
+    read = Manifest.from_bytes(json.dumps(raw, indent=2).encode() + b"\n")
+    assert read.heads[head].raw_scores  # type: ignore[attr-defined]
     labelled = {"sequence_classification", "token_classification"}
     without = [task for task in FIELDS["tasks"] if "classification" not in task]
     bare = Manifest.model_validate(FIELDS | {"tasks": without, "heads": {}})

@@ -245,7 +245,7 @@ def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     assert asdict(summary) == {
         "output": "/out", "model": "tiny@1", "precisions": ["fp32", "int8"], "rows": 5, "errors": 2,
         "truncated": 1, "files": 2, "resumed_files": 1, "seconds": 0.5, "texts_per_s": 4.0,
-        "tokens_per_s": 100.0, "first_error": "/in/a.csv, row 2: no",
+        "tokens_per_s": 100.0, "first_error": "/in/a.csv, row 2: no", "embedding_spaces": [],
     }  # fmt: skip
     assert summary.lines() == [
         "5 rows in 2 files in /out, 1 of them from an earlier run",

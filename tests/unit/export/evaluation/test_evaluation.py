@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError, ExportError
-from cloze.export.evaluation import masked_words, pairs, squad, texts
+from cloze.export.evaluation import masked_words, metrics, squad, texts
 from cloze.export.evaluation.masked_words import (
     Completion,
     Sentence,
@@ -317,7 +317,7 @@ def test_similarity_is_the_rank_correlation_of_cosines() -> None:
 
 
 def test_equal_values_share_their_rank() -> None:
-    assert pairs._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1, 3.5, 2]
+    assert metrics._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1, 3.5, 2]
 
 
 # ---- SQuAD -------------------------------------------------------------------------------------

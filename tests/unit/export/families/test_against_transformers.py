@@ -25,7 +25,13 @@ from cloze.export.families import FAMILIES
 from cloze.export.model_loading import load_model
 from cloze.export.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
-from tests.tokenizer_kinds import byte_level, byte_level_with_brackets, unigram, wordpiece
+from tests.tokenizer_kinds import (
+    byte_level,
+    byte_level_with_brackets,
+    mpnet_wordpiece,
+    unigram,
+    wordpiece,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -76,6 +82,7 @@ TOKENIZERS = {
     "roberta": byte_level,
     "xlm-roberta": unigram,
     "camembert": unigram,
+    "mpnet": mpnet_wordpiece,
     "albert": unigram,
     "modernbert": byte_level_with_brackets,
 }
@@ -100,7 +107,9 @@ def save(family: str, head: str, folder: Path, **settings: Any) -> Any:
     """Save a random checkpoint, and return transformers' module."""
     tokenizer = TOKENIZERS.get(family, wordpiece)()
     config = settings_of(family, tokenizer, **settings)
-    config.id2label = LABELS if "classification" in head else {0: "x", 1: "y"}
+    config.id2label = settings.get(
+        "id2label", LABELS if "classification" in head else {0: "x", 1: "y"}
+    )
     torch.manual_seed(3)
     network = CLASSES[head].from_config(config)
     with torch.no_grad():

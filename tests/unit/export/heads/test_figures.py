@@ -10,7 +10,7 @@ from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
-from cloze.export.heads.sequence_classification import read_labels, read_options
+from cloze.export.heads.sequence_classification import EXPORT_HEAD, read_labels, read_options
 from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.model import head_module
 from cloze.export.verify import pass_gate
@@ -307,6 +307,29 @@ def test_labels_that_are_wrong_are_shown_up_to_80_characters() -> None:
     with pytest.raises(ExportError) as error:
         read_labels({"id2label": {"1": "a" * 200}})
     assert str(error.value).split("got ")[1] == str({"1": "a" * 200})[:80]
+
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+
+def test_a_reranker_s_scores_are_raw_if_it_says_so() -> None:
+    def raw(**settings: Any) -> bool | None:
+        options = read_options({"num_labels": 1} | settings)
+        assert EXPORT_HEAD.write_options is not None
+        assert read_options(EXPORT_HEAD.write_options(options)) == options
+        return options.raw_scores
+
+    older = {"sbert_ce_default_activation_function": IDENTITY}
+    assert raw() is None
+    assert raw(**older) is True
+    assert raw(sentence_transformers={"activation_fn": IDENTITY}) is True
+    assert raw(**older, sentence_transformers={"activation_fn": SIGMOID}) is None
+    assert raw(**older, sentence_transformers={"version": "4.0"}) is True
+    assert raw(sentence_transformers={"activation_fn": "mine.Tanh"}) is None, "it is never loaded"
+    with pytest.raises(ExportError, match=r"activation torch.nn.Tanh is not supported"):
+        raw(sentence_transformers={"activation_fn": "torch.nn.Tanh"})
+    assert read_options(older).raw_scores is None, "a classifier of two labels ranks nothing"
 
 
 def test_the_problem_type_follows_from_the_labels() -> None:

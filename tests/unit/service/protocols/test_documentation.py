@@ -14,7 +14,7 @@ from tests.unit.service.protocols.service import Service
 
 TIMES = {
     "x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time",
-    "x-compute-tokens", "x-truncated", "x-warning", "x-model",
+    "x-compute-tokens", "x-truncated", "x-score-kind", "x-warning", "x-model",
 }  # fmt: skip
 VECTORS = {"x-dtype", "x-shape", "x-scale", "x-lengths"}
 PAGE = {"cache-control", "content-security-policy", "referrer-policy", "x-content-type-options"}
@@ -137,7 +137,7 @@ def test_fields_of_bodies(described: dict[str, Any]) -> None:
         "return_tokens=None inputs model=None ...",
         "DispatchBody": "inputs parameters=None ...",
         "PredictBody": f"{cut} inputs raw_scores=False model=None ...",
-        "RerankBody": f"query texts {cut} raw_scores=False return_text=False model=None ...",
+        "RerankBody": f"query texts {cut} raw_scores=None return_text=False model=None ...",
         "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
         "DecodeBody": "skip_special_tokens=True ids model=None ...",
         "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None user=None",

@@ -99,6 +99,11 @@ def test_what_is_said_of_the_models(service: Service) -> None:
     assert model == {
         "name": "tiny", "version": 3, "tasks": list(TASKS), "family": "bert", "parameters": 100,
         "precision": "fp32", "max_tokens": 12, "license": None,
+        "scores": {
+            "fill-mask": "probability", "score": "log-probability", "similarity": "cosine",
+            "nsp": "probability", "qa": "probability", "text-classification": "probability",
+            "token-classification": "probability", "rerank": "cosine",
+        },
     }  # fmt: skip
 
 

@@ -71,9 +71,12 @@ def test_the_first_token_of_a_text_begins_a_word(marked: TaskContext) -> None:
     ]
 
 
-def test_an_unknown_token_begins_a_word(marked: TaskContext) -> None:
-    found = groups("red\N{SNOWMAN}", [BEGIN, LOC], marked, "first")
-    assert [(label, end) for label, _, end in found] == [("PER", 3), ("LOC", 4)]
+def test_an_unknown_token_is_a_part_of_its_word(marked: TaskContext) -> None:
+    assert groups("red\N{SNOWMAN}", [BEGIN, LOC], marked, "first") == [("PER", "red\N{SNOWMAN}", 4)]
+    assert [group[2] for group in groups("red \N{SNOWMAN}", [BEGIN, LOC], marked, "first")] == [
+        3,
+        5,
+    ]
 
 
 # ---- several texts, and names in errors --------------------------------------------------------

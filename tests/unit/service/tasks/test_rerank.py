@@ -12,12 +12,13 @@ from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.unit.service.tasks.model import CONTEXT, LABELS, context, limited, tokens, types
 
 
-def ranker(*labels: str) -> dict[str, Any]:
+def ranker(*labels: str, **options: Any) -> dict[str, Any]:
     """Return the heads of a classifier with other labels."""
     return {
         "sequence_classification": {
             "labels": labels,
             "problem_type": "single_label_classification",
+            **options,
         },
         "token_classification": {"labels": LABELS},
     }
@@ -56,6 +57,20 @@ def test_a_classifier_of_one_label_ranks_pairs_of_query_and_text() -> None:
 def test_raw_scores_are_the_logits() -> None:
     ranking = rerank.decode(asked(["a", "b"], raw_scores=True).state, logits(-3, 2), CLASSIFIER)
     assert [(r.index, r.score) for r in ranking.ranks] == [(1, 2), (0, -3)]
+
+
+def test_scores_are_as_the_checkpoint_declares_unless_the_request_says_so() -> None:
+    raw, sigmoid = context(heads=ranker("relevance", raw_scores=True)), CLASSIFIER
+
+    def score(model: TaskContext, asked_for: bool | None) -> tuple[float, str | None]:
+        request = asked(["a"], model, raw_scores=asked_for)
+        [rank] = rerank.decode(request.state, logits(2), model).ranks
+        parameters = rerank.RerankParameters(raw_scores=asked_for)
+        return round(rank.score, 4), rerank.TASK.scores(model.manifest, parameters)
+
+    assert score(sigmoid, None) == score(sigmoid, False) == (0.8808, "probability")
+    assert score(raw, None) == score(raw, True) == score(sigmoid, True) == (2, "raw score")
+    assert score(raw, False) == (0.8808, "probability")
 
 
 @pytest.mark.parametrize("model", [CONTEXT, context(heads=ranker("no", "yes"))])

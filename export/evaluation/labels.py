@@ -1,0 +1,214 @@
+"""Measures how well a model labels texts and tags words.
+
+Shapes: N texts, L labels of one set, S tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cloze.export.errors import DataError
+from cloze.export.evaluation.labelled import OUTSIDE, LabelledText, TaggedSentence
+from cloze.export.evaluation.metrics import (
+    accuracy,
+    entities,
+    entity_scores,
+    macro_f1,
+    matthews,
+    micro_f1,
+    pearson,
+    spearman,
+)
+from cloze.export.evaluation.scorer import Floats, Scorer, encodings, equal_lengths
+from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.model_store.heads import HeadRequest, sequence_classification, token_classification
+from cloze.model_store.heads.label_sets import LabelSet
+from cloze.model_store.heads.sequence_classification import SequenceLabelSet
+from cloze.model_store.sequences import TEXT_TOKENS, without_space
+
+_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """A text, a pair or a sentence as the model reads it.
+
+    Attributes:
+        input_ids: int64 [S].
+        token_type_ids: int64 [S].
+        word_of: int64 [S], the number of each token's word in a sentence; -1 outside of words, and
+            for texts.
+    """
+
+    input_ids: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64]
+    word_of: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """What is done with texts of more than ``tokens`` tokens, special tokens included.
+
+    Attributes:
+        truncate: cut them; False: they are errors.
+    """
+
+    tokens: int
+    truncate: bool
+
+    def check(self, length: int, text: str, at: str) -> None:
+        """Raise if a text is too long and must not be cut."""
+        if length > self.tokens and not self.truncate:
+            raise DataError(
+                f"{at}: {text[:60]!r} has {length} tokens, the limit is {self.tokens}; "
+                'shorten it, or set long_text = "truncate"'
+            )
+
+
+def encode_texts(
+    rows: Sequence[LabelledText], tokenizer: CheckpointTokenizer, rule: LengthRule
+) -> list[EncodedRow]:
+    """Return the sequences of texts and pairs. Of a long pair, the longer text is cut.
+
+    Raises:
+        DataError: a text is too long, or has no token.
+    """
+    first = _ids(tokenizer, [row.text for row in rows])
+    second = _ids(tokenizer, [row.text_pair or "" for row in rows])
+    encoded, special = [], tokenizer.special
+    for row, one, other in zip(rows, first, second, strict=True):
+        if not one:
+            raise DataError(f"{row.at}: {row.text[:60]!r} has no token of the vocabulary")
+        is_pair = row.text_pair is not None
+        around = special.pair_tokens if is_pair else TEXT_TOKENS
+        rule.check(len(one) + len(other) + around, row.text, row.at)
+        while len(one) + len(other) + around > rule.tokens:
+            surplus = len(one) + len(other) + around - rule.tokens
+            longer = one if len(one) >= len(other) else other
+            del longer[len(longer) - max(1, min(surplus, abs(len(one) - len(other)))) :]
+        ids = special.pair(one, other) if is_pair else special.text(one)
+        types = special.pair_types(len(one), len(other)) if is_pair else np.zeros(len(ids))
+        encoded.append(
+            EncodedRow(np.array(ids, np.int64), types.astype(np.int64), np.full(len(ids), -1))
+        )
+    return encoded
+
+
+def _ids(tokenizer: CheckpointTokenizer, texts: list[str]) -> list[list[int]]:
+    return [list(e.ids) for e in tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def encode_sentences(
+    rows: Sequence[TaggedSentence], tokenizer: CheckpointTokenizer, rule: LengthRule
+) -> list[EncodedRow]:
+    """Return the sequences of sentences, whose words are joined by spaces.
+
+    Raises:
+        DataError: a sentence is too long.
+    """
+    texts = [" ".join(row.words) for row in rows]
+    encoded = []
+    tokens = tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)
+    for row, text, encoding in zip(rows, texts, tokens, strict=True):
+        rule.check(len(encoding.ids) + TEXT_TOKENS, text, row.at)
+        ids = encoding.ids[: rule.tokens - TEXT_TOKENS]
+        ends = np.cumsum([len(word) + 1 for word in row.words])
+        starts = [start for start, _ in without_space(text, encoding.offsets)][: len(ids)]
+        word_of = np.searchsorted(ends, np.array(starts, np.int64), "right")
+        encoded.append(
+            EncodedRow(
+                np.array(tokenizer.special.text(ids), np.int64),
+                np.zeros(len(ids) + TEXT_TOKENS, np.int64),
+                np.array([-1, *word_of, -1], np.int64),
+            )
+        )
+    return encoded
+
+
+def first_tokens(word_of: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return bool [S], whether each token is the first of a word."""
+    before = np.concatenate([[-1], word_of[:-1]])
+    firsts: NDArray[np.bool_] = (word_of >= 0) & (word_of != before)
+    return firsts
+
+
+def _logits(rows: Sequence[EncodedRow], scorer: Scorer, head: str) -> list[Floats]:
+    """Return what a head computes of each row, in order."""
+    logits: list[Floats] = [np.zeros(0, np.float32)] * len(rows)
+    for group in equal_lengths([len(row.input_ids) for row in rows], _BATCH):
+        batch = encodings(
+            np.stack([rows[index].input_ids for index in group]),
+            np.stack([rows[index].token_type_ids for index in group]),
+            [{head: HeadRequest()}] * len(group),
+        )
+        for index, output in zip(group, scorer.run(batch), strict=True):
+            logits[index] = output[head].array
+    return logits
+
+
+def measure_labels(
+    rows: Sequence[LabelledText],
+    encoded: Sequence[EncodedRow],
+    scorer: Scorer,
+    chosen: tuple[LabelSet, slice],
+) -> dict[str, float]:
+    """Return the figures of a label set on texts.
+
+    One label: accuracy, macro F1 and Matthews' correlation. Several: the share of texts whose
+    labels are all right, macro and micro F1. A number: Pearson's and Spearman's correlation.
+    """
+    labels, columns = chosen
+    assert isinstance(labels, SequenceLabelSet)
+    outputs = _logits(encoded, scorer, sequence_classification.HEAD.name)
+    logits = np.stack(outputs)[:, columns]  # [N, L]
+    if labels.problem_type == "regression":
+        scores = [row.score for row in rows]
+        return {
+            "pearson": pearson(logits[:, 0], scores),
+            "spearman": spearman(logits[:, 0], scores),
+        }
+    gold = label_matrix(rows, labels.labels)
+    if labels.problem_type == "multi_label_classification":
+        predicted = logits > 0
+        return {
+            "accuracy": accuracy(predicted, gold),
+            "macro_f1": macro_f1(predicted, gold),
+            "micro_f1": micro_f1(predicted, gold),
+        }
+    best, right = logits.argmax(1), gold.argmax(1)
+    return {
+        "accuracy": accuracy(best, right),
+        "macro_f1": macro_f1(np.eye(len(labels.labels), dtype=bool)[best], gold),
+        "matthews": matthews(best, right),
+    }
+
+
+def label_matrix(rows: Sequence[LabelledText], labels: Sequence[str]) -> NDArray[np.bool_]:
+    """Return bool [N, L], whether each row has each label."""
+    return np.array([[label in row.labels for label in labels] for row in rows], bool)
+
+
+def measure_tags(
+    rows: Sequence[TaggedSentence],
+    encoded: Sequence[EncodedRow],
+    scorer: Scorer,
+    chosen: tuple[LabelSet, slice],
+) -> dict[str, float]:
+    """Return precision, recall and F1 of entities, and the share of right tags.
+
+    The first token of a word decides its tag. A word that is cut off, or has no token, is outside.
+    """
+    labels, columns = chosen
+    predicted = []
+    outputs = _logits(encoded, scorer, token_classification.HEAD.name)
+    for row, sequence, logits in zip(rows, encoded, outputs, strict=True):
+        tags = [OUTSIDE] * len(row.words)
+        best = logits[:, columns].argmax(1)
+        for token in np.flatnonzero(first_tokens(sequence.word_of)):
+            tags[sequence.word_of[token]] = labels.labels[best[token]]
+        predicted.append(tags)
+    gold = [row.tags for row in rows]
+    flat = [[tag for sentence in tags for tag in sentence] for tags in (predicted, gold)]
+    return entity_scores(entities(predicted), entities(gold)) | {"accuracy": accuracy(*flat)}

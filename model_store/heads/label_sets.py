@@ -1,0 +1,83 @@
+"""Label sets of a classifier: its labels, and further sets of labels on the same encoder.
+
+The logits of all sets lie side by side in one output of the graph, in the order of the sets. So a
+graph has one classifier, however many sets it has.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+    model_validator,
+)
+
+from cloze.model_store.heads.head import Frozen
+
+SetName = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
+"""The name of a label set, as a client sends it."""
+
+
+class LabelSet(Frozen):
+    """Labels that one classifier chooses from.
+
+    Attributes:
+        name: name of the set; None: the classifier has only this set.
+        labels: label names in the order of the logits.
+    """
+
+    name: SetName | None = None
+    labels: tuple[str, ...] = Field(min_length=1)
+
+
+class LabelSets(LabelSet):
+    """The first label set of a classifier, which is the default, and the others."""
+
+    further: Sequence[LabelSet] = ()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = self.names
+        if self.further and (None in names or len(set(names)) < len(names)):
+            raise ValueError("several label sets need names that differ")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a single set does not say, so that earlier releases open its bundle."""
+        section: dict[str, Any] = serialise(self)
+        if self.names == (None,):
+            section.pop("name", None)
+            section.pop("further", None)
+        return section
+
+    @property
+    def sets(self) -> tuple[LabelSet, ...]:
+        """All label sets, the default first."""
+        return (self, *self.further)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The names of all label sets."""
+        return tuple(each.name for each in self.sets)
+
+    @property
+    def logits(self) -> int:
+        """The number of logits of all sets."""
+        return sum(len(each.labels) for each in self.sets)
+
+    def choose(self, name: str | None = None) -> tuple[LabelSet, slice]:
+        """Return the set with this name and the logits of the set; None: the default set.
+
+        Raises:
+            KeyError: no set has the name.
+        """
+        if name is not None and name not in self.names:
+            raise KeyError(name)
+        number = 0 if name is None else self.names.index(name)
+        ends = [0, *accumulate(len(each.labels) for each in self.sets)]
+        return self.sets[number], slice(ends[number], ends[number + 1])

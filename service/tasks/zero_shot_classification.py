@@ -1,0 +1,260 @@
+"""Zero-shot classification: which of the request's own labels fit a text.
+
+A classifier of pairs that was trained on inferences reads the text with one sentence per label, the
+hypothesis, and says whether the text entails the sentence. The scores are those of transformers'
+pipeline. Source: Yin et al. 2019, "Benchmarking Zero-shot Text Classification".
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from cloze.model_store import Manifest
+from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.sequences import TEXT_TOKENS
+from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.tasks.task import (
+    Input,
+    NotEmpty,
+    Outputs,
+    PreparedRequest,
+    Task,
+    TaskContext,
+    Text,
+    Texts,
+    TextUsage,
+    check_has_tokens,
+    softmax,
+)
+from cloze.service.tasks.text_classification import LabelScore
+from cloze.service.tasks.texts import (
+    TextEncoder,
+    TruncationParameters,
+    UsageParameters,
+    characters,
+)
+
+_TEMPLATE: Final = "This example is {}."
+_PLACE: Final = "{}"
+_LABELS: Final = Location(("candidate_labels",))
+_TEMPLATE_PLACE: Final = Location(("hypothesis_template",))
+_REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
+
+Ids = Sequence[int]
+"""The tokens of a text or of a hypothesis, without special tokens."""
+
+
+class ZeroShotParameters(TruncationParameters, UsageParameters):
+    """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts."""
+
+    long_text: Literal["error", "truncate", "window"] | None = Field(  # type: ignore[assignment]  # one more choice
+        None,
+        description="error refuses a long text, truncate cuts it, window divides it and returns "
+        "the mean of its windows' scores; the label is never cut; the default is truncate",
+    )
+    candidate_labels: Texts = Field([], description="the labels to choose among; needed")
+    hypothesis_template: Text | None = Field(
+        None,
+        description="the sentence that a fitting text entails, with {} in the label's place; the "
+        f"default is {_TEMPLATE}",
+    )
+    multi_label: bool | None = Field(
+        None,
+        description="whether each label is judged alone, so that several may fit; the default is "
+        "false, for which the scores of all labels have the sum 1",
+    )
+
+
+class _State(NamedTuple):
+    """How the logits of one request become scores.
+
+    Attributes:
+        alone: whether each label is judged alone.
+        windows: number of windows of each text; each has one encoding per label.
+    """
+
+    labels: list[str]
+    alone: bool
+    windows: list[int]
+
+
+def entailment(labels: Sequence[str]) -> int | None:
+    """Return the label of entailment, which transformers' pipeline would take; None: none is one.
+
+    Args:
+        labels: the labels of a classifier, in the order of its logits.
+    """
+    is_one = (label.lower().startswith("entail") for label in labels)
+    return next((number for number, found in enumerate(is_one) if found), None)
+
+
+def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
+    """Return the label of entailment of the first label set that has one, and the set's logits."""
+    options = manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    for name in options.names:
+        chosen, columns = options.choose(name)
+        if (found := entailment(chosen.labels)) is not None:
+            return found, columns
+    return None
+
+
+def _missing(manifest: Manifest) -> str:
+    """Return why a classifier does not do this task; "" if it does."""
+    if _entailing(manifest) is not None:
+        return ""
+    options = manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    shown = ", ".join(label for each in options.sets for label in each.labels)[:200]
+    return f"none of its labels begins with entail; it has {ascii(shown)[1:-1]}"
+
+
+def prepare(
+    inputs: Any, parameters: ZeroShotParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize each text with the hypothesis of each label."""
+    limits, tokenizer = context.limits, context.tokenizer
+    texts: list[Input[str]] = limits.listed(inputs)
+    hypotheses = _hypotheses(parameters, context)
+    rule = parameters.rule(report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
+    around, tokens, windows = tokenizer.special.pair_tokens, 0, []
+    for (at, text), ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
+        check_has_tokens(ids, at)
+        parts, usage = _parts(text, ids, at, hypotheses, encoder)
+        pairs = [(_cut(part, h, encoder), h) for part in parts for h in hypotheses]
+        tokens += sum([around + len(part) + len(hypothesis) for part, hypothesis in pairs])
+        limits.check_tokens(tokens, "the texts with each of their labels hold", at)
+        encodings = [tokenizer.pair(*pair, limits.max_tokens) for pair in pairs]
+        encoder.add_encodings(at, encodings, usage)
+        windows.append(len(parts))
+    labels = parameters.candidate_labels
+    # One label alone would always have the score 1, so it is judged as one of several.
+    state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
+    return encoder.prepared(state, len(encoder.encodings))
+
+
+def _hypotheses(parameters: ZeroShotParameters, context: TaskContext) -> list[list[int]]:
+    """Return the tokens of each label's hypothesis, after a check of the labels."""
+    labels, limits = parameters.candidate_labels, context.limits
+    limits.check_count(len(labels), _LABELS, "label")
+    first: dict[str, int] = {}
+    for number, label in enumerate(labels):
+        limits.check_text(label, _LABELS.below(number))
+        if (other := first.setdefault(label, number)) != number:
+            problem = f"is {ascii(label)[:80]}, as {_LABELS.below(other)} is; a label is given once"
+            raise InvalidRequest(problem, _LABELS.below(number))
+    template = parameters.hypothesis_template or _TEMPLATE
+    before, place, after = template.partition(_PLACE)
+    if not place or set(_PLACE) & set(before + after):
+        problem = f"is {ascii(template)[:80]}; it needs {_PLACE} once, for the label, and no brace"
+        raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
+    limits.check_text(template, _TEMPLATE_PLACE)
+    hypotheses = context.tokenizer.ids([before + label + after for label in labels])
+    room = limits.max_tokens - context.tokenizer.special.pair_tokens
+    for number, hypothesis in enumerate(hypotheses):
+        if len(hypothesis) >= room:
+            raise InvalidRequest(
+                f"becomes a sentence of {len(hypothesis)} tokens; the model reads {room}, and at "
+                "least 1 of them is the text's",
+                _LABELS.below(number),
+            )
+    return hypotheses
+
+
+def _room(hypothesis: Ids, encoder: TextEncoder) -> int:
+    """Return the most tokens of a text beside a hypothesis."""
+    special = encoder.context.tokenizer.special
+    return encoder.max_tokens - special.pair_tokens - len(hypothesis)
+
+
+def _cut(ids: Ids, hypothesis: Ids, encoder: TextEncoder) -> Ids:
+    """Return the tokens of a text, or of a part of one, that the model reads with a hypothesis."""
+    room = _room(hypothesis, encoder)
+    return ids[-room:] if encoder.rule.keep_end else ids[:room]
+
+
+def _parts(
+    text: str, ids: Ids, at: Location, hypotheses: Sequence[Ids], encoder: TextEncoder
+) -> tuple[list[Ids], TextUsage]:
+    """Return a text as one part, or as windows that have room beside the longest hypothesis."""
+    rule, longest = encoder.rule, max(hypotheses, key=len)
+    room = _room(longest, encoder)
+    read = len(ids) + TEXT_TOKENS
+    if len(ids) <= room:
+        return [ids], TextUsage(read, read)
+    rule.check(at, len(ids), room)
+    if rule.choice != "window":
+        return [ids], TextUsage(read, room + TEXT_TOKENS)
+    around = encoder.max_tokens - room
+    bounds = encoder.divide(len(ids), room, at, around=around)
+    windows = None
+    if rule.report:
+        windows = characters(bounds, encoder.context.tokenizer.spans(text).offsets)
+    return [ids[first:end] for first, end in bounds], TextUsage(read, read, windows)
+
+
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:
+    """Return the labels of each text, best first."""
+    found = _entailing(context.manifest)
+    assert found is not None  # else the model does not serve the task
+    entailed, columns = found
+    name = sequence_classification.HEAD.name
+    logits = np.stack([output[name].array[columns] for output in outputs])
+    windows = logits.reshape(-1, len(state.labels), logits.shape[1])  # [windows, labels, L]
+    scores = _scores(windows, entailed, alone=state.alone)
+    sums = np.add.reduceat(scores, np.cumsum([0, *state.windows[:-1]]))
+    means = sums / np.array(state.windows, np.float32)[:, None]
+    return [
+        [
+            LabelScore(state.labels[label], float(row[label]))
+            for label in np.argsort(-row, kind="stable").tolist()
+        ]
+        for row in means
+    ]
+
+
+def _scores(logits: Float32, entailed: int, *, alone: bool) -> Float32:
+    """Return the scores [n, labels] of logits [n, labels, L]."""
+    if not alone:
+        return softmax(logits[..., entailed])
+    # transformers takes the first label for the contradiction, or the last if the first entails.
+    contradicted = -1 if entailed == 0 else 0
+    both = logits[..., [contradicted, entailed]]
+    return softmax(both.reshape(-1, 2))[:, 1].reshape(both.shape[:2])
+
+
+TASK: Final = Task(
+    name="zero-shot-classification",
+    route="/zero-shot-classification",
+    summary="Which of the request's own labels fit a text",
+    heads=(sequence_classification.HEAD.name,),
+    missing=_missing,
+    inputs=Annotated[
+        Text | Annotated[list[Text], NotEmpty], Field(description="a text or a list of texts")
+    ],
+    parameters=ZeroShotParameters,
+    result=list[LabelScore] | list[list[LabelScore]],
+    alone=(str,),
+    own_parameters=("candidate_labels",),
+    prepare=prepare,
+    decode=decode,
+    scores=lambda *_: "probability",
+    examples={
+        "One text": {
+            "inputs": "The room was loud and the staff unfriendly.",
+            "parameters": {"candidate_labels": ["hotels", "sport", "politics"]},
+        },
+        "Several labels may fit": {
+            "inputs": ["The room was loud and the staff unfriendly."],
+            "parameters": {
+                "candidate_labels": ["complaint", "praise"],
+                "hypothesis_template": "This text is a {}.",
+                "multi_label": True,
+            },
+        },
+    },
+)

@@ -1,0 +1,125 @@
+"""Rerankers: texts have the order and the scores of sentence-transformers, in each family."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import CrossEncoder
+from starlette.testclient import TestClient
+
+from cloze.export.families import FAMILIES
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.service.app import single_process
+from cloze.service.settings import load_settings
+from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
+
+ONE_LABEL: dict[int, str] = {0: "relevance"}
+IDENTITY = "torch.nn.modules.linear.Identity"
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+QUERY = "Where is the bank?"
+DOCUMENTS = [
+    "The bank charges a fee.", "It is at the harbour.", "Where?", "A café\u0301 in  Zürich.", "🙂",
+    "the the the the", "Nobody knows where the bank is today.", "x", "The harbour was quiet.",
+    "Ask at the counter, please.",
+]  # fmt: skip
+
+DECLARED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
+    "raw": ({"sentence_transformers": {"activation_fn": IDENTITY}}, None),
+    "raw-older": ({"sbert_ce_default_activation_function": IDENTITY}, None),
+    "raw-modules": ({"sentence_transformers": {"activation_fn": SIGMOID}}, {"activation_fn": IDENTITY}),
+    "sigmoid-modules": ({"sbert_ce_default_activation_function": IDENTITY}, {"activation_fn": SIGMOID}),
+    "raw-modules-silent": ({"sbert_ce_default_activation_function": IDENTITY}, {}),
+}  # fmt: skip
+"""Name -> what is added to ``config.json``, and what the file beside ``modules.json`` says."""
+
+
+def reranker(family: str, folder: Path) -> Path:
+    """Save a checkpoint that CrossEncoder reads with its ``tokenizer.json`` as it is."""
+    save(family, "sequence_classification", folder, id2label=ONE_LABEL, max_position_embeddings=66)
+    names = ("<pad>", "<s>", "</s>") if family in TOKENIZERS else ("[PAD]", "[CLS]", "[SEP]")
+    settings = dict(zip(("pad_token", "cls_token", "sep_token"), names, strict=True))
+    types = ["token_type_ids"] * (family in ("bert", "ernie", "electra", "albert"))
+    inputs = {"model_input_names": ["input_ids", "attention_mask", *types]}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | inputs | kind))
+    return folder
+
+
+def declare(folder: Path, config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> None:
+    """Write what a checkpoint says of its scores."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if beside is not None:
+        CrossEncoder(str(folder)).save_pretrained(str(folder))
+        file = folder / "config_sentence_transformers.json"
+        said = json.loads(file.read_text())
+        del said["activation_fn"]
+        file.write_text(json.dumps(said | beside))
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("rerankers")
+    made = {family: reranker(family, root / family) for family in FAMILIES}
+    for name, said in DECLARED.items():
+        made[name] = reranker("bert", root / name)
+        declare(made[name], *said)
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestClient]:
+    store = tmp_path_factory.mktemp("store")
+    for name, checkpoint in checkpoints.items():
+        export(str(checkpoint), name, Store(store), ExportOptions())
+    settings = load_settings({"model_store": store, "precision": "fp32"})
+    with TestClient(single_process(settings), base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *DECLARED])
+def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
+    client: TestClient, checkpoints: dict[str, Path], name: str
+) -> None:
+    oracle = CrossEncoder(str(checkpoints[name]), model_kwargs={"attn_implementation": "eager"})
+    expected = oracle.predict([(QUERY, text) for text in DOCUMENTS])
+    body = {"model": name, "query": QUERY, "texts": DOCUMENTS}
+    response = client.post("/rerank", json=body)
+    assert response.status_code == 200, response.text
+    ranks = response.json()
+    assert [rank["index"] for rank in ranks] == np.argsort(-expected, kind="stable").tolist()
+    scores = [rank["score"] for rank in ranks]
+    assert scores == pytest.approx(np.sort(expected)[::-1].tolist(), rel=1e-4, abs=1e-5)
+    assert np.ptp(expected) > 1e-3, "the order can be wrong"
+    kind = "raw score" if name.startswith("raw") else "probability"
+    assert response.headers["x-score-kind"] == kind
+    [model] = [model for model in client.get("/info").json()["models"] if model["name"] == name]
+    assert model["scores"]["rerank"] == kind
+    for raw in (True, False):
+        response = client.post("/rerank", json=body | {"raw_scores": raw})
+        assert response.headers["x-score-kind"] == ("raw score" if raw else "probability")
+
+
+def test_what_scores_are_is_said_by_each_protocol(client: TestClient) -> None:
+    text = {"inputs": "The harbour was quiet.", "model": "bert"}
+    raw = {"raw_scores": True}
+    none = {"parameters": {"function_to_apply": "none"}}
+    for path, body, kind in (
+        ("/classify", text, "probability"),
+        ("/classify", text | none, "raw score"),
+        ("/predict", text, "probability"),
+        ("/predict", text | raw, "raw score"),
+    ):
+        assert client.post(path, json=body).headers["x-score-kind"] == kind, (path, body)
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+    answer = client.post("/v2/models/bert.text-classification/infer", json={"inputs": [tensor]})
+    assert answer.headers["x-score-kind"] == "probability"

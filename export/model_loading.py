@@ -17,12 +17,16 @@ from cloze.export.errors import ExportError
 from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
 
-_ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.", "layers.")
+_ENCODER_PREFIXES = ("embeddings.", "encoder.", "layers.", "transformer.")
 """The first parts of the names of an encoder's tensors, after the family's prefix."""
+
+_COMPUTED = ("position_ids", "inv_freq")
+"""The ends of the names of tensors that are computed, and that older files hold."""
 
 _LISTED_NAMES = 3
 """The most unknown tensor names that an error lists."""
@@ -50,10 +54,20 @@ def load_model(
     heads, notes = _find_heads(
         possible, _required(possible, config, settings), renamed, unknown, family
     )
+    if "masked_lm" in heads and _lacks_untied(renamed, settings):
+        heads.remove("masked_lm")
+        notes.append(
+            "fill-mask is not offered: config.json says that the decoder is not tied to the words "
+            "(tie_word_embeddings), and the checkpoint has no decoder"
+        )
     options = read_head_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
     with torch.device("meta"):
         model = Model(config, heads, options)
     parameters = dict(model.named_parameters())  # a tied weight appears once, as the encoder's
+    for name in heads:
+        for ours in family.heads[name].zeros:
+            zeros = torch.zeros(parameters[f"{name}.{ours}"].shape)
+            renamed.setdefault(f"{name}.{ours}", (ours, zeros))
     missing = [name for name in parameters if name not in renamed]
     if missing:
         raise ExportError(_describe_missing(missing, unknown, family))
@@ -117,6 +131,16 @@ def _parse_section(head: ExportHead, section: Any) -> Frozen:
         raise ExportError(f"config.json: {place}: {first_problem(error)}") from None
 
 
+def read_parts(files: HeadFiles) -> dict[str, Any]:
+    """Return the modules of the heads whose weights lie outside the family's tensors, by name.
+
+    Raises:
+        ExportError: a head is incomplete or not supported.
+    """
+    read = {name: head.read(files) for name, head in EXPORT_HEADS.items() if head.read is not None}
+    return {name: module for name, module in read.items() if module is not None}
+
+
 def _rename(
     tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig
 ) -> tuple[RenamedTensors, list[str]]:
@@ -126,7 +150,7 @@ def _rename(
     unknown: list[str] = []
     for theirs, tensor in tensors.items():
         targets = family.read(theirs, config)
-        if not targets and not theirs.endswith("position_ids"):
+        if not targets and not theirs.endswith(_COMPUTED):
             unknown.append(theirs)
         for target in targets:
             if target.name in tensors and target.name != theirs:
@@ -172,6 +196,7 @@ def _possible_heads(family: Family, settings: Mapping[str, Any]) -> list[ExportH
         head
         for head in EXPORT_HEADS.values()
         if head.module is not None
+        and head.read is None
         and (
             (end := _class_of(head, family)) is None
             or head.head.name in sections
@@ -225,6 +250,8 @@ def _find_head(
 ) -> tuple[bool, str | None]:
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
+    spec = family.heads.get(name, HeadSpec({}))
+    required = [tensor for tensor in required if tensor not in spec.optional | spec.zeros]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
     if name in family.heads and present == required:
         return True, None
@@ -275,7 +302,7 @@ def _check_whole_encoder(
 ) -> None:
     """Raise if the checkpoint's encoder has tensors that the model lacks."""
     for name in unknown:
-        if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES):
+        if family.without_prefix(name).startswith(_ENCODER_PREFIXES):
             raise ExportError(
                 f"{name} is part of the encoder, but no {family.name} has it: "
                 "it would be left out silently"
@@ -287,6 +314,12 @@ def _check_whole_encoder(
                 f"the checkpoint has {theirs}, but config.json names only "
                 f"{model.config.layers} layers"
             )
+
+
+def _lacks_untied(renamed: RenamedTensors, settings: Mapping[str, Any]) -> bool:
+    """Return whether a matrix of its own is missing, which transformers would fill at random."""
+    untied = settings.get("tie_word_embeddings", True) is False
+    return untied and "masked_lm.decoder.weight" not in renamed
 
 
 def _check_tied(renamed: RenamedTensors) -> None:

@@ -258,10 +258,25 @@ def edit(folder: Path, file: str, **changes: Any) -> None:
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
 
 
+def leave_out_prompt(folder: Path, prompts: dict[str, str]) -> None:
+    edit(folder, "1_Pooling/config.json", include_prompt=False)
+    edit(folder, "config_sentence_transformers.json", prompts=prompts)
+
+
+def test_to_leave_out_the_prompt_says_nothing_where_there_is_none(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
+    before = read_recipe(folder)
+    leave_out_prompt(folder, {"query": "", "document": ""})  # as sentence-transformers saves them
+    after = read_recipe(folder)
+    assert before is not None
+    assert after is not None
+    assert after.poolings == before.poolings
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "middle"]), r"pooling mean \+ middle is not supported"),
     "no mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=[]), "pooling without a mode is not supported"),
-    "prompt left out": (lambda f: edit(f, "1_Pooling/config.json", include_prompt=False), "leaves out the prompt"),
+    "prompt left out": (lambda f: (leave_out_prompt(f, {"query": "ask: "})), "leaves out the prompt"),
     "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "lacks residual.weight"),
     "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
     "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),

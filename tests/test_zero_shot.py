@@ -165,6 +165,8 @@ def test_a_long_text_is_divided_beside_whole_labels(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("parameters", "message"), [
+    ({"candidate_labels": None}, "candidate_labels is missing; name at least 1 label"),
+    ({"hypothesis_template": ""}, "hypothesis_template is empty; it needs at least 1 character"),
     ({"candidate_labels": []}, "candidate_labels is an empty list; it needs at least 1 label"),
     ({"candidate_labels": ["a", ""]}, "candidate_labels[1] is empty; it needs at least 1 character"),
     ({"candidate_labels": ["a", "b", "a"]},

@@ -18,6 +18,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.blocks.window import Window
 from cloze.export.graph.builder import FUSED, GraphBuilder
+from cloze.export.graph.linear_ops import LinearInput
 from cloze.export.graph.trunk import TrunkGraph
 
 
@@ -120,7 +121,11 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(size, size, has_bias)
 
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        bias: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -128,27 +133,25 @@ class SelfAttention(nn.Module):
             x: [B, S, H].
             attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
             bias: [1, N, S, S], added to the scores; None: nothing is added.
+            values: [B, S, ...], of which values are made; None: ``x``.
 
         Returns:
             The attended states [B, S, H].
         """
         query, key, value = (
-            self._split(linear(x)) for linear in (self.query, self.key, self.value)
+            split_heads(linear(entering), self.heads)
+            for linear, entering in (
+                (self.query, x),
+                (self.key, x),
+                (self.value, x if values is None else values),
+            )
         )
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
+        dropout = self.dropout if self.training else 0.0
         band = None if self.window is None else self.window.mask(x.shape[1], x.device)
-        context = _attend(
-            query,
-            key,
-            value,
-            _mask(attention_mask, bias, band),
-            self.dropout if self.training else 0.0,
-        )
+        context = attend((query, key, value), _mask(attention_mask, bias, band), dropout)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -158,9 +161,17 @@ class SelfAttention(nn.Module):
         }
 
     def write(
-        self, trunk: TrunkGraph, name: str, x: str, bias: str = ""
+        self,
+        trunk: TrunkGraph,
+        name: str,
+        x: str,
+        bias: str = "",
+        values: LinearInput | None = None,
     ) -> tuple[str, Tensor | None]:
         """Write the attention of each sequence to itself; see `TrunkGraph.attend`.
+
+        Args:
+            values: what values are made of; None: ``x``.
 
         Returns:
             The name of the attended states without their bias, and the bias [H], if any.
@@ -173,19 +184,32 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             key = ops.biased(key, f"{name}.key", self.key)
             query, key = (self.rotary.write(trunk, one, self.heads) for one in (query, key))
-        value = ops.matmul(entering, f"{name}.value", self.value)
-        operands = (query, key, value)
-        if self.window is None:
-            context = trunk.attend(operands, self.heads, bias)
-        else:
-            assert not bias, "a window has no bias of the scores beside it"
-            width = self.query.out_features // self.heads
-            context = self.window.write(trunk, operands, self.heads, width)
+        value = ops.matmul(values or entering, f"{name}.value", self.value)
+        context = self._write_context(trunk, name, (query, key, value), bias)
         entering = ops.prepare_input(context, f"{name}.output")
         output = ops.matmul(entering, f"{name}.output", self.output)
         if self.output.bias is None:
             return output, None
         return output, self.output.bias + self.output.weight @ self.value.bias
+
+    def _write_context(
+        self,
+        trunk: TrunkGraph,
+        name: str,  # noqa: ARG002
+        operands: tuple[str, str, str],
+        bias: str,
+    ) -> str:
+        """Write the attention of queries to keys, which have no bias, and to values."""
+        if self.window is None:
+            return trunk.attend(operands, self.heads, bias)
+        assert not bias, "a window has no bias of the scores beside it"
+        width = self.query.out_features // self.heads
+        return self.window.write(trunk, operands, self.heads, width)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return [B, S, H] as [B, N, S, H / N]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _mask(
@@ -198,27 +222,35 @@ def _mask(
     """
     keys = None if attention_mask is None else attention_mask[:, None, None, :]
     if band is not None:
-        # A padded token whose window holds only padding attends to itself: no row may be empty.
-        itself = torch.eye(len(band), dtype=torch.bool, device=band.device)
-        keys = band if keys is None else band & (keys | itself)
+        keys = band if keys is None else band & keys  # a row without keys attends to nothing
     if bias is None or keys is None:
         return keys if bias is None else bias
     return bias.masked_fill(~keys, -torch.inf)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+def attend(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention`, in fp32 on a CPU.
 
     There, the backward pass of bf16 takes three times as long as that of fp32 (torch 2.13).
+
+    Args:
+        operands: queries, keys and values [B, N, S, H / N].
+        mask: what is added to the scores, or the keys that count; None: nothing, all.
+        dropout: the share of weights that are set to 0.
+        scale: the factor of the scores; None: that of the paper.
     """
-    if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+    if operands[0].device.type != "cpu":
+        return F.scaled_dot_product_attention(*operands, mask, dropout, scale=scale)
     with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), mask, dropout
-        )
+        query, key, value = (operand.float() for operand in operands)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.float()
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
 
 
 def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:
@@ -227,7 +259,22 @@ def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:
     return nn.LayerNorm(size, config.layer_norm_eps, bias=has_bias)
 
 
-class Layer(nn.Module):
+class EncoderLayer(nn.Module):
+    """A layer of an encoder: hidden states [B, S, H] -> hidden states [B, S, H].
+
+    It is called with the states, a mask of real tokens and a bias of scores; see `SelfAttention`.
+    """
+
+    def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
+        raise NotImplementedError
+
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
+        raise NotImplementedError
+
+
+class Layer(EncoderLayer):
     """Attention, then a feed-forward network; each is added to its input and normalised.
 
     A gated feed-forward network is ``down(activation(gate(x)) * up(x))`` (Shazeer 2020, "GLU

@@ -31,7 +31,8 @@ class Blocks(NamedTuple):
     Attributes:
         query_rows: int64 [C, L], the token of each query; the last block repeats the last token.
         key_rows: int64 [C, K], the token of each key.
-        mask: float32 [C, L, K], 0 for keys within the distance, else minus infinity.
+        mask: float32 [C, L, K], or [B, 1, C, L, K] if some tokens are no keys. 0 for keys within
+            the distance, else minus infinity.
         tokens: int64 [1], S.
     """
 
@@ -80,6 +81,9 @@ class Window:
         keys, values = (gathered(x, blocks.key_rows) for x in (key, value))
         scores = g.op("MatMul", [queries, g.op("Transpose", [keys], perm=[0, 1, 2, 4, 3])])
         weights = g.op("Softmax", [g.op("Add", [scores, blocks.mask])], axis=-1)
+        if trunk.keys:  # as in torch, a token without keys attends to nothing
+            nothing = g.weight("zero_float", np.array(0, np.float32))
+            weights = g.op("Where", [g.op("IsNaN", [weights]), nothing, weights])
         context = g.op("MatMul", [weights, values])  # [B, N, C, L, d]
         by_token = g.op("Transpose", [context], perm=[0, 2, 3, 1, 4])
         axis = g.weight("axis_1", np.array([1], np.int64))
@@ -118,6 +122,10 @@ class Window:
         columns = g.op("Unsqueeze", [queries, axes[2]])
         apart = g.op("Abs", [g.op("Sub", [columns, g.op("Unsqueeze", [keys, axes[1]])])])
         is_near = g.op("And", [g.op("LessOrEqual", [apart, distance]), is_token])
+        if attended := trunk.attended():
+            is_key = g.op("Gather", [attended, key_rows], axis=1)  # [B, C, K]
+            batch_axes = g.weight("axes_1_3", np.array([1, 3], np.int64))
+            is_near = g.op("And", [is_near, g.op("Unsqueeze", [is_key, batch_axes])])
         constants = [
             g.weight(name, np.array(value, np.float32))
             for name, value in (("zero_float", 0), ("minus_infinity", -np.inf))

@@ -188,12 +188,16 @@ class HeadSpec:
             the head.
         architecture: the end of the class names in ``config.json`` that have this head, where its
             tensor names do not tell it from another head; None: they do.
+        optional: our names of tensors that the head has only if the settings say so.
+        zeros: our names of tensors that are zeros if a checkpoint lacks them.
     """
 
     tensors: Mapping[str, str]
     activation: str | None = None
     without: Mapping[str, str] = field(default_factory=dict)
     architecture: str | None = None
+    optional: frozenset[str] = frozenset()
+    zeros: frozenset[str] = frozenset()
 
     def has(self, part: str) -> bool:
         """Return whether the head has a part, by the first part of our tensor names."""
@@ -226,7 +230,9 @@ class Family:
         read_config: ``config.json`` -> sizes; raises ``KeyError`` for a missing size and
             ``ValueError`` for an unsupported setting.
         write_config: sizes -> the ``config.json`` from which `read_config` reads these sizes.
+        other_types: other values of ``model_type`` that checkpoints of the family have.
         prefix: the first part of tensor names when the encoder is part of a larger module.
+        other_prefixes: what some checkpoints have instead of ``prefix``.
         rules: sizes -> how the encoder's tensors in a checkpoint become ours. Reading uses the
             first match, writing the last match.
         heads: the heads that checkpoints of the family may have, by head name.
@@ -235,8 +241,8 @@ class Family:
         wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
         sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
             family has another kind.
-        layouts: the layouts that the family's attention allows.
-        not_packed: why the family has no packed graph, if it has none.
+        layouts: the layouts that the family allows.
+        dense_because: why the family does not allow the packed layout, which fp16 takes.
         student: a teacher's sizes -> those of its distilled student with as many layers.
     """
 
@@ -252,10 +258,19 @@ class Family:
     sentencepiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
-    not_packed: str = (
+    dense_because: str = (
         "its attention adds a bias to the scores, which the variable-length kernel does not"
     )
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
+    other_types: frozenset[str] = frozenset()
+    other_prefixes: tuple[str, ...] = ()
+
+    def without_prefix(self, tensor: str) -> str:
+        """Return the name of a checkpoint's tensor without the first part that varies."""
+        for prefix in (self.prefix, *self.other_prefixes):
+            if tensor.startswith(prefix):
+                return tensor.removeprefix(prefix)
+        return tensor
 
     def read(self, tensor: str, config: EncoderConfig) -> list[Target]:
         """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor.
@@ -268,7 +283,7 @@ class Family:
         """
         if tensor.partition(".")[0] in self.heads:
             return [Target(tensor)]
-        name = tensor.removeprefix(self.prefix)
+        name = self.without_prefix(tensor)
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
         for rule in self.rules(config):
             if targets := rule.read(name):

@@ -177,5 +177,5 @@ FAMILY: Final = Family(
     classes=head_classes("ModernBert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="ModernBert",
     layouts=frozenset({Layout.DENSE}),
-    not_packed="its local attention has windows, which the variable-length kernel has not",
+    dense_because="its local attention has windows, which the variable-length kernel has not",
 )

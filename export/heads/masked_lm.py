@@ -23,24 +23,33 @@ _TOP_K = 5
 class MaskedLMHead(nn.Module):
     """A transform, then the product with the word embeddings, which the decoder shares.
 
-    Source: Devlin et al. 2019, section 3.1, task 1.
+    Where a family has the tensor ``rest`` [H - E, V], the transform keeps the hidden size, and the
+    channels that are beyond the width of the embeddings have weights of their own.
+    Sources: Devlin et al. 2019, section 3.1, task 1; Sun et al. 2020.
     """
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        width = setup.config.embedding_width
         config = setup.config
-        self.transform = nn.Linear(config.hidden_size, width, config.has_bias("head"))
+        width, size = config.embedding_width, config.hidden_size
+        self.rest = None
+        if "rest" in setup.spec.tensors.values():
+            self.rest = nn.Parameter(torch.randn(size - width, config.vocab_size) / 50)
+            width = size
+        self.transform = nn.Linear(size, width, config.has_bias("head"))
         name = setup.spec.activation or config.head_activation or config.activation
         self.activation = ACTIVATIONS[name]
         self.norm = make_norm(config, width)
-        self.decoder = nn.Linear(width, config.vocab_size, config.has_bias("decoder"))
+        has_bias = config.has_bias("decoder")
+        self.decoder = nn.Linear(config.embedding_width, config.vocab_size, has_bias)
         self.decoder.weight = setup.encoder.embeddings.word.weight
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [M, V] of ``rows`` [M, H]."""
-        logits: Tensor = self.decoder(self.norm(self.activation.forward(self.transform(rows))))
-        return logits
+        rows = self.norm(self.activation.forward(self.transform(rows)))
+        width = self.decoder.in_features
+        logits: Tensor = self.decoder(rows[..., :width])
+        return logits if self.rest is None else logits + rows[..., width:] @ self.rest
 
 
 def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
@@ -53,6 +62,11 @@ def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
     if values is None:
         values = weight.new_zeros(len(weight))
     bias = g.weight("masked_lm.decoder.bias", values)
+    if head.rest is not None:
+        sizes = np.array([head.decoder.in_features, len(head.rest)], np.int64)
+        rows = g.op("Split", [rows, g.weight("masked_lm.parts", sizes)], outputs=2, axis=1)
+        rest = g.op("MatMul", [f"{rows}_1", g.weight("masked_lm.rest", head.rest)])
+        bias = g.op("Add", [rest, bias])  # [M, V]
     return graph.linear_ops.tied_logits(rows, WORD_TABLE, weight, bias)
 
 

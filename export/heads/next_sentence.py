@@ -20,26 +20,28 @@ from cloze.model_store.layouts import Placement
 
 
 class NextSentenceHead(nn.Module):
-    """The pooler (a tanh layer on ``[CLS]``), and two logits: "is next" and "is not next".
+    """The pooler (a tanh layer on ``[CLS]``), if any, and two logits: "is next" and "is not next".
 
     Source: Devlin et al. 2019, section 3.1, task 2.
     """
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.pooler = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
-        self.classifier = nn.Linear(setup.config.hidden_size, 2)
+        size = setup.config.hidden_size
+        self.pooler = nn.Linear(size, size) if setup.config.pooler else None
+        self.classifier = nn.Linear(size, 2)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [P, 2] of ``rows`` [P, H], the hidden states of ``[CLS]``."""
-        logits: Tensor = self.classifier(self.pooler(rows).tanh())
+        logits: Tensor = self.classifier(rows if self.pooler is None else self.pooler(rows).tanh())
         return logits
 
 
 def _write(head: NextSentenceHead, graph: HeadGraph) -> None:
     rows = graph.gather(next_sentence.PAIR_ROWS)
-    pooled = graph.g.op("Tanh", [linear(graph.g, rows, "next_sentence.pooler", head.pooler)])
-    logits = linear(graph.g, pooled, "next_sentence.classifier", head.classifier)
+    if head.pooler is not None:
+        rows = graph.g.op("Tanh", [linear(graph.g, rows, "next_sentence.pooler", head.pooler)])
+    logits = linear(graph.g, rows, "next_sentence.classifier", head.classifier)
     graph.output(logits, next_sentence.PAIR_LOGITS)
 
 

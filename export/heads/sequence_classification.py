@@ -26,9 +26,10 @@ _CLOSE = 0.05
 
 
 class SequenceClassificationHead(nn.Module):
-    """A pooler on ``[CLS]`` and one logit per label (Devlin et al. 2019, section 4.1).
+    """A pooler on ``[CLS]``, if any, and one logit per label.
 
     In some families the pooler reads the mean of all rows, or a norm follows it.
+    Source: Devlin et al. 2019, section 4.1.
     """
 
     norm: nn.LayerNorm | None
@@ -37,7 +38,7 @@ class SequenceClassificationHead(nn.Module):
         super().__init__()
         config = setup.config
         size = config.hidden_size
-        self.pooler = nn.Linear(size, size, config.has_bias("head"))
+        self.pooler = nn.Linear(size, size, config.has_bias("head")) if config.pooler else None
         self.activation = ACTIVATIONS[setup.spec.activation or config.head_activation or "tanh"]
         self.norm = make_norm(config) if setup.spec.has("norm") else None
         self.reads_mean = config.classifier_pooling == "mean"
@@ -45,8 +46,9 @@ class SequenceClassificationHead(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [C, L] of ``rows`` [C, H], one per sequence."""
-        pooled = self.activation.forward(self.pooler(rows))
-        logits: Tensor = self.classifier(pooled if self.norm is None else self.norm(pooled))
+        if self.pooler is not None:
+            rows = self.activation.forward(self.pooler(rows))
+        logits: Tensor = self.classifier(rows if self.norm is None else self.norm(rows))
         return logits
 
 
@@ -54,10 +56,11 @@ def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
     g, name = graph.g, "sequence_classification"
     firsts = sequence_classification.CLASS_ROWS
     rows = _means(graph) if head.reads_mean else graph.gather(firsts)
-    pooled = write_activated(g, rows, f"{name}.pooler", head.pooler, head.activation)
+    if head.pooler is not None:
+        rows = write_activated(g, rows, f"{name}.pooler", head.pooler, head.activation)
     if head.norm is not None:
-        pooled = layer_norm(g, pooled, f"{name}.norm", head.norm)
-    logits = linear(g, pooled, f"{name}.classifier", head.classifier)
+        rows = layer_norm(g, rows, f"{name}.norm", head.norm)
+    logits = linear(g, rows, f"{name}.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
 
@@ -117,8 +120,10 @@ def _declares_raw_scores(settings: Mapping[str, Any]) -> bool:
 
     Without an activation it is the sigmoid, and so is one outside of torch, which is never loaded.
     """
-    declared = settings.get("sentence_transformers") or {}
-    path = declared.get("activation_fn", settings.get("sbert_ce_default_activation_function"))
+    declared = settings.get("sentence_transformers")
+    path = settings.get("sbert_ce_default_activation_function")
+    if isinstance(declared, dict):
+        path = declared.get("activation_fn", path)
     if not str(path).startswith("torch."):
         return False
     name = str(path).rsplit(".", 1)[-1]

@@ -55,7 +55,7 @@ class ZeroShotParameters(TruncationParameters, UsageParameters):
         description="error refuses a long text, truncate cuts it, window divides it and returns "
         "the mean of its windows' scores; the label is never cut; the default is truncate",
     )
-    candidate_labels: Texts = Field([], description="the labels to choose among; needed")
+    candidate_labels: Texts | None = Field(None, description="the labels to choose among; needed")
     hypothesis_template: Text | None = Field(
         None,
         description="the sentence that a fitting text entails, with {} in the label's place; the "
@@ -118,7 +118,9 @@ def prepare(
     """Tokenize each text with the hypothesis of each label."""
     limits, tokenizer = context.limits, context.tokenizer
     texts: list[Input[str]] = limits.listed(inputs)
-    hypotheses = _hypotheses(parameters, context)
+    if (labels := parameters.candidate_labels) is None:
+        raise InvalidRequest("is missing; name at least 1 label", _LABELS)
+    hypotheses = _hypotheses(labels, parameters.hypothesis_template, context)
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     around, tokens, windows = tokenizer.special.pair_tokens, 0, []
@@ -131,15 +133,16 @@ def prepare(
         encodings = [tokenizer.pair(*pair, limits.max_tokens) for pair in pairs]
         encoder.add_encodings(at, encodings, usage)
         windows.append(len(parts))
-    labels = parameters.candidate_labels
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
     return encoder.prepared(state, len(encoder.encodings))
 
 
-def _hypotheses(parameters: ZeroShotParameters, context: TaskContext) -> list[list[int]]:
+def _hypotheses(
+    labels: Sequence[str], template: str | None, context: TaskContext
+) -> list[list[int]]:
     """Return the tokens of each label's hypothesis, after a check of the labels."""
-    labels, limits = parameters.candidate_labels, context.limits
+    limits = context.limits
     limits.check_count(len(labels), _LABELS, "label")
     first: dict[str, int] = {}
     for number, label in enumerate(labels):
@@ -147,12 +150,12 @@ def _hypotheses(parameters: ZeroShotParameters, context: TaskContext) -> list[li
         if (other := first.setdefault(label, number)) != number:
             problem = f"is {ascii(label)[:80]}, as {_LABELS.below(other)} is; a label is given once"
             raise InvalidRequest(problem, _LABELS.below(number))
-    template = parameters.hypothesis_template or _TEMPLATE
+    template = _TEMPLATE if template is None else template
+    limits.check_text(template, _TEMPLATE_PLACE)
     before, place, after = template.partition(_PLACE)
     if not place or set(_PLACE) & set(before + after):
         problem = f"is {ascii(template)[:80]}; it needs {_PLACE} once, for the label, and no brace"
         raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
-    limits.check_text(template, _TEMPLATE_PLACE)
     hypotheses = context.tokenizer.ids([before + label + after for label in labels])
     room = limits.max_tokens - context.tokenizer.special.pair_tokens
     for number, hypothesis in enumerate(hypotheses):

@@ -287,7 +287,7 @@ def test_rows_are_written_with_their_results(tmp_path: Path, file_format: FileFo
     writer = open_writer(file, file_format, pa.schema([*kept, *RESULTS]))
     writer.write(chunk_of([1], "a", kept=kept), [GOOD, BAD])
     writer.write(chunk_of(None, kept=kept), [GOOD])
-    writer.close()
+    writer.close({})
     if file_format is FileFormat.PARQUET:
         rows = pq.read_table(file).to_pylist()
         assert [row["any"] for row in rows] == ["[1]", "a", None]
@@ -311,7 +311,7 @@ def test_results_are_written_when_they_are_large(
     writer = open_writer(tmp_path / "x", FileFormat.PARQUET, pa.schema([*kept, *RESULTS]))
     for _ in range(3):
         writer.write(chunk_of("a", kept=kept), [GOOD])
-    writer.close()
+    writer.close({})
     assert pq.read_metadata(tmp_path / "x").num_row_groups == 3
 
 
@@ -324,7 +324,7 @@ def test_json_lines_of_values_that_json_lacks(tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "x", FileFormat.JSONL, pa.schema([*schema, *RESULTS]))
     strided = RowResult(np.arange(4, dtype=np.float32)[::2], 1, False, None)
     writer.write(Chunk(batch, [("a",), ("b",)], [None, None]), [strided, BAD])
-    writer.close()
+    writer.close({})
     first, second = (json.loads(line) for line in (tmp_path / "x").read_text().splitlines())
     assert (second["raw"], second["text"], second["day"]) == (None, None, None)
     assert first == {
@@ -336,7 +336,7 @@ def test_json_lines_of_values_that_json_lacks(tmp_path: Path) -> None:
 def test_rows_without_columns_are_written(tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "x", FileFormat.JSONL, RESULTS)
     writer.write(chunk_of("a", "b", kept=pa.schema([])), [GOOD, BAD])
-    writer.close()
+    writer.close({})
     assert len((tmp_path / "x").read_text().splitlines()) == 2
 
 
@@ -424,6 +424,7 @@ def test_inputs_of_the_tasks() -> None:
         "embed": (("text",), "embedding"),
         "fill-mask": (("text",), "predictions"),
         "classify": (("text",), "labels"),
+        "zero-shot-classification": (("text",), "labels"),
         "qa": (("question", "context"), "answers"),
     }
 

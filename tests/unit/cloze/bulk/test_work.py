@@ -87,7 +87,8 @@ def test_the_rows_of_a_shard_are_answered_in_their_order(
     assert [row["tokens"] for row in rows] == [2 + len(word.split()) for word in words]
     assert {row["truncated"] for row in rows} == {False}
     assert {row["error"] for row in rows} == {None}
-    assert report == ShardReport(0, 7, 0, 0, 2 * 7 + 10, "fp32", "")
+    assert report == ShardReport(0, 7, 0, 0, 2 * 7 + 10, "fp32", "", report.embedding_space)
+    assert len(report.embedding_space) == 16
     assert seen == [3, 3, 1]
     assert RunFolder(job.output, FileFormat.JSONL).report(job.plan.shards[0]) == report
     assert not list(job.output.glob("_part-*"))

@@ -10,11 +10,13 @@ from tests.unit.export.families.test_against_transformers import OFFSET, OWN, SI
 
 NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "dim", "rope_parameters", "norm_eps", "n_layers", "n_heads", "hidden_dim", "embedding_size",
+    "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
+    "intra_bottleneck_size", "rope_parameters", "norm_eps",
+    "relative_attention", "pos_att_type",
 }  # fmt: skip
 """Sizes without a default."""
 
-WITH_DEFAULTS = {"bert", "electra", "albert"}
+WITH_DEFAULTS = {"bert", "electra", "albert", "mobilebert"}
 """Families whose paper has token types and an epsilon that older files do not name."""
 
 
@@ -51,8 +53,8 @@ def test_what_is_written_is_read_as_the_same_sizes(family: Family) -> None:
 
 def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family) -> None:
     config = family.read_config(only_needed(family.name))
-    assert config.activation == "gelu"
-    assert config.dropout == (0.0 if family.name == "modernbert" else 0.1)
+    own = {"mobilebert": ("relu", 0.0), "nomic_bert": ("silu", 0.0), "modernbert": ("gelu", 0.0)}
+    assert (config.activation, config.dropout) == own.get(family.name, ("gelu", 0.1))
     assert config.group_layers == 1
     assert config.layer_groups == (1 if family.name == "albert" else None)
     if family.name in WITH_DEFAULTS:

@@ -268,12 +268,14 @@ def test_limits_and_defaults_of_the_heads() -> None:
         "token_embedding": {"token_embedding_cosine_mean": 0.98},
         "sparse_embedding": {"sparse_cosine_mean": 0.98},
         "layer_embedding": {"layer_embedding_cosine_mean": 0.98},
+        "multi_vector": {"multi_vector_cosine_mean": 0.98},
+        "lexical": {"lexical_cosine_mean": 0.98},
     }  # fmt: skip
     assert {n for n, head in EXPORT_HEADS.items() if not head.by_default} == {
         "sparse_embedding", "layer_embedding",
     }  # fmt: skip
     assert {n for n, head in EXPORT_HEADS.items() if head.fine_tuned} == {
-        "span", "sequence_classification", "token_classification",
+        "span", "sequence_classification", "token_classification", "multi_vector",
     }  # fmt: skip
 
 
@@ -327,6 +329,7 @@ def test_a_reranker_s_scores_are_raw_if_it_says_so() -> None:
     assert raw(**older, sentence_transformers={"activation_fn": SIGMOID}) is None
     assert raw(**older, sentence_transformers={"version": "4.0"}) is True
     assert raw(sentence_transformers={"activation_fn": "mine.Tanh"}) is None, "it is never loaded"
+    assert raw(**older, sentence_transformers=[5]) is True
     with pytest.raises(ExportError, match=r"activation torch.nn.Tanh is not supported"):
         raw(sentence_transformers={"activation_fn": "torch.nn.Tanh"})
     assert read_options(older).raw_scores is None, "a classifier of two labels ranks nothing"

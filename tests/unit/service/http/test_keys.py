@@ -403,6 +403,7 @@ def test_every_error_has_its_status_and_its_kind() -> None:
         "UnknownModel": (404, "Validation"),
         "SlowRequest": (408, "Validation"),
         "ReloadRefused": (409, "Backend"),
+        "OtherEmbeddingSpace": (412, "Validation"),
         "RequestTooLarge": (413, "Validation"),
         "UnsupportedEncoding": (415, "Validation"),
         "InvalidRequest": (422, "Validation"),

@@ -15,6 +15,7 @@ from tests.unit.service.protocols.service import Service
 TIMES = {
     "x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time",
     "x-compute-tokens", "x-truncated", "x-score-kind", "x-warning", "x-model",
+    "x-embedding-space",
 }  # fmt: skip
 VECTORS = {"x-dtype", "x-shape", "x-scale", "x-lengths"}
 PAGE = {"cache-control", "content-security-policy", "referrer-policy", "x-content-type-options"}
@@ -22,7 +23,7 @@ BYTES = {"inference-header-content-length"}
 HEADERS = {"": set(), "T": TIMES, "V": TIMES | VECTORS, "B": TIMES | BYTES, "P": PAGE}
 HEADERS["R"] = TIMES | {"x-ranked-by"}
 
-ALL = "400 401 403 404 408 409 413 415 422 424 429 499 500 503 504"
+ALL = "400 401 403 404 408 409 412 413 415 422 424 429 499 500 503 504"
 NO_422 = ALL.replace(" 422", "")
 ERRORS = {"all": ALL, "no422": NO_422}
 TYPES = {"json": "application/json", "raw": "application/octet-stream", "npy": "application/x-npy",
@@ -34,6 +35,7 @@ POST /score | tasks | json | T | all
 POST /embed | tasks | json raw npy | V | all
 POST /embed_all | tasks | json raw npy | V | all
 POST /embed_sparse | tasks | json | T | all
+POST /zero-shot-classification | tasks | json | T | all
 POST /similarity | tasks | json | T | all
 POST /nsp | tasks | json | T | all
 POST /qa | tasks | json | T | all
@@ -133,14 +135,15 @@ def test_fields_of_bodies(described: dict[str, Any]) -> None:
     for name, expected in {
         "FillMaskBody": "inputs parameters=None model=None",
         "SimilarityBody": "inputs parameters=None model=None ...",
-        "EmbedSparseBody": f"return_usage=None {cut} prompt_name=None top_k=None "
+        "EmbedSparseBody": f"return_usage=None {cut} prompt_name=None input_type=None top_k=None "
         "return_tokens=None inputs model=None ...",
         "DispatchBody": "inputs parameters=None ...",
         "PredictBody": f"{cut} inputs raw_scores=False model=None ...",
         "RerankBody": f"query texts {cut} raw_scores=None return_text=False model=None ...",
         "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
         "DecodeBody": "skip_special_tokens=True ids model=None ...",
-        "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None user=None",
+        "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None input_type=None "
+        "truncate=None truncation=None output_dtype=None user=None",
         "InferBody": "inputs id=None outputs=None parameters=None",
         "InferInput": "name shape datatype parameters=None data=None",
         "InferOutput": "name parameters=None",

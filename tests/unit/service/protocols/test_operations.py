@@ -85,19 +85,25 @@ def test_what_is_said_of_the_models(service: Service) -> None:
     embedding = {
         "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
     }  # fmt: skip
+    served = [name for name in TASKS if name != "zero-shot-classification"]  # no label entails
     info = service.get("/info").json()
     [model] = info.pop("models")
     assert info == {
         "model_id": "tiny", "model_sha": None, "model_dtype": "fp32",
         "model_type": {"embedding": {"pooling": "mean"}}, "max_input_length": 10,
         "max_client_batch_size": 3, "max_request_bytes": 200_000,
-        "version": version("cloze-server"), "defaults": dict.fromkeys(TASKS, "tiny@3"),
+        "version": version("cloze-server"), "defaults": dict.fromkeys(served, "tiny@3"),
     }  # fmt: skip
     described = model.pop("embedding")
     assert {name: described[name] for name in embedding} == embedding
     assert model.pop("source")["location"] == "x"
+    roles = model.pop("roles")
+    own = model.pop("embedding_space")
+    assert (len(own), roles["change_vectors"], roles["query"]["prompt_name"]) == (16, True, "query")
+    assert roles["document"] == {"prompt_name": None, "embedding_space": own}
+    assert roles["query"]["embedding_space"] != own
     assert model == {
-        "name": "tiny", "version": 3, "tasks": list(TASKS), "family": "bert", "parameters": 100,
+        "name": "tiny", "version": 3, "tasks": served, "family": "bert", "parameters": 100,
         "precision": "fp32", "max_tokens": 12, "license": None,
         "scores": {
             "fill-mask": "probability", "score": "log-probability", "similarity": "cosine",

@@ -76,7 +76,7 @@ def test_scores_are_as_the_checkpoint_declares_unless_the_request_says_so() -> N
 @pytest.mark.parametrize("model", [CONTEXT, context(heads=ranker("no", "yes"))])
 def test_any_other_model_ranks_by_the_similarity_of_embeddings(model: TaskContext) -> None:
     request = asked(["a", "b"], model)
-    assert tokens(request) == ["[CLS] the door [SEP]", "[CLS] a [SEP]", "[CLS] b [SEP]"]
+    assert tokens(request) == ["[CLS] ask : the door [SEP]", "[CLS] a [SEP]", "[CLS] b [SEP]"]
     rows = ([2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 0, 0])
     outputs = [{"embedding": ArrayResult(np.array(row, np.float32))} for row in rows]
     ranking = rerank.decode(request.state, outputs, model)

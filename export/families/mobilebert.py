@@ -1,0 +1,130 @@
+"""MobileBERT: BERT with bottlenecks, stacked feed-forward networks and trigram embeddings.
+
+Source: Sun et al. 2020, and transformers' ``MobileBertFor*``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloze.export.blocks.bottleneck import bottleneck_encoder
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.families.bert import (
+    EMBEDDING_RULES,
+    bert_heads,
+    head_classes,
+    read_sizes,
+    write_sizes,
+)
+from cloze.export.families.family import (
+    Family,
+    HeadSpec,
+    Rename,
+    Rule,
+    WordPieceKind,
+    layer_rules,
+)
+from cloze.model_store.layouts import Layout
+
+_FIXED: Final = {
+    "trigram_input": True,
+    "use_bottleneck": True,
+    "use_bottleneck_attention": False,
+    "key_query_shared_bottleneck": True,
+    "normalization_type": "no_norm",
+}
+"""Settings of the published models, with transformers' defaults; others are not supported."""
+
+_LAYER_NAMES: Final = {
+    "bottleneck.input.dense": "reduce",
+    "bottleneck.input.LayerNorm": "reduce_norm",
+    "bottleneck.attention.dense": "shared",
+    "bottleneck.attention.LayerNorm": "shared_norm",
+    "attention.self.query": "attention.query",
+    "attention.self.key": "attention.key",
+    "attention.self.value": "attention.value",
+    "attention.output.dense": "attention.output",
+    "attention.output.LayerNorm": "attention_norm",
+    "output.bottleneck.dense": "expand",
+    "output.bottleneck.LayerNorm": "output_norm",
+}
+_NETWORK_NAMES: Final = {
+    "intermediate.dense": "up",
+    "output.dense": "down",
+    "output.LayerNorm": "norm",
+}
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Return the sizes in a ``config.json``; see `read_sizes`."""
+    for name, only in _FIXED.items():
+        if (value := config.get(name, only)) != only:
+            raise ValueError(f"{name} {value!r} is not supported (only {only!r})")
+    defaults = {
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "hidden_act": "relu",
+        "hidden_dropout_prob": 0.0,
+    }
+    return read_sizes(
+        "mobilebert",
+        defaults | dict(config),
+        embedding_size=config["embedding_size"],
+        bottleneck=config["intra_bottleneck_size"],
+        feed_forwards=config.get("num_feedforward_networks", 4),
+        pooler=config.get("classifier_activation", True),
+    )
+
+
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with these sizes."""
+    return write_sizes(
+        config,
+        "MobileBertForPreTraining",
+        embedding_size=config.embedding_width,
+        intra_bottleneck_size=config.bottleneck,
+        num_feedforward_networks=config.feed_forwards,
+        classifier_activation=config.pooler,
+        **_FIXED,
+    )
+
+
+def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
+    last = config.feed_forwards - 1
+    networks = ["", *(f"ffn.{number}." for number in range(last))]
+    names = _LAYER_NAMES | {
+        f"{prefix}{theirs}": f"networks.{(number - 1) % config.feed_forwards}.{ours}"
+        for number, prefix in enumerate(networks)
+        for theirs, ours in _NETWORK_NAMES.items()
+    }
+    return (
+        *EMBEDDING_RULES,
+        Rename("embeddings.embedding_transformation.{p}", "encoder.embeddings.projection.{p}"),
+        *layer_rules("encoder.layer.*", names),
+    )
+
+
+def _heads() -> dict[str, HeadSpec]:
+    """Return BERT's heads, with a pooler only if the settings say so."""
+    heads = bert_heads("mobilebert.")
+    pooler = frozenset({"pooler.weight", "pooler.bias"})
+    for name in ("next_sentence", "sequence_classification"):
+        heads[name] = HeadSpec(heads[name].tensors, optional=pooler)
+    words = heads["masked_lm"].tensors
+    heads["masked_lm"] = HeadSpec({**words, "cls.predictions.dense.weight": "rest"})
+    return heads
+
+
+FAMILY: Final = Family(
+    name="mobilebert",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=bottleneck_encoder,
+    prefix="mobilebert.",
+    rules=_rules,
+    heads=_heads(),
+    classes=head_classes("MobileBert"),
+    class_prefix="MobileBert",
+    wordpiece=WordPieceKind("MobileBertTokenizer"),
+    layouts=frozenset({Layout.DENSE}),
+    dense_because="without normalisation its states grow beyond the largest fp16 number",
+)

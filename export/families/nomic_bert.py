@@ -1,0 +1,191 @@
+"""NomicBERT: BERT with rotary positions, gated feed-forward networks and no biases.
+
+Sources: Nussbaum et al. 2024, "Nomic Embed"; the code in the hub's repositories of its checkpoints,
+which is never run; and transformers' ``NomicBertFor*``. The settings of the hub have GPT-2's names,
+those of transformers BERT's. Tensors have the hub's names in the files of both.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.encoder import post_norm_encoder
+from cloze.export.families.bert import (
+    EMBEDDING_NORM,
+    TOKEN_HEADS,
+    TYPES,
+    WORDS,
+    head_classes,
+    read_sizes,
+    write_sizes,
+)
+from cloze.export.families.family import (
+    Family,
+    HeadSpec,
+    Rename,
+    Rule,
+    Split,
+    WordPieceKind,
+    layer_rules,
+)
+from cloze.export.families.rotary_settings import check_classes, read_rotary, refuse_settings
+
+TRAINED_POSITIONS: Final = 2048
+"""The longest texts of the training. Longer ones would need another base for each length."""
+
+_INNER_MULTIPLE: Final = 256
+"""The hub's code rounds the inner size of the feed-forward network up to a multiple of this."""
+
+_HUB_NAMES: Final = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_dropout_prob": "resid_pdrop",
+}
+"""transformers' names of settings -> the hub's."""
+
+_GATES: Final = {"swiglu": "silu", "geglu": "gelu"}
+"""The hub's names of gated feed-forward networks -> the activations of their gates."""
+
+_BIASES: Final = {
+    "qkv_proj_bias": "attention",
+    "mlp_fc1_bias": "up",
+    "mlp_fc2_bias": "down",
+}
+"""Settings that give biases to a part of each layer. The published models have none of them."""
+
+_REFUSED: Final = {
+    "prenorm": False,
+    "parallel_block": False,
+    "use_rms_norm": False,
+    "causal": False,
+    "norm_mlp": False,
+    "num_experts": 0,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+}
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Return the sizes in a ``config.json`` of the hub or of transformers; see `read_sizes`.
+
+    Raises:
+        KeyError: a size is missing.
+        ValueError: a setting names another architecture, or both names of a setting are given and
+            differ.
+    """
+    check_classes(config, "NomicBert")
+    refuse_settings(config, _REFUSED)
+    settings = {name: value for name, value in config.items() if name != "auto_map"}
+    for name, theirs in _HUB_NAMES.items():
+        if theirs not in settings:
+            continue
+        if settings.setdefault(name, settings[theirs]) != settings[theirs]:
+            # The hub's limit is that of its scaling, transformers' that of the training.
+            if name == "max_position_embeddings":
+                continue
+            raise ValueError(f"{theirs} {settings[theirs]!r} and {name} {settings[name]!r} differ")
+    if "activation_function" in settings:
+        function = settings["activation_function"]
+        if function not in _GATES:
+            raise ValueError(
+                f"activation_function {function!r} is not supported (only {', '.join(_GATES)})"
+            )
+        settings["hidden_act"] = _GATES[function]
+    if "intermediate_size" not in settings:
+        inner = settings.get("n_inner") or 4 * settings["hidden_size"]
+        settings["intermediate_size"] = -(-inner // _INNER_MULTIPLE) * _INNER_MULTIPLE
+    base, _ = read_rotary(settings, settings.get("rotary_emb_base"))
+    trained = settings.get("max_trained_positions") or TRAINED_POSITIONS
+    defaults = {"hidden_act": "silu", "hidden_dropout_prob": 0.0}
+    return read_sizes(
+        "nomic_bert",
+        defaults | settings,
+        max_positions=min(settings["max_position_embeddings"], trained),
+        gated=True,
+        rotary_base=base,
+        without_bias=frozenset(
+            part for setting, part in _BIASES.items() if not settings.get(setting)
+        ),
+    )
+
+
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with these sizes, as transformers writes it."""
+    biases = {setting: part not in config.without_bias for setting, part in _BIASES.items()}
+    return write_sizes(
+        config,
+        "NomicBertForMaskedLM",
+        rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
+        max_trained_positions=config.max_positions,
+        **biases,
+    )
+
+
+_OURS: Final = "encoder.layers.*"
+_PACKED: Final = Split(
+    "encoder.layers.*.attn.Wqkv.{p}",
+    tuple(f"{_OURS}.attention.{part}.{{p}}" for part in ("query", "key", "value")),
+)
+_RULES: Final[tuple[Rule, ...]] = (
+    WORDS,
+    TYPES,
+    EMBEDDING_NORM,
+    Rename("emb_ln.{p}", "encoder.embeddings.norm.{p}"),
+    *layer_rules(
+        "layers.*",
+        {
+            "self_attn.q_proj": "attention.query",
+            "self_attn.k_proj": "attention.key",
+            "self_attn.v_proj": "attention.value",
+            "self_attn.o_proj": "attention.output",
+            "mlp.up_proj": "up",
+            "mlp.gate_proj": "gate",
+            "mlp.down_proj": "down",
+            "post_attention_layernorm": "attention_norm",
+            "post_mlp_layernorm": "output_norm",
+        },
+    ),
+    _PACKED,
+    *layer_rules(
+        "encoder.layers.*",
+        {
+            "attn.out_proj": "attention.output",
+            "mlp.fc11": "up",
+            "mlp.fc12": "gate",  # the second of the two is the one that is activated
+            "mlp.fc2": "down",
+            "norm1": "attention_norm",
+            "norm2": "output_norm",
+        },
+    ),
+)
+
+FAMILY: Final = Family(
+    name="nomic_bert",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=post_norm_encoder,
+    prefix="nomic_bert.",
+    other_prefixes=("bert.",),
+    rules=lambda _: _RULES,
+    heads={
+        "masked_lm": HeadSpec(
+            {
+                "cls.predictions.transform.dense.{p}": "transform.{p}",
+                "cls.predictions.transform.layer_norm.{p}": "norm.{p}",
+                "cls.predictions.decoder.{p}": "decoder.{p}",
+                "cls.predictions.bias": "decoder.bias",
+            },
+            zeros=frozenset({"transform.bias", "decoder.bias"}),
+        ),
+        "sequence_classification": HeadSpec(
+            {"nomic_bert.pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
+        ),
+        **TOKEN_HEADS,
+    },
+    classes=head_classes("NomicBert", "ForMaskedLM"),
+    class_prefix="NomicBert",
+    wordpiece=WordPieceKind("BertTokenizer"),
+)

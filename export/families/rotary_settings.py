@@ -1,0 +1,82 @@
+"""Settings that families with rotary positions share, in the forms of the hub and transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def check_classes(config: Mapping[str, Any], *prefixes: str) -> None:
+    """Check that a checkpoint's classes are those of a family that needs no code to be run.
+
+    The hub's repositories of some families name code of their own (``auto_map``). Their checkpoints
+    are recognised by the names of their classes.
+
+    Raises:
+        ValueError: a class has another name, or code is named and no class.
+    """
+    classes = [str(name) for name in config.get("architectures") or []]
+    others = [name for name in classes if not name.startswith(prefixes)]
+    if others:
+        raise ValueError(f"the class {others[0]} is not supported (only {', '.join(prefixes)}...)")
+    if config.get("auto_map") and not classes:
+        raise ValueError(
+            "the checkpoint is computed by code of its own (auto_map), which is never run, and "
+            "architectures does not name its class"
+        )
+
+
+def refuse_settings(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+    """Check that each setting has the only value that is supported, which is its default.
+
+    Raises:
+        ValueError: a setting has another value.
+    """
+    for name, value in only.items():
+        if (given := config.get(name)) is not None and given != value:
+            raise ValueError(f"{name} {given!r} is not supported (only {value!r})")
+
+
+def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[float, float]:
+    """Return the base and the factor of rotary positions; see `cloze.export.blocks.rotary.Rotary`.
+
+    Args:
+        base: the base if the settings have it under another name.
+
+    Raises:
+        KeyError: the base is missing. Its defaults differ between programs.
+        ValueError: the frequencies are scaled in a way that is not supported, or two bases differ.
+    """
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    given = (base, rope.get("rope_theta"), config.get("rope_theta"))
+    bases = sorted({float(one) for one in given if one is not None})
+    if not bases:
+        raise KeyError("rope_theta")
+    if len(bases) > 1:
+        raise ValueError(f"rotary bases {bases} differ")
+    [theta] = bases
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    factor = float(rope.get("factor") or 1.0)
+    refuse_settings(rope, {"partial_rotary_factor": 1.0, "mixed_b": None})
+    if kind == "default":
+        return theta, 1.0
+    if kind == "ntk":
+        return theta, factor
+    if kind == "linear":  # all frequencies divided by one number, as `write_rotary` writes them
+        scaled = round(factor ** (_head_size(config) / 2), 6)
+        return round(theta / scaled, 6), scaled
+    raise ValueError(f"rope_scaling {kind!r} is not supported (only ntk)")
+
+
+def write_rotary(base: float | None, factor: float, head_size: int) -> dict[str, Any]:
+    """Return the ``rope_parameters`` from which `read_rotary` reads these two numbers.
+
+    transformers has no type "ntk", but its type "linear" divides all frequencies by its factor.
+    """
+    if factor == 1 or base is None:
+        return {"rope_type": "default", "rope_theta": base}
+    linear = factor ** (2 / head_size)
+    return {"rope_type": "linear", "rope_theta": base * factor, "factor": linear}
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    size: int = config["hidden_size"] // config["num_attention_heads"]
+    return size

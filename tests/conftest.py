@@ -77,6 +77,7 @@ COMPUTING = {
         "probes",
         "processes",
         "readme",
+        "redact",
         "released_clients",
         "reload",
         "repository",

@@ -1,17 +1,19 @@
 """Reranking: texts in the order of their relevance to a query.
 
-A classifier of pairs with one label gives the scores; without one, the similarity of embeddings.
+A classifier of pairs with one label gives the scores; without one, the similarity of embeddings. A
+long text is cut or, with ``long_text: "window"``, divided; then its best window gives the score.
 """
 
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import Field
 
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import Location
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import similarity, text_classification
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
 from cloze.service.tasks.task import (
@@ -22,10 +24,11 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
+    TextUsage,
     WireModel,
 )
-from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
-from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.text_classification import TextClassificationParameters
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -38,8 +41,17 @@ class RerankInputs(WireModel):
     texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
 
 
-class RerankParameters(TruncationParameters):
-    """The parameters of text-embeddings-inference."""
+LongRanked = Literal["error", "truncate", "window"]
+
+
+class RerankParameters(TruncationParameters, UsageParameters):
+    """The parameters of text-embeddings-inference, and windows."""
+
+    long_text: LongRanked | None = Field(  # type: ignore[assignment]  # one more choice
+        None,
+        description="error refuses a long text, truncate cuts it, window divides it beside the "
+        "whole query and returns the score of its best window; the default is truncate",
+    )
 
     raw_scores: bool | None = Field(
         None,
@@ -51,11 +63,25 @@ class RerankParameters(TruncationParameters):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A text's position in the request, and its score; the text itself if it was asked for."""
+    """A text's position in the request, and its score.
+
+    Attributes:
+        text: the text itself, if it was asked for.
+        window: (start, end) of the window with the score, in characters; None: the text has one.
+    """
 
     index: int
     score: float
     text: str | None = None
+    window: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The answer with ``return_usage``: the ranks, and how much of each text was used."""
+
+    result: list[Rank]
+    usage: list[TextUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +92,32 @@ class Ranking:
     by: Literal["classifier", "similarity"]
 
 
-_State = tuple[Task, Any, list[str] | None]
-"""The task that scores, its state, and the texts if the answer repeats them."""
+Windows = Sequence[tuple[int, int] | None]
+"""The (start, end) characters of the windows of a text; None: the text was not divided."""
 
+
+class _Compared(SimilarityParameters):
+    """The parameters of similarity, and windows."""
+
+    long_text: LongRanked | None = None  # type: ignore[assignment]  # one more choice
+
+
+class _State(NamedTuple):
+    """How the outputs of one request become ranks.
+
+    Attributes:
+        scoring: the task that scores each encoding, and its state.
+        texts: the texts if the answer repeats them.
+        windows: the characters of each window of each text; None: each text has one.
+    """
+
+    scoring: Task
+    inner: Any
+    texts: list[str] | None
+    windows: list[Windows] | None
+
+
+_QUERY: Final = Location(("query",))
 _TEXTS: Final = Location(("texts",))
 
 
@@ -101,37 +150,68 @@ def prepare(
     limits.check_count(len(inputs.texts), _TEXTS)
     for index, text in enumerate(inputs.texts):
         limits.check_text(text, _TEXTS.below(index))
-    truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
-    prepared: PreparedRequest[Any]
-    if classifies(context.manifest):
-        scoring = text_classification.TASK
-        pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
-        function = _function(context.manifest, parameters)
-        scored = TextClassificationParameters(function_to_apply=function, **truncation)
-        prepared = scoring.prepare(pairs, scored, context)
-    else:
-        compared = SimilarityInputs.model_construct(
-            source_sentence=inputs.query, sentences=inputs.texts
-        )
-        scoring, cosine = similarity.TASK, SimilarityParameters(**truncation)
-        prepared = similarity.prepare(compared, cosine, context, in_roles=True)
+    is_divided = parameters.long_text == "window"
+    report = is_divided or bool(parameters.return_usage)
+    prepare_scores = _classified if classifies(context.manifest) else _compared
+    scoring, prepared = prepare_scores(inputs, parameters, context, report=report)
+    usage = (prepared.usage or ())[-len(inputs.texts) :]  # without the query's
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
+    windows = [text.windows or (None,) for text in usage] if is_divided else None
     return prepared._replace(
-        state=(scoring, prepared.state, texts),
+        state=_State(scoring, prepared.state, texts, windows),
         results=max(prepared.results, written),
         texts=len(inputs.texts),
+        usage=usage if parameters.return_usage else None,
     )
+
+
+def _classified(
+    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext, *, report: bool
+) -> tuple[Task, PreparedRequest[Any]]:
+    """Tokenize the pairs that a classifier scores."""
+    scored = TextClassificationParameters(function_to_apply=_function(context.manifest, parameters))
+    rule = replace(parameters.rule(report=report), divides_pairs=True)
+    pairs = [(_TEXTS.below(n), inputs.query, text) for n, text in enumerate(inputs.texts)]
+    prepared: PreparedRequest[Any]
+    prepared = text_classification.prepare_pairs(pairs, scored, rule, context)
+    state = prepared.state._replace(windows=None)  # each window has a score of its own
+    return text_classification.TASK, prepared._replace(state=state)
+
+
+def _compared(
+    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext, *, report: bool
+) -> tuple[Task, PreparedRequest[Any]]:
+    """Tokenize the query and the texts whose embeddings are compared."""
+    compared = SimilarityInputs.model_construct(
+        source_sentence=inputs.query, sentences=inputs.texts
+    )
+    truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
+    cosine = _Compared(**truncation, return_usage=report)
+    prepared = similarity.prepare(compared, cosine, context, in_roles=True)
+    if prepared.usage and prepared.usage[0].windows:
+        tokens = prepared.usage[0].tokens
+        raise InvalidRequest(f"has {tokens} tokens; long_text window divides only texts", _QUERY)
+    return similarity.TASK, prepared
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    scoring, inner, texts = state
-    result = scoring.decode(inner, outputs, context)
-    is_classifier = scoring is text_classification.TASK
+    result = state.scoring.decode(state.inner, outputs, context)
+    is_classifier = state.scoring is text_classification.TASK
     scores: list[float] = [labels[0].score for labels in result] if is_classifier else result
-    order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-    ranks = [Rank(index, scores[index], texts[index] if texts else None) for index in order]
+    rest = iter(scores)
+    windows = state.windows or [(None,)] * len(scores)
+    # The score and the characters of each text's best window.
+    best = [
+        max(((next(rest), place) for place in places), key=lambda scored: scored[0])
+        for places in windows
+    ]
+    order = sorted(range(len(best)), key=lambda index: best[index][0], reverse=True)
+    ranks = [
+        Rank(index, best[index][0], state.texts[index] if state.texts else None, best[index][1])
+        for index in order
+    ]
     return Ranking(ranks, "classifier" if is_classifier else "similarity")
 
 

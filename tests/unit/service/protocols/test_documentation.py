@@ -36,6 +36,7 @@ POST /embed | tasks | json raw npy | V | all
 POST /embed_all | tasks | json raw npy | V | all
 POST /embed_sparse | tasks | json | T | all
 POST /zero-shot-classification | tasks | json | T | all
+POST /redact | tasks | json | T | all
 POST /similarity | tasks | json | T | all
 POST /nsp | tasks | json | T | all
 POST /qa | tasks | json | T | all

@@ -157,7 +157,9 @@ def prepare(
     usage = (prepared.usage or ())[-len(inputs.texts) :]  # without the query's
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
-    windows = [text.windows or (None,) for text in usage] if is_divided else None
+    windows: list[Windows] | None = None
+    if is_divided:
+        windows = [text.windows or (None,) for text in usage]
     return prepared._replace(
         state=_State(scoring, prepared.state, texts, windows),
         results=max(prepared.results, written),

@@ -142,7 +142,7 @@ class LongTextRule:
         refused_by: the parameter that refuses them, for the error.
         keep_end: whether to cut the start of a long text instead of its end.
         stride: tokens that neighbouring windows share; None: a quarter of a window.
-        divides_pairs: whether windows divide the second text of a pair; else such pairs are refused.
+        divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
         report: whether to report how much of each text was used.
     """
 

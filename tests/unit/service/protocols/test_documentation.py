@@ -140,7 +140,7 @@ def test_fields_of_bodies(described: dict[str, Any]) -> None:
         "return_tokens=None inputs model=None ...",
         "DispatchBody": "inputs parameters=None ...",
         "PredictBody": f"{cut} inputs raw_scores=False model=None ...",
-        "RerankBody": f"query texts {cut} raw_scores=None return_text=False model=None ...",
+        "RerankBody": f"query texts return_usage=None {cut} raw_scores=None return_text=False model=None ...",
         "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
         "DecodeBody": "skip_special_tokens=True ids model=None ...",
         "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None input_type=None "

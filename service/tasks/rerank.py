@@ -1,7 +1,8 @@
 """Reranking: texts in the order of their relevance to a query.
 
-A classifier of pairs with one label gives the scores; without one, the similarity of embeddings. A
-long text is cut or, with ``long_text: "window"``, divided; then its best window gives the score.
+A classifier of pairs with one label gives the scores; without one, late interaction, and else the
+similarity of embeddings. A long text is cut or, with ``long_text: "window"``, divided; then its
+best window gives the score.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.manifest import Role
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks import similarity, text_classification
+from cloze.service.tasks import late_interaction, similarity, text_classification
+from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
 from cloze.service.tasks.task import (
     Outputs,
@@ -28,7 +31,7 @@ from cloze.service.tasks.task import (
     WireModel,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters
-from cloze.service.tasks.texts import TruncationParameters, UsageParameters
+from cloze.service.tasks.texts import LongTextRule, TruncationParameters, UsageParameters
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -89,8 +92,10 @@ class Ranking:
     """The texts, the most relevant one first, and what gave the scores."""
 
     ranks: list[Rank]
-    by: Literal["classifier", "similarity"]
+    by: "Scorer"
 
+
+Scorer = Literal["classifier", "late-interaction", "similarity"]
 
 Windows = Sequence[tuple[int, int] | None]
 """The (start, end) characters of the windows of a text; None: the text was not divided."""
@@ -106,12 +111,13 @@ class _State(NamedTuple):
     """How the outputs of one request become ranks.
 
     Attributes:
-        scoring: the task that scores each encoding, and its state.
+        scorer: what scores each encoding, or each text.
+        inner: the state of what scores.
         texts: the texts if the answer repeats them.
         windows: the characters of each window of each text; None: each text has one.
     """
 
-    scoring: Task
+    scorer: Scorer
     inner: Any
     texts: list[str] | None
     windows: list[Windows] | None
@@ -127,6 +133,11 @@ def classifies(manifest: Manifest) -> bool:
     return isinstance(options, SequenceLabels) and len(options.labels) == 1
 
 
+def interacts(manifest: Manifest) -> bool:
+    """Return whether a model ranks by late interaction."""
+    return late_interaction.interaction(manifest) is not None
+
+
 def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
     """Return the function from a classifier's logits to scores."""
     options = manifest.heads[sequence_classification.HEAD.name]
@@ -138,7 +149,7 @@ def _function(manifest: Manifest, parameters: RerankParameters) -> text_classifi
 def _scores(manifest: Manifest, parameters: RerankParameters) -> ScoreKind:
     if classifies(manifest):
         return text_classification.score_kind(_function(manifest, parameters))
-    return "cosine"
+    return "maxsim" if interacts(manifest) else "cosine"
 
 
 def prepare(
@@ -146,14 +157,19 @@ def prepare(
 ) -> PreparedRequest[_State]:
     """Tokenize the query with the texts, which are named as in this task."""
     limits = context.limits
-    limits.check_text(inputs.query, Location(("query",)))
+    limits.check_text(inputs.query, _QUERY)
     limits.check_count(len(inputs.texts), _TEXTS)
     for index, text in enumerate(inputs.texts):
         limits.check_text(text, _TEXTS.below(index))
     is_divided = parameters.long_text == "window"
     report = is_divided or bool(parameters.return_usage)
-    prepare_scores = _classified if classifies(context.manifest) else _compared
-    scoring, prepared = prepare_scores(inputs, parameters, context, report=report)
+    rule, scorer = parameters.rule(report=report), _scorer(context.manifest)
+    if scorer == "classifier":
+        prepared = _classified(inputs, parameters, rule, context)
+    elif scorer == "late-interaction":
+        prepared = _prepare_interaction(inputs, rule, context)
+    else:
+        prepared = _compared(inputs, parameters, context, report=report)
     usage = (prepared.usage or ())[-len(inputs.texts) :]  # without the query's
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
@@ -161,29 +177,36 @@ def prepare(
     if is_divided:
         windows = [text.windows or (None,) for text in usage]
     return prepared._replace(
-        state=_State(scoring, prepared.state, texts, windows),
+        state=_State(scorer, prepared.state, texts, windows),
         results=max(prepared.results, written),
         texts=len(inputs.texts),
         usage=usage if parameters.return_usage else None,
     )
 
 
+def _scorer(manifest: Manifest) -> Scorer:
+    """Return what scores the texts of a model."""
+    if classifies(manifest):
+        return "classifier"
+    return "late-interaction" if interacts(manifest) else "similarity"
+
+
 def _classified(
-    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext, *, report: bool
-) -> tuple[Task, PreparedRequest[Any]]:
+    inputs: RerankInputs, parameters: RerankParameters, rule: LongTextRule, context: TaskContext
+) -> PreparedRequest[Any]:
     """Tokenize the pairs that a classifier scores."""
     scored = TextClassificationParameters(function_to_apply=_function(context.manifest, parameters))
-    rule = replace(parameters.rule(report=report), divides_pairs=True)
     pairs = [(_TEXTS.below(n), inputs.query, text) for n, text in enumerate(inputs.texts)]
     prepared: PreparedRequest[Any]
+    rule = replace(rule, divides_pairs=True)
     prepared = text_classification.prepare_pairs(pairs, scored, rule, context)
-    state = prepared.state._replace(windows=None)  # each window has a score of its own
-    return text_classification.TASK, prepared._replace(state=state)
+    # Each window has a score of its own.
+    return prepared._replace(state=prepared.state._replace(windows=None))
 
 
 def _compared(
     inputs: RerankInputs, parameters: RerankParameters, context: TaskContext, *, report: bool
-) -> tuple[Task, PreparedRequest[Any]]:
+) -> PreparedRequest[Any]:
     """Tokenize the query and the texts whose embeddings are compared."""
     compared = SimilarityInputs.model_construct(
         source_sentence=inputs.query, sentences=inputs.texts
@@ -194,14 +217,43 @@ def _compared(
     if prepared.usage and prepared.usage[0].windows:
         tokens = prepared.usage[0].tokens
         raise InvalidRequest(f"has {tokens} tokens; long_text window divides only texts", _QUERY)
-    return similarity.TASK, prepared
+    return prepared
+
+
+def _prepare_interaction(
+    inputs: RerankInputs, rule: LongTextRule, context: TaskContext
+) -> PreparedRequest[Any]:
+    """Return the encodings of a query and of the texts, as documents."""
+    if rule.choice == "window":
+        problem = "is window, which late interaction does not divide texts into; leave it out"
+        raise InvalidRequest(problem, Location(("long_text",)))
+    query, of_query = late_interaction.encode([(_QUERY, inputs.query)], Role.QUERY, rule, context)
+    places = [(_TEXTS.below(index), text) for index, text in enumerate(inputs.texts)]
+    documents, of_documents = late_interaction.encode(places, Role.DOCUMENT, rule, context)
+    query.encodings += documents.encodings
+    query.usage += documents.usage
+    vectors = sum(map(len, query.encodings))
+    context.limits.check_results(vectors, "the request compares", "vectors")
+    return query.prepared([*of_query, *of_documents], vectors)
+
+
+def _interaction_scores(kept: list[Kept], outputs: Outputs, context: TaskContext) -> list[float]:
+    options = late_interaction.interaction(context.manifest)
+    assert options is not None  # `prepare` saw them
+    query, *documents = late_interaction.vectors(outputs, kept)
+    return late_interaction.scores(query, documents, options)
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    result = state.scoring.decode(state.inner, outputs, context)
-    is_classifier = state.scoring is text_classification.TASK
-    scores: list[float] = [labels[0].score for labels in result] if is_classifier else result
+    scores: list[float]
+    if state.scorer == "classifier":
+        labels = text_classification.TASK.decode(state.inner, outputs, context)
+        scores = [best[0].score for best in labels]
+    elif state.scorer == "late-interaction":
+        scores = _interaction_scores(state.inner, outputs, context)
+    else:
+        scores = similarity.TASK.decode(state.inner, outputs, context)
     rest = iter(scores)
     windows = state.windows or [(None,)] * len(scores)
     # The score and the characters of each text's best window.
@@ -214,7 +266,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
         Rank(index, best[index][0], state.texts[index] if state.texts else None, best[index][1])
         for index in order
     ]
-    return Ranking(ranks, "classifier" if is_classifier else "similarity")
+    return Ranking(ranks, state.scorer)
 
 
 TASK: Final = Task(

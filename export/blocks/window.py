@@ -55,6 +55,10 @@ class Window:
         places = torch.arange(tokens, device=device)
         return (places[:, None] - places[None, :]).abs() <= self.distance
 
+    def changes(self) -> tuple[int, int]:
+        """Return the first lengths with a mask of distances, and with several blocks."""
+        return self.distance + 2, _ONE_BLOCK * self.distance + 1
+
     def write(
         self, trunk: TrunkGraph, operands: tuple[str, str, str], heads: int, width: int
     ) -> str:

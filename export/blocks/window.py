@@ -107,7 +107,7 @@ class Window:
         def number(value: int) -> str:
             return g.weight(f"number_{value}", np.array(value, np.int64))
 
-        axes = [g.weight(f"axis_{n}", np.array([n], np.int64)) for n in range(3)]
+        axes = {n: g.weight(f"axis_{n}", np.array([n], np.int64)) for n in (1, 2)}
         zero, one, distance = number(0), number(1), number(self.distance)
         shape = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
         tokens = g.op("Squeeze", [shape])

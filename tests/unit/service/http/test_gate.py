@@ -40,7 +40,7 @@ class Waiting:
         tokens: int,
         timeout_s: float | None,
         unsubmitted: int = 0,
-        is_bulk: bool = False,  # noqa: ARG002
+        is_bulk: bool = False,
     ) -> ExpectedWait:
         self.asked.append((client, tokens, timeout_s, unsubmitted))
         return ExpectedWait(self.seconds, 0.5)

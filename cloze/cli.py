@@ -1,4 +1,4 @@
-"""The command line: ``cloze train | export | fetch | store | serve | ask | bulk | bench | doctor``.
+"""The command line: ``cloze train | export | audit | store | serve | ask | bulk | bench | ...``.
 
 Each command parses its options, calls one package and prints the result. A known error becomes one
 line on standard error.
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from cloze.ask import ask
+from cloze.audit_command import audit
 from cloze.bench_command import bench
 from cloze.bulk_command import bulk
 from cloze.doctor import doctor
@@ -71,7 +72,8 @@ def cli() -> None:
     a model store. `cloze fetch` puts a model from an address into a model store. `cloze store`
     lists, verifies and removes bundles. `cloze serve` answers requests from bundles over REST.
     `cloze ask` asks a server, or a model in this process. `cloze bulk` runs a task on the texts of
-    large files. `cloze bench` measures the server. `cloze doctor` prints what this machine can do.
+    large files. `cloze bench` measures the server, `cloze audit` the bias of a model.
+    `cloze doctor` prints what this machine can do.
 
     Exit codes: 0 for success, 1 for an error, 2 for wrong arguments or a server that does not
     start, 3 for results of `cloze bulk` that are complete, but in which rows have errors. Shell
@@ -214,6 +216,7 @@ def _print_exported(bundle: Bundle) -> None:
         click.echo(f"{precision} beside the checkpoint: {measured(gate)}")
 
 
+cli.add_command(audit)
 cli.add_command(train)
 cli.add_command(ask)
 cli.add_command(bulk)

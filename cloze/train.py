@@ -12,6 +12,7 @@ import click
 
 from cloze.model_store.store import Store
 from cloze.options import store_option
+from cloze.train_debias import debias, debias_embed
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
     FILE,
@@ -406,4 +407,6 @@ def distill(
     return run(teacher, required(corpus), recipe, options, source)
 
 
+train.add_command(debias)
+train.add_command(debias_embed)
 train.add_command(evaluate)

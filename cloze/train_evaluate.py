@@ -25,6 +25,14 @@ from cloze.train_options import (
 @corpus_option
 @click.option("--pairs", multiple=True, type=FILE, help="Scored pairs, CSV.")
 @click.option("--questions", multiple=True, type=FILE, help="SQuAD format.")
+@click.option("--labelled", multiple=True, type=FILE, help="Texts with labels; may be repeated.")
+@click.option("--tagged", multiple=True, type=FILE, help="Words with tags; may be repeated.")
+@click.option(
+    "--label-set",
+    metavar="NAME",
+    help="A label set of the model. [default: the first with all labels of the file]",
+    show_default=False,
+)
 @click.option(
     "--stereotypes",
     type=FILE,
@@ -64,6 +72,9 @@ def evaluate(
     corpus: tuple[Path, ...],
     pairs: tuple[Path, ...],
     questions: tuple[Path, ...],
+    labelled: tuple[Path, ...],
+    tagged: tuple[Path, ...],
+    label_set: str | None,
     stereotypes: Path | None,
     sentences: tuple[Path, ...],
     held_out: float,
@@ -79,7 +90,9 @@ def evaluate(
 
     The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
     perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
-    pairs, exact match and F1 on questions, and bias on CrowS-Pairs.
+    pairs, exact match and F1 on questions, and bias on CrowS-Pairs. On labels: accuracy, macro F1,
+    Matthews' correlation; for several labels per text macro and micro F1; for numbers Pearson's and
+    Spearman's correlation. On tags: precision, recall and F1 of entities.
 
     \b
     Example:
@@ -101,13 +114,16 @@ def evaluate(
         sentences,
         sequences,
         tokens,
+        labelled=labelled,
+        tagged=tagged,
+        label_set=label_set,
     )
     with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
         figures = measure(subject, data, Path(folder), print_event)
     if not figures:
         fail(
             "there is nothing to measure: "
-            "give --corpus, --pairs or --questions that its tasks can answer"
+            "give --corpus, --pairs, --questions, --labelled or --tagged that its tasks can answer"
         )
     if as_json:
         print_rows([figures], as_json=True)

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Set
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from cloze.export.embedding_recipe import (
     with_activation,
 )
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, Family, family_of
+from cloze.export.families import FAMILIES, FAMILY_PROBLEMS, Family, family_of
+from cloze.export.families.refused import reason
 from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model, head_module
-from cloze.export.model_loading import load_model, read_head_options
+from cloze.export.model_loading import load_model, read_head_options, read_parts
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
@@ -87,7 +89,12 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         tokenizer = lower_cased(tokenizer)
     _check_vocabulary(tokenizer, config)
 
-    model, notes = load_model(read_tensors(weights), family, config, settings)
+    tensors = read_tensors(weights)
+    parts = read_parts(HeadFiles(files.folder, settings, tensors, tokenizer, config))
+    model, notes = load_model(tensors, family, config, settings)
+    for name, part in parts.items():
+        setattr(model, name, part)
+        model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
     tokenizer = _with_types_of(config, tokenizer)
     if tokenizer.note:
@@ -104,11 +111,12 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         recipe=recipe or EmbeddingRecipe(),
         heads=tuple(head.head for head in heads),
         default_heads=_default_heads(heads, declares_pooling=recipe is not None),
-        options=read_head_options(heads, settings),
+        options=read_head_options(heads, settings)
+        | {name: part.options for name, part in parts.items()},
         source=_source(files, weights, config),
         license=_license(card),
         card=card,
-        notes=tuple(notes),
+        notes=(*FAMILY_PROBLEMS, *notes),
         broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
     )
 
@@ -139,10 +147,9 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
     kind = settings.get("model_type")
     family = family_of(kind) if isinstance(kind, str) else None
     if family is None:
-        raise ExportError(
-            f"architecture {kind!r} is not supported "
-            f"(config.json's model_type: {', '.join(FAMILIES)})"
-        )
+        why = reason(str(kind)) or f"config.json's model_type is none of {', '.join(FAMILIES)}"
+        problems = [problem for problem in FAMILY_PROBLEMS if str(kind) in problem]
+        raise ExportError("; ".join([f"architecture {kind!r} is not supported: {why}", *problems]))
     if settings.get("quantization_config"):
         raise ExportError(
             "the checkpoint is quantised (config.json's quantization_config); "
@@ -234,8 +241,13 @@ def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
         and setting.name != "dropout"  # of training
     }
     # A set is written in order, since its own order differs between processes.
-    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=sorted)
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=_plain)
     return hashlib.sha256(written.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting that JSON has no type for as one that it has."""
+    return sorted(value) if isinstance(value, Set) else asdict(value)
 
 
 def _read_card(folder: Path) -> str | None:

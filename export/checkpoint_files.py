@@ -60,6 +60,9 @@ _SMALL_FILES = (
     "modules.json",
     *SENTENCE_SETTINGS,
     "config_sentence_transformers.json",
+    "artifact.metadata",
+    "colbert_linear.pt",
+    "sparse_linear.pt",
     "README.md",
 )
 

@@ -91,7 +91,7 @@ def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
 
 def encoder_folder(folder: Path) -> Path:
     """Return the folder of the encoder: a subfolder in a sentence-transformers directory."""
-    for kind, path in _modules(folder):
+    for kind, path in listed_modules(folder):
         if kind in ("Transformer", "MLMTransformer"):
             return folder / path
     return folder
@@ -101,18 +101,19 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     """Return the recipe of a sentence-transformers directory; None for another directory.
 
     A directory of a sparse encoder or of a reranker has no recipe: its weights are those of the
-    masked-language model or of the classifier, as in a directory without modules.
+    masked-language model or of the classifier, as in a directory without modules. One of late
+    interaction pools nothing.
 
     Raises:
         ExportError: this release cannot reproduce a module or a setting.
     """
-    modules = _modules(folder)
+    modules = listed_modules(folder)
     if not modules:
         return None
     if modules[-1][0] == "SpladePooling":
         _check_splade(folder, modules)
         return None
-    if [kind for kind, _ in modules] == ["Transformer"]:
+    if late_modules(modules) or [kind for kind, _ in modules] == ["Transformer"]:
         return None
     settings = read_settings(folder / "config_sentence_transformers.json")
     prompts = {
@@ -121,7 +122,7 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         if isinstance(text, str)
     }
     poolings, steps, normalize = _read_modules(folder, modules, has_prompts=any(prompts.values()))
-    max_tokens, lowercase = _sentence_settings(encoder_folder(folder))
+    max_tokens, lowercase = sentence_settings(encoder_folder(folder))
     default = settings.get("default_prompt_name")
     return EmbeddingRecipe(
         pooling=poolings[0],
@@ -135,6 +136,17 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     )
 
 
+def late_modules(modules: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the ``Dense`` modules of a model of late interaction; none for another model.
+
+    Its vectors of tokens are projected, and neither pooled nor joined.
+    """
+    kinds = [kind for kind, _ in modules]
+    dense = [module for module in modules if module[0] == "Dense"]
+    is_late = kinds[:1] == ["Transformer"] and {*kinds[1:]} <= {"Dense", "Normalize"}
+    return dense if is_late else []
+
+
 def with_activation(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a ``config.json`` with the activation of a reranker's scores.
 
@@ -142,7 +154,7 @@ def with_activation(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     before ``config.json``.
     """
     declared = read_settings(folder / "config_sentence_transformers.json").get("activation_fn")
-    if not _modules(folder) or not str(declared).startswith("torch."):
+    if not listed_modules(folder) or not str(declared).startswith("torch."):
         return settings
     return settings | {"sentence_transformers": {"activation_fn": declared}}
 
@@ -211,7 +223,7 @@ def _read_modules(
 def describe_steps(folder: Path) -> list[Any]:
     """Return each module after the pooling: its class, its settings and the hash of its weights."""
     described: list[Any] = []
-    for kind, path in _modules(folder):
+    for kind, path in listed_modules(folder):
         if kind in _STEPS:
             module = folder / path
             has_weights = kind != "Normalize"
@@ -221,7 +233,7 @@ def describe_steps(folder: Path) -> list[Any]:
     return described[:-1] if ends_normalised else described
 
 
-def _modules(folder: Path) -> list[tuple[str, str]]:
+def listed_modules(folder: Path) -> list[tuple[str, str]]:
     """Return (class name, path) of each module, in order."""
     file = folder / "modules.json"
     if not file.is_file():
@@ -239,7 +251,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def _sentence_settings(folder: Path) -> tuple[int | None, bool]:
+def sentence_settings(folder: Path) -> tuple[int | None, bool]:
     """Return the longest sequence of the tuning, and whether texts are lower-cased.
 
     Both stand in the first settings file that exists. The order of the files is that of

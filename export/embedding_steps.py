@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,11 +52,21 @@ _DENSE_ACTIVATIONS = {
 
 
 class Step(nn.Module, ABC):
-    """A module after the pooling, which maps [E, D] to [E, D']."""
+    """A module after the pooling, which maps [E, D] to [E, D'].
+
+    Attributes:
+        kind: name of its class in sentence-transformers.
+    """
+
+    kind: ClassVar[str]
 
     @abstractmethod
     def write(self, g: GraphBuilder, x: str, name: str) -> str:
         """Write the module."""
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the settings and the tensors of its folder in a checkpoint."""
+        return {}, {}
 
     @property
     def dimensions(self) -> int | None:
@@ -66,6 +76,8 @@ class Step(nn.Module, ABC):
 
 class Projection(Step):
     """A dense layer (sentence-transformers' ``Dense``), with an optional residual connection."""
+
+    kind = "Dense"
 
     def __init__(
         self,
@@ -109,9 +121,30 @@ class Projection(Step):
             x = g.op("MatMul", [x, g.weight(f"{name}.residual", self.residual.weight.t())])
         return g.op("Add", [projected, x])
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Step`."""
+        function = type(self.function)
+        settings: dict[str, Any] = {
+            "in_features": self.linear.in_features,
+            "out_features": self.linear.out_features,
+            "bias": True,
+            "activation_function": f"{function.__module__}.{function.__qualname__}",
+        }
+        if self.adds_input:
+            settings["use_residual"] = True
+        tensors: dict[str, Tensor] = {
+            "linear.weight": self.linear.weight,
+            "linear.bias": self.linear.bias,
+        }
+        if self.residual is not None:
+            tensors["residual.weight"] = self.residual.weight
+        return settings, tensors
+
 
 class Norm(Step):
     """sentence-transformers' ``LayerNorm``."""
+
+    kind = "LayerNorm"
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -128,9 +161,19 @@ class Norm(Step):
         """See `Step`."""
         return layer_norm(g, x, name, self.norm)
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Step`."""
+        tensors: dict[str, Tensor] = {
+            "norm.weight": self.norm.weight,
+            "norm.bias": self.norm.bias,
+        }
+        return {"dimension": len(self.norm.weight)}, tensors
+
 
 class UnitLength(Step):
     """sentence-transformers' ``Normalize`` before another module."""
+
+    kind = "Normalize"
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Return ``pooled`` [E, D] with rows of length 1."""
@@ -144,16 +187,27 @@ class UnitLength(Step):
         return g.op("Div", [x, g.op("Max", [length, least])])
 
 
-def read_projection(folder: Path, settings: dict[str, Any]) -> Projection:
+_OF_TEXTS, _OF_TOKENS = "sentence_embedding", "token_embeddings"
+
+
+def read_projection(
+    folder: Path, settings: dict[str, Any], *, of_tokens: bool = False
+) -> Projection:
     """Return the ``Dense`` module of a folder.
+
+    Args:
+        folder: the folder of the module.
+        settings: its ``config.json``.
+        of_tokens: whether the module may be one for the vectors of tokens.
 
     Raises:
         ExportError: it has an activation, an input or tensors that are not supported.
     """
+    names = (_OF_TEXTS, _OF_TOKENS) if of_tokens else (_OF_TEXTS,)
     for key in ("module_input_name", "module_output_name"):
-        if settings.get(key, "sentence_embedding") != "sentence_embedding":
+        if settings.get(key) not in (None, *names):
             raise ExportError(
-                f"a Dense module with {key} {settings[key]!r} is not supported (sentence_embedding)"
+                f"a Dense module with {key} {settings[key]!r} is not supported ({', '.join(names)})"
             )
     tensors = read_tensors(weight_files(folder))
     known = {"linear.weight", "linear.bias", "residual.weight"}

@@ -76,13 +76,18 @@ class GraphWriter:
         g = GraphBuilder(half=self._weights is not Weights.FP32)
         linear_ops = self._linear_ops(g, precision)
         trunk = (PackedTrunk if layout is Layout.PACKED else DenseTrunk)(linear_ops)
+        modules = {
+            head.name: head_module(self._model, self._recipe, head.name) for head in self._heads
+        }
+        for name, module in modules.items():
+            if (write_keys := EXPORT_HEADS[name].write_keys) is not None:
+                write_keys(module, trunk)
         states = self._model.encoder.write(trunk)
         rows = flat_rows(g, layout, states[-1], config)
         graph = HeadGraph(linear_ops, layout, states, rows, config)
-        for head in self._heads:
-            module = head_module(self._model, self._recipe, head.name)
+        for name, module in modules.items():
             assert module is not None  # callers choose heads that the model has
-            EXPORT_HEADS[head.name].write(module, graph)
+            EXPORT_HEADS[name].write(module, graph)
         file = GRAPH_FILES[precision]
         self._stored |= g.save(
             self._folder / file, self._folder / WEIGHTS_FILES[precision], self._stored

@@ -112,7 +112,16 @@ def hidden_states(
         torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
         for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
     )
-    return model.encoder.states(ids, types).flatten(1, 2)
+    return model.encoder.states(ids, types, _attention_mask(batch, device)).flatten(1, 2)
+
+
+def _attention_mask(batch: Sequence[Encoding], device: torch.device | None) -> Tensor | None:
+    """Return the tokens to which tokens attend, bool [B, S]; None: they attend to all tokens."""
+    keys = [max((r.keys for r in e.requests.values()), default=0) or len(e) for e in batch]
+    if all(count == len(encoding) for count, encoding in zip(keys, batch, strict=True)):
+        return None
+    positions = torch.arange(len(batch[0]), device=device)
+    return positions < torch.tensor(keys, device=device)[:, None]
 
 
 def torch_outputs(

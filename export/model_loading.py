@@ -17,6 +17,7 @@ from cloze.export.errors import ExportError
 from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
@@ -130,6 +131,16 @@ def _parse_section(head: ExportHead, section: Any) -> Frozen:
         raise ExportError(f"config.json: {place}: {first_problem(error)}") from None
 
 
+def read_parts(files: HeadFiles) -> dict[str, Any]:
+    """Return the modules of the heads whose weights lie outside the family's tensors, by name.
+
+    Raises:
+        ExportError: a head is incomplete or not supported.
+    """
+    read = {name: head.read(files) for name, head in EXPORT_HEADS.items() if head.read is not None}
+    return {name: module for name, module in read.items() if module is not None}
+
+
 def _rename(
     tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig
 ) -> tuple[RenamedTensors, list[str]]:
@@ -184,7 +195,7 @@ def _find_heads(
     heads, notes = [], []
     architectures, sections = settings.get("architectures") or [], head_sections(settings)
     for name, head in EXPORT_HEADS.items():
-        if head.module is None:
+        if head.module is None or head.read is not None:
             continue
         is_named = name in sections or any(
             isinstance(each, str) and each.endswith(head.architecture or "")

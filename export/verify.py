@@ -172,7 +172,8 @@ def _random_encoding(
     ids[0], ids[-1] = tokenizer.special.cls, tokenizer.special.sep
     second = min(1, max(0, checkpoint.model.config.type_vocab_size - 1))
     types = np.where(np.arange(tokens) > tokens // 2, second, 0).astype(np.int32)
-    drawn = SampleSizes(tokens, tokenizer.size, checkpoint.model.config.layers)
+    model = checkpoint.model
+    drawn = SampleSizes(tokens, tokenizer.size, model.config.layers, model.options)
     requests = {name: EXPORT_HEADS[name].sample(rng, drawn) for name in asked}
     return Encoding(ids, types, requests)
 

@@ -204,6 +204,17 @@ class BundleSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _ids_of_heads_are_in_the_vocabulary(self) -> Self:
+        size = self.tokenizer.vocab_size
+        for name, options in self.heads.items():
+            if outside := [number for number in options.token_ids if not 0 <= number < size]:
+                raise ValueError(
+                    f"heads.{name} has the id {outside[0]}, which is not in the vocabulary of "
+                    f"{size} tokens"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _tables_have_the_rows_of_the_sizes(self) -> Self:
         rows = self._table_rows()
         for name, (count, _) in (self.tables or {}).items():

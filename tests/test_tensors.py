@@ -14,6 +14,8 @@ from cloze.model_store.heads import (
     HEADS,
     embedding,
     layer_embedding,
+    lexical,
+    multi_vector,
     sequence_classification,
     token_classification,
     token_embedding,
@@ -30,6 +32,10 @@ OPTIONS = {
         labels=("a", "b", "c"), problem_type="single_label_classification"
     ),
     token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
+    multi_vector.HEAD.name: multi_vector.LateInteraction(
+        dimensions=6, query_tokens=8, document_tokens=9
+    ),
+    lexical.HEAD.name: lexical.LexicalOptions(skipped_ids=(0, 2)),
 }
 
 MODEL_SIZES = {
@@ -37,6 +43,7 @@ MODEL_SIZES = {
     sequence_classification.CLASS_LOGITS.name: {"L": 3},
     token_classification.TOKEN_LOGITS.name: {"L": 4},
     token_embedding.TOKEN_EMBEDDINGS.name: {"H": 16},
+    multi_vector.MULTI_VECTORS.name: {"D": 6},
     layer_embedding.LAYER_SUMS.name: {"H": 16},
     layer_embedding.LAYER_MAXIMA.name: {"H": 16},
 }

@@ -36,8 +36,6 @@ from cloze.export.evaluation.masked_words import (
     Sentence,
     complete,
     read_sentences,
-    read_stereotypes,
-    stereotype_preference,
 )
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import (
@@ -47,6 +45,11 @@ from cloze.export.evaluation.scorer import (
     span_logits,
 )
 from cloze.export.evaluation.squad import read_questions
+from cloze.export.evaluation.stereotypes import (
+    SentencePair,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
@@ -86,6 +89,7 @@ from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.start import start_from
+from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
@@ -551,7 +555,13 @@ FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
     kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
-    special = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}
+    special = {
+        "finetune-qa": QuestionsRecipe,
+        "finetune-embed": EmbedRecipe,
+        "finetune-classify": LabelsRecipe,
+        "finetune-tokens": TagsRecipe,
+        "finetune-tasks": TasksRecipe,
+    }
     kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
     assert load_recipe(str(file), kind, seed=7).seed == 7
 
@@ -1211,14 +1221,12 @@ def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_p
     pairs = read_stereotypes(file)
     share = stereotype_preference(pairs, subject.tokenizer, subject.scorer, 32)
     assert share > 0.8
-    swapped = [(less, more) for more, less in pairs]
+    swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
     assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(
         1 - share
     )
-    assert (
-        stereotype_preference([("The owl.", "The owl.")], subject.tokenizer, subject.scorer, 32)
-        == 0.5
-    )
+    same = [SentencePair("The owl.", "The owl.")]
+    assert stereotype_preference(same, subject.tokenizer, subject.scorer, 32) == 0.5
 
 
 def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:

@@ -976,7 +976,7 @@ def test_a_student_of_another_teacher(
 
 def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
     assert refused("evaluate", finished / "checkpoint").startswith(
-        "there is nothing to measure: give --corpus, --pairs or "
+        "there is nothing to measure: give --corpus, --pairs, "
     )
     text = tmp_path / "text.txt"
     text.write_text("The king sang.\n\nAn owl saw the moon.\n")

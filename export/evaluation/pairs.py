@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
 from cloze.export.evaluation.metrics import spearman
-from cloze.export.evaluation.scorer import Scorer, embeddings, equal_lengths
+from cloze.export.evaluation.scorer import Scorer, unit_embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +109,7 @@ def similarity(
         for first, second, _ in tokenize_pairs(pairs, tokenizer, tokens)
         for ids in (first, second)
     ]
-    vectors: dict[int, NDArray[np.float32]] = {}
-    for group in equal_lengths([len(ids) for ids in rows], 64):
-        embedded = embeddings(scorer, np.asarray([rows[index] for index in group], np.int64))
-        vectors |= zip(group, embedded, strict=True)
-    matrix = np.stack([vectors[index] for index in range(len(rows))])
-    matrix /= np.linalg.norm(matrix, axis=1, keepdims=True)
+    matrix = unit_embeddings(scorer, rows)
     cosines = (matrix[0::2] * matrix[1::2]).sum(1)
     scores = np.asarray([pair.score for pair in pairs])
     return spearman(cosines, scores)

@@ -7,6 +7,7 @@ tokens, M masks, K predictions, D dimensions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.session import Session
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import (
     GraphSpec,
@@ -23,10 +25,13 @@ from cloze.model_store.heads import (
     next_sentence,
     span,
 )
+from cloze.model_store.heads.head import Frozen
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+_BATCH = 64
 
 
 class Scorer(Protocol):
@@ -54,6 +59,17 @@ class GraphScorer:
         packed = self._codec.pack(batch)
         outputs = self._session.run(packed.outputs, packed.feeds)
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model to measure: a checkpoint on torch, or a bundle on its own graph."""
+
+    scorer: Scorer
+    tokenizer: CheckpointTokenizer
+    heads: frozenset[str]
+    max_tokens: int
+    options: Mapping[str, Frozen] = field(default_factory=dict)
 
 
 def score_masks(
@@ -115,6 +131,17 @@ def embeddings(scorer: Scorer, input_ids: Ids) -> Floats:
     requests = [{name: HeadRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, np.zeros_like(input_ids), requests))
     return np.stack([output[name].array for output in outputs])
+
+
+def unit_embeddings(scorer: Scorer, rows: Sequence[Sequence[int]]) -> Floats:
+    """Return the embeddings [N, D], of length 1, of sequences of any lengths."""
+    vectors: dict[int, Floats] = {}
+    for group in equal_lengths([len(ids) for ids in rows], _BATCH):
+        embedded = embeddings(scorer, np.asarray([rows[index] for index in group], np.int64))
+        vectors |= zip(group, embedded, strict=True)
+    matrix = np.stack([vectors[index] for index in range(len(rows))])
+    unit: Floats = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    return unit
 
 
 def encodings(

@@ -9,7 +9,9 @@ from typing import Final
 from cloze.export.heads import (
     embedding,
     layer_embedding,
+    lexical,
     masked_lm,
+    multi_vector,
     next_sentence,
     sequence_classification,
     span,
@@ -29,6 +31,8 @@ _MODULES = (
     token_embedding,
     sparse_embedding,
     layer_embedding,
+    multi_vector,
+    lexical,
 )
 
 EXPORT_HEADS: Final[dict[str, ExportHead]] = {

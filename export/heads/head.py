@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
+from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.layouts import Layout, Placement
@@ -103,12 +106,34 @@ class HeadSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """What a head may read of a checkpoint if its weights are not among the family's tensors.
+
+    Attributes:
+        folder: the folder of the checkpoint, above that of the encoder.
+        settings: ``config.json`` of the encoder.
+        tensors: the tensors of the encoder's files. A head takes out those that it reads.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+    tokenizer: CheckpointTokenizer
+    config: EncoderConfig
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """The sizes that a sample request must keep to."""
+    """The sizes that a sample request must keep to.
+
+    Attributes:
+        options: the heads' sections of the manifest, by head name.
+    """
 
     tokens: int
     vocabulary: int
     layers: int
+    options: Mapping[str, Frozen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +143,10 @@ class ExportHead:
     Attributes:
         module: setup -> a new torch module; None: the head has no module of its own.
         module_of: name of the head whose module this head uses; None: it uses none but its own.
+        read: files -> the head's module, with the head's section in the manifest as its attribute
+            `options`; None: the checkpoint lacks the head. For a head of any family, whose weights
+            have files or names of their own.
+        write_keys: (module, trunk) -> None; sets `TrunkGraph.keys` before the trunk is written.
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
             placement) -> the graph's outputs by name, computed with torch.
@@ -145,6 +174,8 @@ class ExportHead:
     limits: Mapping[str, float]
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
     module_of: str | None = None
+    read: Callable[[HeadFiles], nn.Module | None] | None = None
+    write_keys: Callable[[Any, TrunkGraph], None] | None = None
     by_default: bool = True
     fine_tuned: bool = False
     architecture: str | None = None

@@ -1,6 +1,7 @@
 """Measures a checkpoint or a bundle on text, scored pairs, questions and stereotypes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,22 +11,32 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import load_checkpoint
-from cloze.export.errors import Report, TrainError
-from cloze.export.evaluation.masked_words import (
-    complete,
-    read_sentences,
-    read_stereotypes,
-    stereotype_preference,
+from cloze.export.errors import DataError, Report, TrainError
+from cloze.export.evaluation.labelled import (
+    LabelledText,
+    TaggedSentence,
+    check_labels,
+    read_labelled,
+    read_tagged,
 )
+from cloze.export.evaluation.labels import (
+    LengthRule,
+    encode_sentences,
+    encode_texts,
+    measure_labels,
+    measure_tags,
+)
+from cloze.export.evaluation.masked_words import complete, read_sentences
 from cloze.export.evaluation.pairs import read_pairs, similarity
 from cloze.export.evaluation.scorer import (
     GraphScorer,
-    Scorer,
+    Subject,
     equal_lengths,
     next_sentence_logits,
     score_masks,
 )
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
+from cloze.export.evaluation.stereotypes import read_stereotypes, stereotype_preference
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
@@ -41,26 +52,20 @@ from cloze.export.train.examples import (
     TrainingExample,
     join_texts,
 )
+from cloze.export.train.label_tasks import CLASSES, TAGS
 from cloze.export.train.masking import MaskedSequence, Unit
 from cloze.export.train.recipe import Pretraining
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import answers_of, guess, usual_windows
+from cloze.model_store.heads import HEADS
+from cloze.model_store.heads.label_sets import LabelSet, LabelSets
+from cloze.model_store.heads.sequence_classification import SequenceLabelSet
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle, Store
 
 _TOP = 5
 _BATCH = 32
 _PAIR_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The model to measure: a checkpoint on torch, or a bundle on its own graph."""
-
-    scorer: Scorer
-    tokenizer: CheckpointTokenizer
-    heads: frozenset[str]
-    max_tokens: int
 
 
 def open_subject(
@@ -82,7 +87,7 @@ def open_subject(
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)
     positions = checkpoint.model.config.max_positions
     heads = frozenset(head.name for head in checkpoint.heads)
-    return Subject(scorer, checkpoint.tokenizer, heads, positions)
+    return Subject(scorer, checkpoint.tokenizer, heads, positions, checkpoint.options)
 
 
 def _open_bundle(reference: str, store: Store, precision: Precision) -> Subject:
@@ -98,6 +103,7 @@ def _open_bundle(reference: str, store: Store, precision: Precision) -> Subject:
         _bundle_tokenizer(bundle),
         frozenset(spec.heads),
         manifest.limits.max_tokens,
+        manifest.heads,
     )
 
 
@@ -125,6 +131,9 @@ class EvaluationData:
         held_out: share of titles that training held out; 1: all titles are used.
         stereotypes: file of CrowS-Pairs; None: no bias is measured.
         sequences: number of masked sequences, and number of pairs of texts.
+        labelled: files of texts with labels; all texts are used.
+        tagged: files of sentences with tags; all sentences are used.
+        label_set: the label set to measure; None: the first that has all labels of a file.
     """
 
     text: list[Path]
@@ -136,6 +145,9 @@ class EvaluationData:
     sequences: int = 1000
     tokens: int = 128
     seed: int = 1
+    labelled: tuple[Path, ...] = ()
+    tagged: tuple[Path, ...] = ()
+    label_set: str | None = None
 
 
 def evaluate(
@@ -168,7 +180,57 @@ def evaluate(
             figures |= _measure_sentences(subject, file, report)
     if data.questions and SPAN in subject.heads:
         figures |= _measure_questions(subject, data)
+    measures = ((CLASSES, data.labelled, _measure_labelled), (TAGS, data.tagged, _measure_tagged))
+    for head, files, measure in measures:
+        for file in files if head in subject.heads else ():
+            own = measure(subject, file, data.label_set)
+            figures |= {f"{file.name.partition('.jsonl')[0]}_{name}": own[name] for name in own}
     return figures
+
+
+def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
+    rows, problem = read_labelled([file])
+    chosen = _label_set(subject, CLASSES, rows, name)
+    labels = chosen[0]
+    assert isinstance(labels, SequenceLabelSet)
+    if labels.problem_type != problem:
+        raise DataError(f"{rows[0].at} is for {problem}, the model for {labels.problem_type}")
+    if problem != "regression":
+        check_labels(rows, labels.labels)
+    rule = LengthRule(subject.max_tokens, truncate=True)
+    encoded = encode_texts(rows, subject.tokenizer, rule)
+    return measure_labels(rows, encoded, subject.scorer, chosen)
+
+
+def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
+    rows = read_tagged([file])
+    chosen = _label_set(subject, TAGS, rows, name)
+    check_labels(rows, _types(chosen[0]))
+    rule = LengthRule(subject.max_tokens, truncate=True)
+    encoded = encode_sentences(rows, subject.tokenizer, rule)
+    return measure_tags(rows, encoded, subject.scorer, chosen)
+
+
+def _types(labels: LabelSet) -> set[str]:
+    """Return the labels, or the types of entities of tags."""
+    return {label[2:] if label.startswith(("B-", "I-")) else label for label in labels.labels}
+
+
+def _label_set(
+    subject: Subject,
+    head: str,
+    rows: Sequence[LabelledText] | Sequence[TaggedSentence],
+    name: str | None,
+) -> tuple[LabelSet, slice]:
+    """Return the named label set, or the first that has all labels of the rows, or the default."""
+    options = subject.options[head]
+    assert isinstance(options, LabelSets)
+    if name is not None and name not in options.names:
+        known = ", ".join(filter(None, options.names)) or "none"
+        raise TrainError(f"the model has no label set {name!r} for {HEADS[head].task} ({known})")
+    used = {label for row in rows for label in row.labels}
+    fitting = [each.name for each in options.sets if used <= _types(each)]
+    return options.choose(name or next(iter(fitting), None))
 
 
 def _measure_text(

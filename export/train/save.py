@@ -18,6 +18,7 @@ from tokenizers import models, normalizers
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
@@ -48,8 +49,7 @@ def save_checkpoint(
 
     Args:
         folder: folder of the checkpoint; files of the same names are replaced.
-        embedding: recipe without dense layers, which makes the checkpoint a sentence-transformer;
-            None: no sentence-transformer.
+        embedding: recipe that makes the checkpoint a sentence-transformer; None: it is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     family, config = FAMILIES[model.config.family], model.config
@@ -84,11 +84,20 @@ def _architecture(model: Model) -> str:
     A head whose tensors do not say what it is, such as a classifier, always has its class.
     """
     family = FAMILIES[model.config.family]
-    heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
+    heads = _written_heads(model)
     if heads in family.classes:
         return family.classes[heads]
     named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
     return family.class_prefix + next(filter(None, named), "Model")
+
+
+def _written_heads(model: Model) -> frozenset[str]:
+    """Return the names of a model's heads whose tensors are among the family's."""
+    return frozenset(
+        name
+        for name, head in EXPORT_HEADS.items()
+        if head.read is None and getattr(model, name, None) is not None
+    )
 
 
 def _head_settings(model: Model) -> dict[str, Any]:
@@ -116,7 +125,9 @@ def _head_settings(model: Model) -> dict[str, Any]:
 def _write_weights(model: Model, folder: Path) -> None:
     """Write ``model.safetensors`` atomically, so that a full disk leaves the previous weights."""
     parameters = {
-        name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()
+        name: parameter.detach().float().cpu()
+        for name, parameter in model.named_parameters()
+        if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.read is None
     }
     written = FAMILIES[model.config.family].write(parameters, model.config)
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}
@@ -140,10 +151,11 @@ def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
     """Write the files that `embedding_recipe.read_recipe` and sentence-transformers read."""
-    assert not embedding.steps, "a model does not hold the weights of dense layers"
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
-    if embedding.normalize:
-        modules["2_Normalize"] = "Normalize"
+    steps = [*embedding.steps, *([UnitLength()] if embedding.normalize else [])]
+    for number, step in enumerate(steps, 2):
+        modules[f"{number}_{step.kind}"] = step.kind
+        _write_step(step, folder / f"{number}_{step.kind}")
     entries = [
         {
             "idx": index,
@@ -168,6 +180,17 @@ def _write_sentence_transformer(
     if embedding.prompts:
         prompts = {"prompts": embedding.prompts, "default_prompt_name": embedding.default_prompt}
         _write_json(folder / "config_sentence_transformers.json", prompts)
+
+
+def _write_step(step: Step, folder: Path) -> None:
+    """Write the folder of a module after the pooling."""
+    folder.mkdir(exist_ok=True)
+    settings, tensors = step.saved()
+    if tensors:
+        _write_json(folder / "config.json", settings)
+        plain = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
+        with replacing(folder / "model.safetensors") as new_file:
+            new_file.write_bytes(save({name: t.contiguous() for name, t in plain.items()}))
 
 
 def _write_json(file: Path, data: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Final
 from cloze.model_store.heads import (
     embedding,
     layer_embedding,
+    lexical,
     masked_lm,
+    multi_vector,
     next_sentence,
     sequence_classification,
     span,
@@ -29,6 +31,8 @@ _MODULES = (
     token_embedding,
     sparse_embedding,
     layer_embedding,
+    multi_vector,
+    lexical,
 )
 
 HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}

@@ -23,6 +23,11 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids of the vocabulary that this part names."""
+        return ()
+
 
 class Pooling(StrEnum):
     """How the hidden states of one sequence become one vector.
@@ -81,6 +86,9 @@ class HeadRequest:
 
     vocabulary_rows: ClassVar[int] = 0
     """Rows that the head expands to the size of the vocabulary. A batch limits their sum."""
+
+    keys: ClassVar[int] = 0
+    """Number of the sequence's first tokens to which tokens attend; 0: they attend to all."""
 
 
 @dataclass(frozen=True, slots=True)

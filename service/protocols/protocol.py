@@ -112,8 +112,8 @@ TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-truncated": ("integer", "texts that were cut to the model's limit"),
     "x-score-kind": (
         "string",
-        "what the scores are: probability, log-probability, raw score or cosine; absent without "
-        "scores",
+        "what the scores are: probability, log-probability, raw score, cosine or maxsim; absent "
+        "without scores",
     ),
     "x-warning": ("string", "warnings about the request; absent without warnings"),
     "x-embedding-space": ("string", "name of the space of the answer's vectors, if it has any"),

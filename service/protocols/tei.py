@@ -30,6 +30,7 @@ from cloze.service.protocols.protocol import (
 from cloze.service.tasks import (
     TaskCall,
     embed,
+    embed_all,
     rerank,
     similarity,
     text_classification,
@@ -132,7 +133,9 @@ def _text_pair(texts: Any) -> TextPair:
 # ---- rerank --------------------------------------------------------------------------------------
 
 
-_RANKED_BY: Final = "classifier, or similarity (of embeddings) where none is served"
+_RANKED_BY: Final = (
+    "classifier; late-interaction where no classifier is served, else similarity (of embeddings)"
+)
 
 
 class _Rerank(TaskRoute):
@@ -155,10 +158,15 @@ class _Rerank(TaskRoute):
     )
 
     def serving(self, models: Models) -> Sequence[Pipeline]:
-        """Return the models that rank: classifiers with one label, then those that embed."""
+        """Return the models that rank: classifiers with one label are first.
+
+        Those of late interaction follow, then those that embed.
+        """
         classifying = models.serving(text_classification.TASK)
         ranking = [p for p in classifying if rerank.classifies(p.manifest)]
-        return [*ranking, *(p for p in models.serving(similarity.TASK) if p not in ranking)]
+        ranking += [p for p in models.serving(embed_all.TASK) if rerank.interacts(p.manifest)]
+        ranking += models.serving(similarity.TASK)
+        return list(dict.fromkeys(ranking))
 
     def to_call(self, body: RerankBody) -> TaskCall:
         return TaskCall(body, body)

@@ -1,16 +1,21 @@
 """Token embeddings: one vector per token of a text.
 
+A model of late interaction returns the vectors that it compares; `prompt_name` is then the role of
+the texts, ``query`` or ``document``.
+
 Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 
 from cloze.model_store.embedding_space import VectorRecipe
-from cloze.model_store.heads import HeadRequest, token_embedding
+from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks import late_interaction
+from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import EmbedInputs, Offsets, TextParameters, encode_texts, offsets
 
@@ -29,6 +34,8 @@ class TokenParameters(TextParameters):
 class TokenVectors:
     """The vectors of a text's tokens, special tokens included, and their places.
 
+    A document of late interaction has no vectors of the tokens that its model skips.
+
     Attributes:
         embeddings: [S][H].
         offsets: (start, end) in characters; null for special tokens and those of a prompt.
@@ -38,35 +45,58 @@ class TokenVectors:
     offsets: Offsets
 
 
+class _State(NamedTuple):
+    """The places of the tokens if they were asked for, and which tokens count if not all do."""
+
+    offsets: list[Offsets] | None
+    kept: list[Kept] | None = None
+
+
 def prepare(
     inputs: Any, parameters: TokenParameters, context: TaskContext
-) -> PreparedRequest[list[Offsets] | None]:
+) -> PreparedRequest[_State]:
     """Tokenize the texts."""
     texts = context.limits.listed(inputs)
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest("is a list of token ids, which have no offsets", at)
-    encoder = encode_texts(texts, parameters, context, _REQUEST)
+    kept = None
+    if late_interaction.interaction(context.manifest) is None:
+        encoder = encode_texts(texts, parameters, context, _REQUEST)
+    else:
+        role = parameters.role() or late_interaction.role_of(parameters.prompt_name)
+        rule = parameters.rule(report=parameters.return_usage)
+        encoder, kept = late_interaction.encode(texts, role, rule, context)
     tokens = sum(map(len, encoder.encodings))
     context.limits.check_results(tokens, "the request asks for", "vectors")
-    places = offsets(texts, encoder, parameters) if parameters.return_offsets else None
+    places = None
+    if parameters.return_offsets:
+        places = (
+            offsets(texts, encoder, parameters)
+            if kept is None
+            else late_interaction.places(texts, kept, encoder)
+        )
+    prepared = encoder.prepared(_State(places, kept), tokens)
+    if kept is not None:
+        return prepared
     recipe = VectorRecipe(
         "tokens",
         normalize=False,
         dimensions=context.manifest.architecture.hidden_size,
         prompt=parameters.prompt(context),
     )
-    return encoder.prepared(places, tokens)._replace(vectors=recipe)
+    return prepared._replace(vectors=recipe)
 
 
-def decode(
-    offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
-) -> list[Float32] | list[TokenVectors]:
+def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
-    vectors = [output[token_embedding.HEAD.name].array for output in outputs]
-    if offsets is None:
+    if state.kept is None:
+        vectors = [output[token_embedding.HEAD.name].array for output in outputs]
+    else:
+        vectors = late_interaction.vectors(outputs, state.kept)
+    if state.offsets is None:
         return vectors
-    return [TokenVectors(*pair) for pair in zip(vectors, offsets, strict=True)]
+    return [TokenVectors(*pair) for pair in zip(vectors, state.offsets, strict=True)]
 
 
 TASK: Final = Task(
@@ -74,6 +104,7 @@ TASK: Final = Task(
     route="/embed_all",
     summary="One vector per token of a text",
     heads=(token_embedding.HEAD.name,),
+    other_heads=(multi_vector.HEAD.name,),
     inputs=EmbedInputs,
     parameters=TokenParameters,
     result=list[list[list[float]]] | list[TokenVectors],

@@ -1,17 +1,24 @@
 """Sparse embedding: the words of the vocabulary that a text is about, with weights.
 
-Source: Formal et al. 2021, "SPLADE v2"; the route ``/embed_sparse`` of text-embeddings-inference.
+The words are those that a masked-language model predicts, or for a model with lexical weights the
+text's own tokens.
+
+Sources: Formal et al. 2021, "SPLADE v2"; Chen et al. 2024, "BGE M3"; the route ``/embed_sparse`` of
+text-embeddings-inference.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
+from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import VectorRecipe
-from cloze.model_store.heads import sparse_embedding
+from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
+from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
+from cloze.service.core import Float32
 from cloze.service.tasks.task import Count, Outputs, PreparedRequest, Task, TaskContext, check_range
 from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
 
@@ -45,9 +52,23 @@ class NamedSparseValue(SparseValue):
 SparseVectors = list[list[SparseValue]] | list[list[NamedSparseValue]]
 
 
+class _State(NamedTuple):
+    """How the outputs of one request become its words.
+
+    Attributes:
+        with_tokens: whether to add the words themselves.
+        top_k: most words per text.
+        encodings: the texts' tokens, for a model with lexical weights; None: another model.
+    """
+
+    with_tokens: bool
+    top_k: int
+    encodings: list[Encoding] | None
+
+
 def prepare(
     inputs: Any, parameters: SparseParameters, context: TaskContext
-) -> PreparedRequest[bool]:
+) -> PreparedRequest[_State]:
     """Tokenize the texts."""
     texts = context.limits.listed(inputs)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
@@ -56,28 +77,59 @@ def prepare(
     if parameters.top_k is not None:
         context.limits.check_results(len(texts) * top_k, "the request asks for", "words")
     encoder = encode_texts(texts, parameters, context, None)
+    is_lexical = lexical.HEAD.name in context.manifest.heads
     for encoding in encoder.encodings:
-        request = SparseEmbeddingRequest(len(encoding), top_k)
-        encoding.requests = {sparse_embedding.HEAD.name: request}
+        encoding.requests = (
+            {lexical.HEAD.name: HeadRequest()}
+            if is_lexical
+            else {sparse_embedding.HEAD.name: SparseEmbeddingRequest(len(encoding), top_k)}
+        )
+    encodings = encoder.encodings if is_lexical else None
+    state = _State(bool(parameters.return_tokens), top_k, encodings)
+    prepared = encoder.prepared(state, len(texts) * top_k)
+    if is_lexical:
+        return prepared
     vocabulary = context.tokenizer.vocab_size
     recipe = VectorRecipe(
         "sparse", normalize=False, dimensions=vocabulary, prompt=parameters.prompt(context)
     )
-    prepared = encoder.prepared(bool(parameters.return_tokens), len(texts) * top_k)
     return prepared._replace(vectors=recipe)
 
 
-def decode(with_tokens: bool, outputs: Outputs, context: TaskContext) -> SparseVectors:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVectors:
     """Return the words of each text, the heaviest first."""
-    pairs = []
-    for output in outputs:
-        result: SparseEmbeddingResult = output[sparse_embedding.HEAD.name]
-        weights = result.weights.astype(np.float32).tolist()
-        pairs.append(zip(result.ids.tolist(), weights, strict=True))
-    if with_tokens:
+    if state.encodings is None:
+        results: list[SparseEmbeddingResult] = [o[sparse_embedding.HEAD.name] for o in outputs]
+    else:
+        options = context.manifest.heads[lexical.HEAD.name]
+        assert isinstance(options, LexicalOptions)  # the manifest's parser made it
+        results = [
+            _of_own_tokens(encoding, output[lexical.HEAD.name].array[:, 0], options, state.top_k)
+            for encoding, output in zip(state.encodings, outputs, strict=True)
+        ]
+    pairs = [
+        zip(result.ids.tolist(), result.weights.astype(np.float32).tolist(), strict=True)
+        for result in results
+    ]
+    if state.with_tokens:
         token = context.tokenizer.token_of
         return [[NamedSparseValue(i, weight, token(i)) for i, weight in text] for text in pairs]
     return [[SparseValue(i, weight) for i, weight in text] for text in pairs]
+
+
+def _of_own_tokens(
+    encoding: Encoding, weights: Float32, options: LexicalOptions, top_k: int
+) -> SparseEmbeddingResult:
+    """Return the largest weight of each id among a text's tokens, the heaviest first.
+
+    Ids of special tokens, and those without a weight, are left out.
+    """
+    ids, places = np.unique(encoding.input_ids, return_inverse=True)
+    largest = np.zeros(len(ids), np.float32)
+    np.maximum.at(largest, places, weights)
+    largest[np.isin(ids, options.skipped_ids)] = 0
+    order = np.argsort(-largest, kind="stable")[: min(top_k, np.count_nonzero(largest))]
+    return SparseEmbeddingResult(largest[order], ids[order].astype(np.int64))
 
 
 TASK: Final = Task(
@@ -85,6 +137,7 @@ TASK: Final = Task(
     route="/embed_sparse",
     summary="The words of the vocabulary that a text is about, with weights",
     heads=(sparse_embedding.HEAD.name,),
+    other_heads=(lexical.HEAD.name,),
     inputs=EmbedInputs,
     parameters=SparseParameters,
     result=SparseVectors,

@@ -1,6 +1,7 @@
 """Reranking: texts in the order of their relevance to a query.
 
-A classifier of pairs with one label gives the scores; without one, the similarity of embeddings.
+A classifier of pairs with one label gives the scores; without one, late interaction, and else the
+similarity of embeddings.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.manifest import Role
 from cloze.service.core import Location
-from cloze.service.tasks import similarity, text_classification
+from cloze.service.tasks import late_interaction, similarity, text_classification
+from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
 from cloze.service.tasks.task import (
     Outputs,
@@ -25,7 +28,7 @@ from cloze.service.tasks.task import (
     WireModel,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
-from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.texts import LongTextRule, TruncationParameters
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -63,12 +66,15 @@ class Ranking:
     """The texts, the most relevant one first, and what gave the scores."""
 
     ranks: list[Rank]
-    by: Literal["classifier", "similarity"]
+    by: "Scorer"
 
 
-_State = tuple[Task, Any, list[str] | None]
-"""The task that scores, its state, and the texts if the answer repeats them."""
+Scorer = Literal["classifier", "late-interaction", "similarity"]
 
+_State = tuple[Scorer, Any, list[str] | None]
+"""What scores, its state, and the texts if the answer repeats them."""
+
+_QUERY: Final = Location(("query",))
 _TEXTS: Final = Location(("texts",))
 
 
@@ -76,6 +82,11 @@ def classifies(manifest: Manifest) -> bool:
     """Return whether a model classifies texts with one label, whose score ranks them."""
     options = manifest.heads.get(sequence_classification.HEAD.name)
     return isinstance(options, SequenceLabels) and len(options.labels) == 1
+
+
+def interacts(manifest: Manifest) -> bool:
+    """Return whether a model ranks by late interaction."""
+    return late_interaction.interaction(manifest) is not None
 
 
 def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
@@ -89,7 +100,7 @@ def _function(manifest: Manifest, parameters: RerankParameters) -> text_classifi
 def _scores(manifest: Manifest, parameters: RerankParameters) -> ScoreKind:
     if classifies(manifest):
         return text_classification.score_kind(_function(manifest, parameters))
-    return "cosine"
+    return "maxsim" if interacts(manifest) else "cosine"
 
 
 def prepare(
@@ -97,42 +108,73 @@ def prepare(
 ) -> PreparedRequest[_State]:
     """Tokenize the query with the texts, which are named as in this task."""
     limits = context.limits
-    limits.check_text(inputs.query, Location(("query",)))
+    limits.check_text(inputs.query, _QUERY)
     limits.check_count(len(inputs.texts), _TEXTS)
     for index, text in enumerate(inputs.texts):
         limits.check_text(text, _TEXTS.below(index))
     truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
     prepared: PreparedRequest[Any]
+    scorer: Scorer
     if classifies(context.manifest):
-        scoring = text_classification.TASK
+        scorer = "classifier"
         pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
         function = _function(context.manifest, parameters)
         scored = TextClassificationParameters(function_to_apply=function, **truncation)
-        prepared = scoring.prepare(pairs, scored, context)
+        prepared = text_classification.TASK.prepare(pairs, scored, context)
+    elif interacts(context.manifest):
+        scorer = "late-interaction"
+        prepared = _prepare_interaction(inputs, parameters.rule(), context)
     else:
+        scorer = "similarity"
         compared = SimilarityInputs.model_construct(
             source_sentence=inputs.query, sentences=inputs.texts
         )
-        scoring, cosine = similarity.TASK, SimilarityParameters(**truncation)
+        cosine = SimilarityParameters(**truncation)
         prepared = similarity.prepare(compared, cosine, context, in_roles=True)
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
     return prepared._replace(
-        state=(scoring, prepared.state, texts),
+        state=(scorer, prepared.state, texts),
         results=max(prepared.results, written),
         texts=len(inputs.texts),
     )
 
 
+def _prepare_interaction(
+    inputs: RerankInputs, rule: LongTextRule, context: TaskContext
+) -> PreparedRequest[Any]:
+    """Return the encodings of a query and of the texts, as documents."""
+    query, of_query = late_interaction.encode([(_QUERY, inputs.query)], Role.QUERY, rule, context)
+    places = [(_TEXTS.below(index), text) for index, text in enumerate(inputs.texts)]
+    documents, of_documents = late_interaction.encode(places, Role.DOCUMENT, rule, context)
+    query.encodings += documents.encodings
+    query.usage += documents.usage
+    vectors = sum(map(len, query.encodings))
+    context.limits.check_results(vectors, "the request compares", "vectors")
+    return query.prepared([*of_query, *of_documents], vectors)
+
+
+def _interaction_scores(kept: list[Kept], outputs: Outputs, context: TaskContext) -> list[float]:
+    options = late_interaction.interaction(context.manifest)
+    assert options is not None  # `prepare` saw them
+    query, *documents = late_interaction.vectors(outputs, kept)
+    return late_interaction.scores(query, documents, options)
+
+
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    scoring, inner, texts = state
-    result = scoring.decode(inner, outputs, context)
-    is_classifier = scoring is text_classification.TASK
-    scores: list[float] = [labels[0].score for labels in result] if is_classifier else result
+    scorer, inner, texts = state
+    scores: list[float]
+    if scorer == "classifier":
+        labels = text_classification.TASK.decode(inner, outputs, context)
+        scores = [best[0].score for best in labels]
+    elif scorer == "late-interaction":
+        scores = _interaction_scores(inner, outputs, context)
+    else:
+        scores = similarity.TASK.decode(inner, outputs, context)
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     ranks = [Rank(index, scores[index], texts[index] if texts else None) for index in order]
-    return Ranking(ranks, "classifier" if is_classifier else "similarity")
+    return Ranking(ranks, scorer)
 
 
 TASK: Final = Task(

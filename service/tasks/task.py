@@ -27,7 +27,7 @@ from cloze.service.tokenizer import Tokenizer
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
 
-ScoreKind = Literal["probability", "log-probability", "raw score", "cosine"]
+ScoreKind = Literal["probability", "log-probability", "raw score", "cosine", "maxsim"]
 """What the scores of an answer are."""
 
 UP_TO: Final = "up to "
@@ -294,6 +294,7 @@ class Task:
         route: path of the task in the native protocol.
         summary: one line for the documentation.
         heads: names of the heads that a model needs for the task.
+        other_heads: names of heads, each of which serves the task too, without `heads`.
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
@@ -336,10 +337,12 @@ class Task:
     own_fields: tuple[str, ...] = ()
     own_parameters: tuple[str, ...] = ()
     missing: Callable[[Manifest], str] = lambda _: ""
+    other_heads: tuple[str, ...] = ()
 
     def has_heads(self, manifest: Manifest) -> bool:
         """Return whether a bundle has the heads that the task needs."""
-        return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
+        names = {head.name for head in manifest.graph_heads}
+        return names.issuperset(self.heads) or not names.isdisjoint(self.other_heads)
 
     def is_served_by(self, manifest: Manifest) -> bool:
         """Return whether a bundle does the task."""

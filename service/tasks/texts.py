@@ -119,15 +119,24 @@ class TextParameters(TruncationParameters, UsageParameters):
         Raises:
             InvalidRequest: the model has no such prompt, or there is no such type of input.
         """
+        role = self.role()
+        return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
+
+    def role(self) -> Role | None:
+        """Return the role that ``input_type`` names; None: the request has no ``input_type``.
+
+        Raises:
+            InvalidRequest: there is no such type of input, or the request names a prompt too.
+        """
         if self.input_type is None:
-            return context.prompt(self.prompt_name)
+            return None
         if self.prompt_name is not None:
             raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
         if (role := ROLE_WORDS.get(self.input_type)) is None:
             known = ", ".join(ROLE_WORDS)
             problem = f"{ascii(self.input_type)[:80]} is not one of {known}"
             raise InvalidRequest(problem, Location(("input_type",)))
-        return context.prompt_of(role)
+        return role
 
 
 # ---- encodings -----------------------------------------------------------------------------------
@@ -326,11 +335,11 @@ def encode_texts(
         if isinstance(text, str):
             encoder.add(at, next(ids), prompt + text, prompt)
         else:
-            encoder.add(at, _own_ids(text, at, tokenizer), None)
+            encoder.add(at, own_ids(text, at, tokenizer), None)
     return encoder
 
 
-def _own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
+def own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids that a client sent, without ``[CLS]`` and ``[SEP]`` around them."""
     if not ids:
         raise EmptyRequest("is empty; it needs at least 1 token id", at)

@@ -19,6 +19,7 @@ from cloze.model_store import Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.heads.token_classification import TokenLabels
@@ -156,8 +157,11 @@ def context() -> TaskContext:
             labels=LABELS, problem_type="single_label_classification"
         ),
         "token_classification": TokenLabels(labels=LABELS),
+        "multi_vector": LateInteraction(
+            dimensions=WIDTH, query_marker=7, query_tokens=12, document_tokens=20, filling=8
+        ),
     }
-    tasks = tuple(head.task for head in HEADS.values())
+    tasks = tuple(head.task for head in HEADS.values() if head.name != "lexical")
     update = {"tasks": tasks, "embedding": recipe, "heads": heads}
     return TaskContext(manifest.model_copy(update=update), Tokenizer(bundle), LIMITS)
 
@@ -236,6 +240,7 @@ def fake_outputs(encoding: Encoding, random: np.random.Generator) -> HeadOutputs
                 "token_classification": (len(encoding), len(LABELS)),
                 "embedding": (WIDTH,),
                 "token_embedding": (len(encoding), WIDTH),
+                "multi_vector": (len(encoding), WIDTH),
                 "layer_embedding": (len(getattr(asked, "vectors", ())), WIDTH),
             }
             outputs[name] = HEADS[name].result(numbers(random, *shapes[name]))

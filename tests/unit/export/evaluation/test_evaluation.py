@@ -12,14 +12,12 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError, ExportError
-from cloze.export.evaluation import masked_words, metrics, squad, texts
+from cloze.export.evaluation import masked_words, metrics, squad, stereotypes, texts
 from cloze.export.evaluation.masked_words import (
     Completion,
     Sentence,
     complete,
     read_sentences,
-    read_stereotypes,
-    stereotype_preference,
 )
 from cloze.export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
 from cloze.export.evaluation.scorer import (
@@ -31,6 +29,11 @@ from cloze.export.evaluation.scorer import (
     span_logits,
 )
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
+from cloze.export.evaluation.stereotypes import (
+    SentencePair,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
@@ -186,16 +189,18 @@ def test_each_sentence_gets_its_own_word() -> None:
 def test_pairs_of_stereotypes(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("id,sent_more,sent_less\n1,a b,a c\n")
-    assert read_stereotypes(file) == [("a b", "a c")]
+    assert read_stereotypes(file) == [SentencePair("a b", "a c")]
     for content, message in (
         ("id\n1\n", "not in CrowS-Pairs' format"),
         ("sent_more,sent_less\n", "holds no pairs"),
+        ("sent_more,sent_less\na,b\nc\n", "line 3: two different sentences are expected, got 'c'"),
+        ("sent_more,sent_less\na,a\n", "line 2: two different sentences are expected"),
     ):
         file.write_text(content)
         with pytest.raises(DataError, match=message):
             read_stereotypes(file)
     file.write_bytes(b"sent_more,sent_less\n\xff,b\n")
-    with pytest.raises(DataError, match="not in CrowS-Pairs"):
+    with pytest.raises(DataError, match="is not UTF-8 text"):
         read_stereotypes(file)
     with pytest.raises(DataError, match="no such file"):
         read_stereotypes(tmp_path / "missing")
@@ -203,13 +208,13 @@ def test_pairs_of_stereotypes(tmp_path: Path) -> None:
 
 def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
     more, less = [CLS, 5, 9, 6, SEP], [CLS, 5, 6, SEP]
-    assert list(masked_words._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
+    assert list(stereotypes._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
 
 
 def test_long_sentences_of_one_word_share_it() -> None:
     """The matcher of the standard library leaves out frequent elements unless told otherwise."""
     more, less = [CLS, *[7] * 250, SEP], [CLS, *[7] * 250, 8, SEP]
-    assert len(list(masked_words._shared_tokens(more, less))) == 500
+    assert len(list(stereotypes._shared_tokens(more, less))) == 500
 
 
 def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
@@ -230,9 +235,9 @@ def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
         }
 
     cases = [
-        ("he was old", "she was old"),
-        ("she was old", "he was old"),
-        ("it was old", "he was old"),
+        SentencePair("he was old", "she was old"),
+        SentencePair("she was old", "he was old"),
+        SentencePair("it was old", "he was old"),
     ]
     scorer = ByHand(by_group)
     assert stereotype_preference(cases, checkpoint_tokenizer(), scorer, 16) == pytest.approx(
@@ -242,7 +247,10 @@ def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
     assert {int(e.input_ids[0]) for e in scorer.encodings} == {CLS}
     assert (
         stereotype_preference(
-            [("he was the old", "she was the old")], checkpoint_tokenizer(), ByHand(by_group), 4
+            [SentencePair("he was the old", "she was the old")],
+            checkpoint_tokenizer(),
+            ByHand(by_group),
+            4,
         )
         == 1
     )
@@ -252,7 +260,8 @@ def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
 
 def test_many_masks_run_in_groups() -> None:
     scorer = ByHand(likely)
-    stereotype_preference([("the the the", "the the the")] * 11, checkpoint_tokenizer(), scorer, 16)
+    pair = SentencePair("the the the", "the the the")
+    stereotype_preference([pair] * 11, checkpoint_tokenizer(), scorer, 16)
     assert [len(batch) for batch in scorer.batches] == [64, 2]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto
 
+from cloze.export.blocks.config import Convolution, RelativePositions
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
@@ -21,7 +22,7 @@ from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.batch import BatchCodec, Encoding
-from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm
+from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision, Weights
 from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model, projected
@@ -96,14 +97,51 @@ def test_gates_and_rotary_positions_agree_with_torch(
     verified(tmp_path, graphs[precision], made, recipe, heads)
 
 
-def test_distances_reach_to_both_ends_of_the_longest_sequence(tmp_path: Path) -> None:
-    made = model("mpnet")
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_filling_to_which_no_token_attends(family: str, tmp_path: Path) -> None:
+    made, recipe, heads = model(family), EmbeddingRecipe(), (multi_vector.HEAD, embedding.HEAD)
+    filled = made.options["multi_vector"].model_copy(update={"filling": 4})
+    made.multi_vector.options = made.options["multi_vector"] = filled
+    graphs = written(tmp_path, made, recipe, [Precision.FP32], heads=heads)
+    verified(tmp_path, graphs[Precision.FP32], made, recipe, heads)
+    with pytest.raises(ExportError, match="no fp16 graph"):
+        written(tmp_path, made, recipe, [Precision.FP16], heads=heads)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "deberta-v2"])
+def test_distances_reach_to_both_ends_of_the_longest_sequence(family: str, tmp_path: Path) -> None:
+    made = model(family)
     longest, heads = made.config.max_positions, (embedding.HEAD,)
     graphs = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP32], heads=heads)
     subject = GraphUnderTest(
         graphs[Precision.FP32], checkpoint(made, EmbeddingRecipe()), heads, longest
     )
     assert max(verify(tmp_path, subject).max_error.values()) < MOST[Precision.FP32]
+
+
+@pytest.mark.parametrize("terms", [("c2p",), ("p2c",), ("c2p", "p2c")])
+@pytest.mark.parametrize("share", [False, True])
+def test_each_way_to_see_positions_agrees_with_torch(
+    terms: tuple[str, ...], share: bool, tmp_path: Path
+) -> None:
+    sizes = {"distances": 24, "buckets": 0, "terms": terms, "share_projections": share}
+    more = {"type_vocab_size": 2, "position_embeddings": True, "embedding_size": 12}
+    convolution = Convolution(kernel=3, groups=2, activation="gelu")
+    made = model(
+        "deberta-v2", relative_positions=RelativePositions(**sizes), convolution=convolution, **more
+    )
+    graphs = written(tmp_path, made, projected(), [Precision.FP32])
+    verified(tmp_path, graphs[Precision.FP32], made, projected())
+
+
+@pytest.mark.parametrize("weights", [Weights.FP16, Weights.INT8])
+def test_products_of_positions_are_exact_whatever_the_matrices_are(
+    weights: Weights, tmp_path: Path
+) -> None:
+    made, recipe = model("deberta-v2"), EmbeddingRecipe()
+    graphs = written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], weights)
+    for graph in graphs.values():
+        verified(tmp_path, graph, made, recipe)
 
 
 def test_a_layer_that_is_passed_often_is_stored_once(tmp_path: Path) -> None:

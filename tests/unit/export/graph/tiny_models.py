@@ -6,11 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import EncoderConfig, RelativePositions
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.embedding_steps import Projection
 from cloze.export.model import Model
-from cloze.model_store.heads import HEADS, Pooling, sequence_classification, token_classification
+from cloze.model_store.heads import (
+    HEADS,
+    Pooling,
+    lexical,
+    multi_vector,
+    sequence_classification,
+    token_classification,
+)
 from cloze.model_store.sequences import SpecialTokens
 
 LABELS = {
@@ -18,6 +25,10 @@ LABELS = {
         labels=("a", "b", "c"), problem_type="single_label_classification"
     ),
     token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
+    multi_vector.HEAD.name: multi_vector.LateInteraction(
+        dimensions=6, query_tokens=8, document_tokens=9
+    ),
+    lexical.HEAD.name: lexical.LexicalOptions(skipped_ids=(0, 2)),
 }
 
 TOKENIZER: Any = SimpleNamespace(size=30, special=SpecialTokens(2, 3, 4), mask_id=4)
@@ -42,6 +53,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gte": {
         "type_vocab_size": 2, "gated": True, "rotary_base": 50.0, "rotary_factor": 4.0,
         "without_bias": frozenset({"up"}),
+    },
+    "deberta-v2": {
+        "position_embeddings": False,
+        "relative_positions": RelativePositions(
+            distances=24, buckets=8, terms=("c2p", "p2c"), norm=True
+        ),
     },
 }  # fmt: skip
 """The sizes that are particular to a family; the others have no token types."""

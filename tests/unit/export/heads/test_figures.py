@@ -268,12 +268,14 @@ def test_limits_and_defaults_of_the_heads() -> None:
         "token_embedding": {"token_embedding_cosine_mean": 0.98},
         "sparse_embedding": {"sparse_cosine_mean": 0.98},
         "layer_embedding": {"layer_embedding_cosine_mean": 0.98},
+        "multi_vector": {"multi_vector_cosine_mean": 0.98},
+        "lexical": {"lexical_cosine_mean": 0.98},
     }  # fmt: skip
     assert {n for n, head in EXPORT_HEADS.items() if not head.by_default} == {
         "sparse_embedding", "layer_embedding",
     }  # fmt: skip
     assert {n for n, head in EXPORT_HEADS.items() if head.fine_tuned} == {
-        "span", "sequence_classification", "token_classification",
+        "span", "sequence_classification", "token_classification", "multi_vector",
     }  # fmt: skip
 
 

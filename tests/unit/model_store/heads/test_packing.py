@@ -114,6 +114,8 @@ def test_rows_of_an_output_go_to_the_requests_in_order() -> None:
     [
         ("token_classification", "token_rows", "token_logits"),
         ("token_embedding", "hidden_rows", "token_embeddings"),
+        ("multi_vector", "vector_rows", "multi_vectors"),
+        ("lexical", "lexical_rows", "lexical_weights"),
     ],
 )
 def test_heads_of_every_token_take_all_rows(name: str, rows: str, output: str) -> None:

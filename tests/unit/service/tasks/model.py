@@ -37,8 +37,11 @@ def ids(text: str) -> list[int]:
 
 
 def manifest(**changes: Any) -> Manifest:
-    """Return the manifest of a model of every task."""
-    tasks = [head.task for head in HEADS.values()]
+    """Return the manifest of a model of every task.
+
+    Two heads are left out, which answer `/embed_all` and `/embed_sparse` in place of others.
+    """
+    tasks = [head.task for head in HEADS.values() if head.name not in ("multi_vector", "lexical")]
     stored = {"size": 1, "sha256": "0" * 64}
     fields = {
         "name": "tiny",

@@ -294,16 +294,16 @@ def test_vectors_of_tokens_with_their_places() -> None:
     [result] = decoded("embed-all", request, outputs)
     assert result.offsets == [None, (0, 3), (4, 7), (7, 8), None]
     request = prepared("embed-all", "the", return_offsets=True, prompt_name="query")
-    assert request.state == [[None, None, None, (0, 3), None]]
+    assert request.state.offsets == [[None, None, None, (0, 3), None]]
     cut = prepared("embed-all", NINE, return_offsets=True)
-    assert cut.state[0][1:-1] == [(n, n + 1) for n in range(0, 16, 2)]
+    assert cut.state.offsets[0][1:-1] == [(n, n + 1) for n in range(0, 16, 2)]
     cut = prepared("embed-all", NINE, return_offsets=True, truncation_direction="left")
-    assert cut.state[0][1:-1] == [(n, n + 1) for n in range(2, 18, 2)]
+    assert cut.state.offsets[0][1:-1] == [(n, n + 1) for n in range(2, 18, 2)]
     with pytest.raises(
         InvalidRequest, match="inputs is a list of token ids, which have no offsets"
     ):
         prepared("embed-all", ids("the"), return_offsets=True)
-    assert prepared("embed-all", ids("the")).state is None
+    assert prepared("embed-all", ids("the")).state.offsets is None
 
 
 def test_vectors_of_tokens_are_limited() -> None:

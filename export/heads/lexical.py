@@ -1,0 +1,99 @@
+"""Lexical weights: the layer beside a BGE-M3, torch module, graph and gate figure."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.builder import linear
+from cloze.export.heads.head import ExportHead, HeadFiles, HeadGraph, HeadSetup, token_rows
+from cloze.export.heads.multi_vector import read_linear
+from cloze.model_store.heads import HeadRequest, lexical
+from cloze.model_store.heads.lexical import LexicalOptions
+from cloze.model_store.layouts import Placement
+
+_FILE = "sparse_linear.pt"
+_SPECIAL = ("cls_token", "sep_token", "pad_token", "unk_token")
+
+
+class LexicalHead(nn.Module):
+    """Weighs each token: ``relu(h W + b)``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, options: LexicalOptions) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], 1)
+        self.linear.weight.data, self.linear.bias.data = weight.float(), bias.float()
+        self.options = options
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the weights [Q, 1] of ``rows`` [Q, H]."""
+        weights: Tensor = self.linear(rows).relu()
+        return weights
+
+
+def _make(setup: HeadSetup) -> LexicalHead:
+    """Return a new head with random weights."""
+    assert isinstance(setup.options, LexicalOptions)
+    weight = torch.empty(1, setup.config.hidden_size).normal_(std=0.02)
+    return LexicalHead(weight, torch.zeros(1), setup.options)
+
+
+def _read(files: HeadFiles) -> LexicalHead | None:
+    """Return the head of a BGE-M3; None for another checkpoint.
+
+    Raises:
+        ExportError: its layer has another shape, or holds other values than finite numbers.
+    """
+    if not (files.folder / _FILE).is_file():
+        return None
+    weight, bias = read_linear(files, _FILE)
+    if weight.shape != (1, files.config.hidden_size) or bias.shape != (1,):
+        raise ExportError(
+            f"{_FILE} has shape {list(weight.shape)}, not [1, {files.config.hidden_size}]"
+        )
+    if not (weight.isfinite().all() and bias.isfinite().all()):
+        raise ExportError(f"{_FILE} holds NaN or infinity")
+    names = [files.tokenizer.special_tokens.get(key, "") for key in _SPECIAL]
+    ids = {files.tokenizer.tokenizer.token_to_id(name) for name in names} - {None}
+    return LexicalHead(weight, bias, LexicalOptions(skipped_ids=tuple(sorted(ids))))
+
+
+def _write(head: LexicalHead, graph: HeadGraph) -> None:
+    rows = graph.gather(lexical.LEXICAL_ROWS)
+    weights = graph.g.op("Relu", [linear(graph.g, rows, "lexical", head.linear)])
+    graph.output(weights, lexical.LEXICAL_WEIGHTS)
+
+
+def _reference(
+    head: LexicalHead, states: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    weights: Tensor = head(states[-1][token_rows(requests, placement)])
+    return {lexical.LEXICAL_WEIGHTS.name: weights}
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the mean cosine of the weights of both models, text by text."""
+    name, cosines = lexical.HEAD.name, []
+    for ids in texts.sentences():
+        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
+        one, other = (scorer.run(batch)[0][name].array.ravel() for scorer in (checkpoint, graph))
+        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+        no_weights = not (one.any() or other.any())
+        cosines.append(float(one @ other) / lengths if lengths else float(no_weights))
+    return {"lexical_cosine_mean": float(np.mean(cosines))}
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=lexical.HEAD,
+    module=_make,
+    read=_read,
+    write=_write,
+    reference=_reference,
+    measure=_measure,
+    limits={"lexical_cosine_mean": 0.98},
+)

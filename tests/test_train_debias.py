@@ -1,0 +1,223 @@
+"""Debiasing: exchanged words, a projection that sentence-transformers and a bundle compute, losses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from sentence_transformers import SentenceTransformer
+
+from cloze.cli import cli
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.embedding_steps import Norm, Projection, UnitLength
+from cloze.export.errors import TrainError
+from cloze.export.evaluation.scorer import unit_embeddings
+from cloze.export.train.debias import DebiasFiles, augment, bias_directions, project
+from cloze.export.train.documents import is_held_out, read_documents
+from cloze.export.train.evaluate import open_subject
+from cloze.export.train.recipe import Optimisation, Phase, Pretraining, PretrainRecipe
+from cloze.export.train.run_dir import locked
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.word_pairs import (
+    GENDER_WORDS,
+    WordPairs,
+    read_word_pairs,
+    write_counterfactuals,
+)
+from cloze.model_store.store import Store
+from tests import tiny
+from tests.training import quietly, run_options, write_pairs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("source"), "bert")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    places = ["the red house", "the old road", "the city", "the year", "the capital of france"]
+    lines = [f"He was in {place} {n}. She saw {place} {n}." for n in range(8) for place in places]
+    file.write_text("\n\n".join([*lines, "The house was red."]) + "\n")
+    return file
+
+
+def test_words_change_places_with_their_capitals() -> None:
+    words = read_word_pairs(GENDER_WORDS)
+    text = "He gave his mother HER book; the King thanked him, not there."
+    assert words.exchange(text) == "She gave her father HIS book; the Queen thanked her, not there."
+    assert WordPairs([("a", "b")]).exchange("A b ab") == "B a ab"
+
+
+@pytest.mark.parametrize("row", ["he", "he\the", "he\tshe\tit", "he\tshe man"])
+def test_a_wrong_pair_names_file_line_and_value(tmp_path: Path, row: str) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_text(f"man\twoman\n{row}\n")
+    with pytest.raises(TrainError, match=r"line 2: two different words.*got '") as caught:
+        read_word_pairs(file)
+    assert repr(row) in str(caught.value)
+    file.write_text("\n")
+    with pytest.raises(TrainError, match="holds no word pairs"):
+        read_word_pairs(file)
+
+
+def test_a_copy_is_on_the_side_of_its_original(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = read_word_pairs(GENDER_WORDS)
+    assert write_counterfactuals([text], words, out) == 40
+    documents = list(read_documents([out]))
+    originals = list(read_documents([text]))
+    assert len(documents) == 81
+    held = {share: [is_held_out(each.key, share) for each in documents] for share in (0.2, 0.5)}
+    for sides in held.values():
+        assert sides[:80:2] == sides[1:80:2]
+        assert len(set(sides)) == 2
+    assert held[0.5][:80:2] == [is_held_out(each.key, 0.5) for each in originals[:40]]
+    assert documents[1].text.startswith("She was in")
+    with pytest.raises(TrainError, match="nothing would change"):
+        write_counterfactuals([text], WordPairs([("x", "y")]), out)
+    assert len(list(read_documents([out]))) == 81, "the old file is whole"
+
+
+def test_the_directions_of_the_pairs_are_gone(source: Path, text: Path, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.csv")
+    words = read_word_pairs(GENDER_WORDS)
+    sentences = ["he was red .", "the man saw the house .", "his city was old ."]
+    before = open_subject(str(source), Store(Path()), CPU)
+    files = DebiasFiles([text], GENDER_WORDS, [pairs])
+    changes = project(str(source), files, 1, tmp_path / "out", CPU, quietly)
+    after = open_subject(str(tmp_path / "out"), Store(Path()), CPU)
+
+    texts = [line for line in text.read_text().splitlines() if line]
+    parts = [part for line in texts[:-1] for part in line.replace(". S", ".\nS").splitlines()]
+    (direction,) = bias_directions(before, parts, words, 1)
+    ids = [each.ids for each in before.tokenizer.tokenizer.encode_batch(sentences)]
+    plain, projected = (unit_embeddings(each.scorer, ids) for each in (before, after))
+    expected = plain - np.outer(plain @ direction, direction)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    assert np.abs(plain @ direction).max() > 0.01
+    assert projected == pytest.approx(expected, abs=1e-5)
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(sentences)
+    assert theirs == pytest.approx(projected, abs=1e-5)
+
+    figures = {change.figure: change for change in changes}
+    assert any(name.startswith("weat") for name in figures)
+    assert "sts_spearman" in figures
+    assert (
+        f"| sts_spearman | {figures['sts_spearman'].before:.4f} |"
+        in (tmp_path / "out/README.md").read_text()
+    )
+
+
+def test_the_principal_direction_is_that_of_most_difference(source: Path) -> None:
+    """The first direction leaves less of the differences than any other unit vector tried."""
+    subject = open_subject(str(source), Store(Path()), CPU)
+    words = read_word_pairs(GENDER_WORDS)
+    sentences = [f"he was {word} ." for word in ("red", "old", "the", "capital", "year")]
+    directions = bias_directions(subject, sentences, words, 2)
+    assert directions @ directions.T == pytest.approx(np.eye(2), abs=1e-6)
+    texts = [*sentences, *(text.replace("he", "she", 1) for text in sentences)]
+    ids = [each.ids for each in subject.tokenizer.tokenizer.encode_batch(texts)]
+    vectors = unit_embeddings(subject.scorer, ids)
+    differences = vectors[:5] - vectors[5:]
+    others = np.random.default_rng(0).normal(size=(200, differences.shape[1]))
+    others /= np.linalg.norm(others, axis=1, keepdims=True)
+    captured = ((differences @ directions.T) ** 2).sum(0)
+    assert captured[0] > captured[1] > 0
+    assert captured[0] > ((differences @ others.T) ** 2).sum(0).max()
+
+
+def test_a_projection_needs_sentences(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("He was red.\n")
+    files = DebiasFiles([tmp_path / "text.txt"], GENDER_WORDS, [])
+    with pytest.raises(TrainError, match=r"need at least 20 sentences .* the text has 1"):
+        project(str(source), files, 1, tmp_path / "out", CPU, quietly)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bundle_has_the_projection(source: Path, text: Path, tmp_path: Path) -> None:
+    files = DebiasFiles([text], GENDER_WORDS, [])
+    project(str(source), files, 1, tmp_path / "out", CPU, quietly)
+    result = CliRunner().invoke(
+        cli,
+        ["export", str(tmp_path / "out"), "--name", "debiased", "--model-store", str(tmp_path)],
+    )
+    assert result.exit_code == 0, result.output
+    rows = [[2, 5, 6, 7, 3], [2, 9, 3]]
+    bundle, checkpoint = (
+        unit_embeddings(open_subject(name, Store(tmp_path), CPU).scorer, rows)
+        for name in ("bundle:debiased", str(tmp_path / "out"))
+    )
+    assert bundle == pytest.approx(checkpoint, abs=1e-5)
+
+
+def test_every_step_is_read_as_it_was_written(source: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(source))
+    size = checkpoint.model.config.hidden_size
+    torch.manual_seed(0)
+    steps = (
+        Projection(torch.randn(size, size), torch.randn(size), "Tanh", True),
+        UnitLength(),
+        Projection(torch.randn(8, size), None, "GELU", torch.randn(8, size)),
+        Norm(torch.randn(8), torch.randn(8)),
+    )
+    recipe = EmbeddingRecipe(steps=steps)
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path, embedding=recipe)
+    again = load_checkpoint(str(tmp_path)).recipe
+    assert (again.normalize, [step.kind for step in again.steps]) == (
+        True,
+        ["Dense", "Normalize", "Dense", "LayerNorm"],
+    )
+    hidden = torch.randn(3, 5, size)
+    assert torch.equal(again.pool(hidden), recipe.pool(hidden))
+
+
+def test_training_goes_on_with_the_copies(source: Path, text: Path, tmp_path: Path) -> None:
+    recipe = PretrainRecipe(
+        pretraining=Pretraining(sentence="none"),
+        optimisation=Optimisation(learning_rate=3e-3, precision="fp32"),
+        phases=[Phase(tokens=24, sequences=16, steps=40)],
+        held_out=0.2,
+    )
+    files = DebiasFiles([text], GENDER_WORDS, [])
+    with locked(tmp_path / "run"):
+        checkpoint, changes = augment(str(source), files, recipe, run_options(tmp_path / "run"))
+    figures = {change.figure: change for change in changes}
+    assert {"minimal-pairs, all", "fill_mask_whole_word_perplexity"} <= figures.keys()
+    perplexity = figures["fill_mask_whole_word_perplexity"]
+    assert perplexity.after < perplexity.before
+    assert "## Before and after" in (checkpoint / "README.md").read_text()
+    assert load_checkpoint(str(checkpoint)).model.masked_lm is not None
+
+
+def test_the_commands(source: Path, text: Path, tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(cli, [*map(str, arguments)])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    table = run("train", "debias-embed", source, "--corpus", text, "--out", out, "--device", "cpu")
+    assert table.splitlines()[0].split() == ["figure", "before", "after", "change"]
+    assert table.splitlines()[-1] == str(out)
+    common = (source, "--resamples", "100", "--device", "cpu")
+    table = run("audit", *common, "--page", page)
+    assert "what each" not in table
+    assert "minimal-pairs: share of pairs" in table
+    assert "<svg" in page.read_text()
+    figures = [json.loads(line) for line in run("audit", *common, "--json").splitlines()]
+    assert {"measure", "value", "low", "high", "p", "count", "reading"} <= figures[0].keys()
+    shown = [line for line in table.split("\n\n")[0].splitlines()[1:] if line]
+    assert len(shown) == len(figures)
+    assert f"{figures[0]['value']:.3f}" in shown[0]
+    refused = CliRunner().invoke(cli, ["audit", str(source), "--crows-pairs", str(text)])
+    assert refused.exit_code == 1
+    assert "not in CrowS-Pairs' format" in refused.stderr

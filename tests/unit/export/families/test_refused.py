@@ -1,0 +1,47 @@
+"""The architectures that are refused by name: one table for the messages and the page."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
+from cloze.export.families.refused import REFUSALS, REFUSED, refusal_table
+
+PAGE = Path(__file__).parents[4] / "docs" / "models.md"
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    assert refusal_table() in PAGE.read_text(encoding="utf-8"), (
+        "copy the output of: python -m cloze.export.families.refused"
+    )
+
+
+def test_no_architecture_is_refused_twice_or_served() -> None:
+    counts = Counter(name for refusal in REFUSALS for name in refusal.model_types)
+    assert set(counts.values()) == {1}
+    assert not REFUSED.keys() & FAMILIES.keys(), "a family that is served leaves the table"
+
+
+@pytest.mark.parametrize("name", ["t5", "xlnet", "longformer", "jina_embeddings_v3", "unheard-of"])
+def test_the_export_refuses_in_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(ExportError) as error:
+        load_checkpoint(str(tmp_path))
+    message = str(error.value)
+    assert message.startswith(f"architecture '{name}' is not supported: ")
+    assert "\n" not in message
+    if name in REFUSED:
+        assert REFUSED[name].computes in message
+        assert message.endswith(f"use instead: {REFUSED[name].instead}")
+    else:
+        assert message.endswith(f"model_type is none of {', '.join(FAMILIES)}")
+
+
+def test_a_model_type_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": ["t5"]}))
+    with pytest.raises(ExportError, match="architecture \\['t5'\\] is not supported"):
+        load_checkpoint(str(tmp_path))

@@ -298,8 +298,12 @@ class LabelObjective(RowObjective):
         return measure_labels(self._data.held_out, self._held_out, scorer, self._chosen)
 
     def calibrate(self) -> Calibration | None:
-        """Scale the logits by the temperature of held-out texts; None: nothing to measure."""
-        if not self._held_out or self._problem == "regression":
+        """Scale the logits by the temperature of held-out texts; None: nothing to measure.
+
+        The scores of weighted labels are not meant to be shares of the held-out texts.
+        """
+        is_weighted = self._data.settings.class_weights != "none"
+        if not self._held_out or self._problem == "regression" or is_weighted:
             return None
         scorer = TorchScorer(self.module, next(self.module.parameters()).device)
         logits, gold = label_choices(self._data.held_out, self._held_out, scorer, self._chosen)
@@ -394,8 +398,8 @@ class TagObjective(RowObjective):
         return measure_tags(self._data.held_out, self._held_out, scorer, self._chosen)
 
     def calibrate(self) -> Calibration | None:
-        """Scale the logits by the temperature of held-out words; None: there are none."""
-        if not self._held_out:
+        """Scale the logits by the temperature of held-out words; see `LabelObjective`."""
+        if not self._held_out or self._data.settings.class_weights != "none":
             return None
         scorer = TorchScorer(self.module, next(self.module.parameters()).device)
         logits, gold = tag_choices(self._data.held_out, self._held_out, scorer, self._chosen)

@@ -50,7 +50,7 @@ MODEL = ("model", "version")
 RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
 RELOAD_RESULTS = {True: "ok", False: "failed"}
 
-_CLASSES = {False: "question", True: "bulk"}
+_CLASSES = {False: "none", True: "bulk"}
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""

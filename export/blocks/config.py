@@ -26,7 +26,9 @@ class EncoderConfig:
     the base of rotary positions, and ``rotary_factor`` their scaling (`rotary.Rotary`); None: the
     positions have a table. ``bottleneck`` is the size of attention and feed-forward networks if it
     is not the hidden size, and ``feed_forwards`` the number of such networks in a layer. ``pooler``
-    says whether the heads for whole texts have a layer before the last one.
+    says whether the heads for whole texts have a layer before the last one. ``layer_heads`` and
+    ``layer_intermediate_sizes`` are the sizes of each layer of a pruned encoder, whose heads keep
+    their size; None: each layer has ``heads`` and ``intermediate_size``.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -54,6 +56,8 @@ class EncoderConfig:
     without_bias: frozenset[Part] = frozenset()
     rotary_base: Annotated[float, Field(gt=1)] | None = None
     rotary_factor: Annotated[float, Field(ge=1)] = 1.0
+    layer_heads: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
+    layer_intermediate_sizes: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
 
     @property
     def embedding_width(self) -> int:
@@ -68,6 +72,29 @@ class EncoderConfig:
     def has_bias(self, part: Part) -> bool:
         """Return whether the linear layers or norms of a part have biases."""
         return part not in self.without_bias
+
+    def heads_of(self, layer: int) -> int:
+        """Return the number of attention heads of a layer."""
+        return self.layer_heads[layer] if self.layer_heads else self.heads
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Return the number of neurons of a layer's feed-forward network."""
+        sizes = self.layer_intermediate_sizes
+        return sizes[layer] if sizes else self.intermediate_size
+
+    @model_validator(mode="after")
+    def _layers_have_sizes(self) -> Self:
+        for name, sizes, limit in (
+            ("layer_heads", self.layer_heads, self.heads),
+            ("layer_intermediate_sizes", self.layer_intermediate_sizes, self.intermediate_size),
+        ):
+            if sizes is None:
+                continue
+            if len(sizes) != self.layers:
+                raise ValueError(f"{name} has {len(sizes)} numbers for {self.layers} layers")
+            if max(sizes) > limit:
+                raise ValueError(f"{name} has {max(sizes)}; a layer has at most {limit}")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -137,21 +137,19 @@ class SelfAttention(nn.Module):
         Returns:
             The attended states [B, S, H].
         """
-        query, key = self._split(self.query(x)), self._split(self.key(x))
-        value = self._split(self.value(x if values is None else values))
+        query, key, value = (
+            split_heads(linear(entering), self.heads)
+            for linear, entering in (
+                (self.query, x),
+                (self.key, x),
+                (self.value, x if values is None else values),
+            )
+        )
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        context = _attend(
-            query,
-            key,
-            value,
-            _mask(attention_mask, bias),
-            self.dropout if self.training else 0.0,
-        )
+        dropout = self.dropout if self.training else 0.0
+        context = attend((query, key, value), _mask(attention_mask, bias), dropout)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -185,12 +183,27 @@ class SelfAttention(nn.Module):
             key = ops.biased(key, f"{name}.key", self.key)
             query, key = (self.rotary.write(trunk, one, self.heads) for one in (query, key))
         value = ops.matmul(values or entering, f"{name}.value", self.value)
-        context = trunk.attend((query, key, value), self.heads, bias)
+        context = self._write_context(trunk, name, (query, key, value), bias)
         entering = ops.prepare_input(context, f"{name}.output")
         output = ops.matmul(entering, f"{name}.output", self.output)
         if self.output.bias is None:
             return output, None
         return output, self.output.bias + self.output.weight @ self.value.bias
+
+    def _write_context(
+        self,
+        trunk: TrunkGraph,
+        name: str,  # noqa: ARG002
+        operands: tuple[str, str, str],
+        bias: str,
+    ) -> str:
+        """Write the attention of queries to keys, which have no bias, and to values."""
+        return trunk.attend(operands, self.heads, bias)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return [B, S, H] as [B, N, S, H / N]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -201,19 +214,29 @@ def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     return bias.masked_fill(~keys, -torch.inf)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+def attend(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention`, in fp32 on a CPU.
 
     There, the backward pass of bf16 takes three times as long as that of fp32 (torch 2.13).
+
+    Args:
+        operands: queries, keys and values [B, N, S, H / N].
+        mask: what is added to the scores, or the keys that count; None: nothing, all.
+        dropout: the share of weights that are set to 0.
+        scale: the factor of the scores; None: that of the paper.
     """
-    if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+    if operands[0].device.type != "cpu":
+        return F.scaled_dot_product_attention(*operands, mask, dropout, scale=scale)
     with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), mask, dropout
-        )
+        query, key, value = (operand.float() for operand in operands)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.float()
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
 
 
 def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:

@@ -13,6 +13,7 @@ from cloze.export.families import (
     albert,
     bert,
     camembert,
+    deberta_v2,
     distilbert,
     electra,
     ernie,
@@ -44,6 +45,7 @@ BUILT_IN: Final[Mapping[str, Family]] = {
         mobilebert,
         nomic_bert,
         gte,
+        deberta_v2,
     )
 }
 """The model families of this package by the ``model_type`` of ``config.json``."""

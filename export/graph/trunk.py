@@ -38,6 +38,17 @@ class TrunkGraph(ABC):
         """Declare an input of the graph."""
         return self.g.declare_input(tensor, self.layout)
 
+    def attended(self) -> str:
+        """Write which tokens others attend to, bool [B, S] of the dense layout; "": all tokens."""
+        if not self.keys:
+            return ""
+        g = self.g
+        bounds = [g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1)]
+        tokens = g.op("Squeeze", [g.op("Shape", [tensors.INPUT_IDS.name], start=1)])
+        keys = g.op("Cast", [self.keys], to=TensorProto.INT64)
+        column = g.op("Unsqueeze", [keys, g.weight("axis_1", np.array([1], np.int64))])
+        return g.op("Less", [g.op("Range", [bounds[0], tokens, bounds[1]]), column])
+
     @abstractmethod
     def positions(self, table: Tensor) -> str:
         """Write the row of each token's position in a table [P, H]."""

@@ -12,6 +12,7 @@ NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
     "intra_bottleneck_size", "rope_parameters",
+    "relative_attention", "pos_att_type",
 }  # fmt: skip
 """Sizes without a default."""
 

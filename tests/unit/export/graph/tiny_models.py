@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import EncoderConfig, RelativePositions
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.embedding_steps import Projection
 from cloze.export.model import Model
@@ -53,6 +53,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gte": {
         "type_vocab_size": 2, "gated": True, "rotary_base": 50.0, "rotary_factor": 4.0,
         "without_bias": frozenset({"up"}),
+    },
+    "deberta-v2": {
+        "position_embeddings": False,
+        "relative_positions": RelativePositions(
+            distances=24, buckets=8, terms=("c2p", "p2c"), norm=True
+        ),
     },
 }  # fmt: skip
 """The sizes that are particular to a family; the others have no token types."""

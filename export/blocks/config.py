@@ -84,6 +84,10 @@ class EncoderConfig:
     ``relative_positions`` and ``convolution`` are None for an encoder without them.
     ``legacy_lm_head`` says whether the head of masked language modelling has its older names, in a
     family with two sets of names.
+    ``local_layers`` says of each layer whether its tokens attend only to those at most ``window``
+    tokens away; empty: none do. Those layers may have a base of their own, ``local_rotary_base``.
+    ``head_activation`` is the activation of heads; None: the usual ones.
+    ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
     ``layer_heads`` and ``layer_intermediate_sizes`` are the sizes of each layer of a pruned
     encoder, whose heads keep their size; None: each layer has ``heads`` and ``intermediate_size``.
 
@@ -113,6 +117,11 @@ class EncoderConfig:
     without_bias: frozenset[Part] = frozenset()
     rotary_base: Annotated[float, Field(gt=1)] | None = None
     rotary_factor: Annotated[float, Field(ge=1)] = 1.0
+    local_layers: tuple[bool, ...] = ()
+    window: Annotated[int, Field(gt=0, le=MAX_POSITIONS)] | None = None
+    local_rotary_base: Annotated[float, Field(gt=1)] | None = None
+    head_activation: str | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
     position_embeddings: bool = True
     relative_positions: RelativePositions | None = None
     convolution: Convolution | None = None
@@ -155,6 +164,14 @@ class EncoderConfig:
                 raise ValueError(f"{name} has {len(sizes)} numbers for {self.layers} layers")
             if max(sizes) > limit:
                 raise ValueError(f"{name} has {max(sizes)}; a layer has at most {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _every_layer_is_described(self) -> Self:
+        if self.local_layers and len(self.local_layers) != self.layers:
+            raise ValueError(
+                f"{len(self.local_layers)} kinds of attention for {self.layers} layers"
+            )
         return self
 
     @model_validator(mode="after")

@@ -65,6 +65,7 @@ def make_student(teacher: Model, dropout: float) -> Model:
         layers=len(kept),
         layer_heads=heads and tuple(heads[number] for number in kept),
         layer_intermediate_sizes=inner and tuple(inner[number] for number in kept),
+        local_layers=tuple(sizes.local_layers[number] for number in kept if sizes.local_layers),
         layer_groups=min(sizes.layer_groups, passes) if sizes.layer_groups else None,
         dropout=dropout,
     )

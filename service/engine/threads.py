@@ -26,7 +26,7 @@ def with_threads(start: Callable[[], T]) -> tuple[T, list[int]]:
     """
     name = f"alone-{next(_calls)}"
     try:
-        before = _OWN_NAME.read_text()
+        before = _OWN_NAME.read_text().rstrip("\n")
         _OWN_NAME.write_text(name)
     except OSError:  # not Linux, or a sandbox forbids it
         return start(), []

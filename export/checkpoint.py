@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Set
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,10 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
         raise ExportError(
             "the checkpoint has a masked-language-model head, but its tokenizer has no mask token"
         )
-    model.masked_lm.decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
+    decoder = model.masked_lm.decoder
+    if decoder.bias is None:  # some families have none
+        decoder.bias = torch.nn.Parameter(torch.zeros(decoder.out_features))
+    decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
 
 
 def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> tuple[Head, ...]:
@@ -241,8 +244,13 @@ def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
         and setting.name != "dropout"  # of training
     }
     # A set is written in order, since its own order differs between processes.
-    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=sorted)
+    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=_plain)
     return hashlib.sha256(written.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting that JSON has no type for as one that it has."""
+    return sorted(value) if isinstance(value, Set) else asdict(value)
 
 
 def _read_card(folder: Path) -> str | None:

@@ -109,7 +109,7 @@ def mark_special(tokenizer: Tokenizer, names: dict[str, str]) -> None:
     """Mark the special tokens among the pieces, which the converters leave to transformers.
 
     A mask token among the pieces takes the space before it, as in the ``tokenizer.json`` of
-    published checkpoints.
+    published checkpoints. Another one stands after the pieces and takes no space, as DeBERTa's.
     """
     pieces = tokenizer.get_vocab(with_added_tokens=False)
     tokenizer.add_special_tokens(
@@ -119,3 +119,6 @@ def mark_special(tokenizer: Tokenizer, names: dict[str, str]) -> None:
             if name in pieces
         ]
     )
+    mask = names["mask_token"]
+    if tokenizer.token_to_id(mask) is None:
+        tokenizer.add_special_tokens([AddedToken(mask, special=True, normalized=False)])

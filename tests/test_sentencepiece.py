@@ -97,14 +97,36 @@ def test_albert_lower_cases_unless_its_settings_say_no(tmp_path: Path) -> None:
 
 
 def test_the_mask_of_deberta_stands_after_the_pieces(tmp_path: Path) -> None:
-    folder_with(tmp_path, "brackets", "spm.model", LIKE_DEBERTA)
-    pieces_alone = load_tokenizer(tmp_path)
-    assert pieces_alone.mask_id is None
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"[MASK]": pieces_alone.size}))
+    """Microsoft's checkpoints have no other file that names the token."""
+    folder_with(tmp_path, "brackets", "spm.model", {"do_lower_case": False, "vocab_type": "spm"})
+    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
     loaded = load_tokenizer(tmp_path)
-    assert loaded.special == SpecialTokens(1, 2, pieces_alone.size, separators=1, second_type=1)
+    assert loaded.note is not None
+    assert "as DebertaV2Tokenizer" in loaded.note
+    after = loaded.tokenizer.get_vocab_size(with_added_tokens=False)
+    assert loaded.special == SpecialTokens(1, 2, after, separators=1, second_type=1)
     for case in REFERENCE["brackets"]:
         assert pieces(loaded, case["text"]) == case["ids"], case["text"]
+    words = pieces(loaded, "The harbour"), pieces(loaded, "quiet.")
+    assert pieces(loaded, "The harbour[MASK]quiet.") == [*words[0], after, *words[1]]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[MASK]": after}))
+    assert load_tokenizer(tmp_path).special == loaded.special
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(LIKE_DEBERTA))
+    assert load_tokenizer(tmp_path).special == loaded.special
+
+
+def test_lower_case_and_punctuation_of_deberta_are_settings(tmp_path: Path) -> None:
+    folder_with(tmp_path, "brackets", "spm.model", LIKE_DEBERTA)
+    loaded = load_tokenizer(tmp_path)
+    assert pieces(loaded, "THE") != pieces(loaded, "the")
+    folder_with(tmp_path, "brackets", "spm.model", LIKE_DEBERTA | {"do_lower_case": True})
+    assert pieces(load_tokenizer(tmp_path), "THE") == pieces(loaded, "the")
+    folder_with(tmp_path, "brackets", "spm.model", LIKE_DEBERTA | {"split_by_punct": True})
+    split = load_tokenizer(tmp_path)
+    assert pieces(split, "The harbour. was") == [
+        *pieces(loaded, "The harbour"), *pieces(split, "."), *pieces(split, " was"),
+    ]  # fmt: skip
+    assert pieces(split, "harbour.was") != pieces(loaded, "harbour.was")
 
 
 def test_the_class_may_stand_in_the_config_of_the_model(tmp_path: Path) -> None:

@@ -106,8 +106,9 @@ def _embed_nested(encoder: Encoder, batch: Prepared) -> Tensor:
     # [T], the sequence of each token
     sequence = torch.repeat_interleave(lengths, output_size=len(batch.input_ids))
     positions = torch.arange(len(batch.input_ids), device=offsets.device) - offsets[sequence]
-    assert embeddings.position is not None
-    x = embeddings.word(batch.input_ids) + embeddings.position(positions)
+    x = embeddings.word(batch.input_ids)
+    if embeddings.position is not None:
+        x = x + embeddings.position(positions)
     if embeddings.token_type is not None:
         x = x + embeddings.token_type.weight[0]
     x = embeddings.norm(x)  # [T, H]

@@ -34,6 +34,14 @@ OWN: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 384, "n_layers": 6, "n_heads": 12, "hidden_dim": 1536},
     "electra": {"embedding_size": 128},
     "albert": {"embedding_size": 128},
+    "deberta-v2": {
+        "relative_attention": True,
+        "position_biased_input": False,
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+    },
 }
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
 FIXED = ("--no-bulk", "--shares", "0.5", "--clients", "1,32")

@@ -12,6 +12,59 @@ Part = Literal["attention", "up", "down", "norm", "head", "decoder"]
 
 
 @validated(frozen=True, slots=True)
+class RelativePositions:
+    """The sizes of attention to contents and positions apart (He et al. 2021, section 3.1).
+
+    ``distances`` is the distance M that the last bucket reaches to. ``buckets`` is the number of
+    buckets on each side; 0: each distance up to M has its own. ``terms`` are the products beside
+    that of the contents: of queries with positions of keys (``c2p``), of keys with positions of
+    queries (``p2c``). ``share_projections`` says whether positions are projected as contents are,
+    and ``norm`` whether their embeddings are normalised.
+
+    Raises:
+        pydantic.ValidationError: a size exceeds its limits.
+    """
+
+    distances: Annotated[int, Field(gt=1, le=MAX_POSITIONS)]
+    buckets: Annotated[int, Field(ge=0, le=MAX_POSITIONS)]
+    terms: tuple[str, ...]
+    share_projections: bool = False
+    norm: bool = False
+
+    @property
+    def reach(self) -> int:
+        """The number of embeddings on each side of the middle."""
+        return self.buckets or self.distances
+
+    @model_validator(mode="after")
+    def _are_usable(self) -> Self:
+        if not self.terms or set(self.terms) - {"c2p", "p2c"}:
+            raise ValueError(f"pos_att_type {list(self.terms)} is not supported (c2p, p2c)")
+        if self.buckets and not 1 < self.buckets // 2 < self.distances - 1:
+            raise ValueError(f"{self.buckets} buckets do not fit distances up to {self.distances}")
+        return self
+
+
+@validated(frozen=True, slots=True)
+class Convolution:
+    """The sizes of a convolution over neighbouring tokens.
+
+    Raises:
+        pydantic.ValidationError: a size exceeds its limits.
+    """
+
+    kernel: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    groups: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    activation: str
+
+    @model_validator(mode="after")
+    def _is_centred(self) -> Self:
+        if self.kernel % 2 == 0:
+            raise ValueError(f"a convolution of {self.kernel} tokens has no middle")
+        return self
+
+
+@validated(frozen=True, slots=True)
 class EncoderConfig:
     """The sizes of an encoder. The constructor validates every size.
 
@@ -27,6 +80,14 @@ class EncoderConfig:
     positions have a table. ``bottleneck`` is the size of attention and feed-forward networks if it
     is not the hidden size, and ``feed_forwards`` the number of such networks in a layer. ``pooler``
     says whether the heads for whole texts have a layer before the last one.
+    ``position_embeddings`` says whether the encoder has embeddings of positions.
+    ``relative_positions`` and ``convolution`` are None for an encoder without them.
+    ``legacy_lm_head`` says whether the head of masked language modelling has its older names, in a
+    family with two sets of names.
+    ``local_layers`` says of each layer whether its tokens attend only to those at most ``window``
+    tokens away; empty: none do. Those layers may have a base of their own, ``local_rotary_base``.
+    ``head_activation`` is the activation of heads; None: the usual ones.
+    ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -54,6 +115,15 @@ class EncoderConfig:
     without_bias: frozenset[Part] = frozenset()
     rotary_base: Annotated[float, Field(gt=1)] | None = None
     rotary_factor: Annotated[float, Field(ge=1)] = 1.0
+    local_layers: tuple[bool, ...] = ()
+    window: Annotated[int, Field(gt=0, le=MAX_POSITIONS)] | None = None
+    local_rotary_base: Annotated[float, Field(gt=1)] | None = None
+    head_activation: str | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
+    position_embeddings: bool = True
+    relative_positions: RelativePositions | None = None
+    convolution: Convolution | None = None
+    legacy_lm_head: bool = True
 
     @property
     def embedding_width(self) -> int:
@@ -68,6 +138,14 @@ class EncoderConfig:
     def has_bias(self, part: Part) -> bool:
         """Return whether the linear layers or norms of a part have biases."""
         return part not in self.without_bias
+
+    @model_validator(mode="after")
+    def _every_layer_is_described(self) -> Self:
+        if self.local_layers and len(self.local_layers) != self.layers:
+            raise ValueError(
+                f"{len(self.local_layers)} kinds of attention for {self.layers} layers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

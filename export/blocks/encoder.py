@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.layer import EncoderLayer, InputKind, Layer, ProductGroup, make_norm
-from cloze.export.blocks.relative_bias import RelativeBias
+from cloze.export.blocks.relative_bias import Distances
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
@@ -29,7 +29,7 @@ class Embeddings(nn.Module):
         super().__init__()
         width = config.embedding_width
         self.word = nn.Embedding(config.vocab_size, width)
-        has_positions = config.rotary_base is None
+        has_positions = config.position_embeddings and config.rotary_base is None
         self.position = nn.Embedding(config.max_positions, width) if has_positions else None
         self.token_type = (
             nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
@@ -57,6 +57,14 @@ class Embeddings(nn.Module):
         Returns:
             The embeddings [B, S, H].
         """
+        x = self._sum(input_ids, token_type_ids, first_positions)
+        x = self.dropout(self.norm(x))
+        return x if self.projection is None else self.projection(x)  # type: ignore[no-any-return]
+
+    def _sum(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, first_positions: Tensor | None
+    ) -> Tensor:
+        """Return the sum of the embeddings [B, S, E]; see `forward`."""
         x: Tensor = self.word(input_ids)
         if self.position is not None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -67,8 +75,7 @@ class Embeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
             x = x + self.token_type(token_type_ids)
-        x = self.dropout(self.norm(x))
-        return x if self.projection is None else self.projection(x)
+        return x
 
     def tables(self) -> dict[str, nn.Embedding]:
         """Return the tables that the graph looks up, by the names of their weights."""
@@ -92,6 +99,15 @@ class Embeddings(nn.Module):
         a scalar loop: 1,046 us for 2,048 tokens of 384 numbers, where the operators here take
         700 us and convert the rows from integers as well (docs/decisions/0005).
         """
+        x = trunk.norm_of_sum(self._write_terms(trunk), "embeddings.norm", self.norm)
+        if self.projection is None:
+            return x
+        ops, name = trunk.linear_ops, "embeddings.projection"
+        product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
+        return trunk.g.op("Add", [product, ops.vector(f"{name}.bias", self.projection.bias)])
+
+    def _write_terms(self, trunk: TrunkGraph) -> list[str]:
+        """Declare the trunk's inputs and write what is added up."""
         input_ids = trunk.declare(tensors.INPUT_IDS)
         look_up = trunk.linear_ops.look_up
         terms = [look_up(tensors.WORD_TABLE, self.word.weight, input_ids)]
@@ -100,12 +116,7 @@ class Embeddings(nn.Module):
             terms.append(look_up(tensors.TOKEN_TYPE_TABLE, self.token_type.weight, type_ids))
         if self.position is not None:
             terms.append(trunk.positions(self.position.weight))
-        x = trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
-        if self.projection is None:
-            return x
-        ops, name = trunk.linear_ops, "embeddings.projection"
-        product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
-        return trunk.g.op("Add", [product, ops.vector(f"{name}.bias", self.projection.bias)])
+        return terms
 
 
 class Encoder(nn.Module):
@@ -113,21 +124,25 @@ class Encoder(nn.Module):
 
     Args:
         layers: the layers in order; a layer that stands twice has its weights once.
-        relative_bias: the bias that all layers add to their scores; None: they add none.
+        relative_bias: what all layers share about the distances of tokens; None: nothing.
+        final_norm: the norm of the last layer's output; None: there is none.
     """
 
-    relative_bias: RelativeBias | None
+    relative_bias: Distances | None
+    final_norm: nn.LayerNorm | None
 
     def __init__(
         self,
         embeddings: Embeddings,
         layers: Iterable[EncoderLayer],
-        relative_bias: RelativeBias | None = None,
+        relative_bias: Distances | None = None,
+        final_norm: nn.LayerNorm | None = None,
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
         self.relative_bias = relative_bias
+        self.final_norm = final_norm
 
     def forward(
         self,
@@ -152,7 +167,7 @@ class Encoder(nn.Module):
         bias = self._bias(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask, bias)
-        return x
+        return x if self.final_norm is None else self.final_norm(x)
 
     def states(
         self,
@@ -165,6 +180,8 @@ class Encoder(nn.Module):
         bias = self._bias(input_ids)
         for layer in self.layers:
             states.append(layer(states[-1], attention_mask, bias))
+        if self.final_norm is not None:
+            states[-1] = self.final_norm(states[-1])
         return torch.stack(states)
 
     def _bias(self, input_ids: Tensor) -> Tensor | None:
@@ -200,6 +217,8 @@ class Encoder(nn.Module):
         bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
         for name, layer in self.named_layers():
             states.append(layer.write(trunk, name, states[-1], bias))
+        if self.final_norm is not None:
+            states[-1] = trunk.norm(states[-1], "final_norm", self.final_norm)
         return states
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.rotary import Rotary
+from cloze.export.blocks.window import Window
 from cloze.export.graph.builder import FUSED, GraphBuilder
 from cloze.export.graph.linear_ops import LinearInput
 from cloze.export.graph.trunk import TrunkGraph
@@ -100,12 +101,16 @@ class SelfAttention(nn.Module):
 
     Args:
         rotary: the rotation of queries and keys; None: they are not rotated.
+        window: the keys that a token attends to; None: all of its sequence.
     """
 
     rotary: Rotary | None
 
-    def __init__(self, config: EncoderConfig, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, config: EncoderConfig, rotary: Rotary | None = None, window: Window | None = None
+    ) -> None:
         super().__init__()
+        self.window = window
         self.heads = config.heads
         self.dropout = config.dropout
         self.rotary = rotary
@@ -133,21 +138,20 @@ class SelfAttention(nn.Module):
         Returns:
             The attended states [B, S, H].
         """
-        query, key = self._split(self.query(x)), self._split(self.key(x))
-        value = self._split(self.value(x if values is None else values))
+        query, key, value = (
+            split_heads(linear(entering), self.heads)
+            for linear, entering in (
+                (self.query, x),
+                (self.key, x),
+                (self.value, x if values is None else values),
+            )
+        )
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        context = _attend(
-            query,
-            key,
-            value,
-            _mask(attention_mask, bias),
-            self.dropout if self.training else 0.0,
-        )
+        dropout = self.dropout if self.training else 0.0
+        band = None if self.window is None else self.window.mask(x.shape[1], x.device)
+        context = attend((query, key, value), _mask(attention_mask, bias, band), dropout)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -181,35 +185,72 @@ class SelfAttention(nn.Module):
             key = ops.biased(key, f"{name}.key", self.key)
             query, key = (self.rotary.write(trunk, one, self.heads) for one in (query, key))
         value = ops.matmul(values or entering, f"{name}.value", self.value)
-        context = trunk.attend((query, key, value), self.heads, bias)
+        context = self._write_context(trunk, name, (query, key, value), bias)
         entering = ops.prepare_input(context, f"{name}.output")
         output = ops.matmul(entering, f"{name}.output", self.output)
         if self.output.bias is None:
             return output, None
         return output, self.output.bias + self.output.weight @ self.value.bias
 
+    def _write_context(
+        self,
+        trunk: TrunkGraph,
+        name: str,  # noqa: ARG002
+        operands: tuple[str, str, str],
+        bias: str,
+    ) -> str:
+        """Write the attention of queries to keys, which have no bias, and to values."""
+        if self.window is None:
+            return trunk.attend(operands, self.heads, bias)
+        assert not bias, "a window has no bias of the scores beside it"
+        width = self.query.out_features // self.heads
+        return self.window.write(trunk, operands, self.heads, width)
 
-def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return what `F.scaled_dot_product_attention` adds to the scores or masks."""
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return [B, S, H] as [B, N, S, H / N]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _mask(
+    attention_mask: Tensor | None, bias: Tensor | None, band: Tensor | None = None
+) -> Tensor | None:
+    """Return what `F.scaled_dot_product_attention` adds to the scores or masks.
+
+    Args:
+        band: bool [S, S], the keys of each token; None: all.
+    """
     keys = None if attention_mask is None else attention_mask[:, None, None, :]
+    if band is not None:
+        keys = band if keys is None else band & keys  # a row without keys attends to nothing
     if bias is None or keys is None:
         return keys if bias is None else bias
     return bias.masked_fill(~keys, -torch.inf)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+def attend(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None = None,
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention`, in fp32 on a CPU.
 
     There, the backward pass of bf16 takes three times as long as that of fp32 (torch 2.13).
+
+    Args:
+        operands: queries, keys and values [B, N, S, H / N].
+        mask: what is added to the scores, or the keys that count; None: nothing, all.
+        dropout: the share of weights that are set to 0.
+        scale: the factor of the scores; None: that of the paper.
     """
-    if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+    if operands[0].device.type != "cpu":
+        return F.scaled_dot_product_attention(*operands, mask, dropout, scale=scale)
     with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), mask, dropout
-        )
+        query, key, value = (operand.float() for operand in operands)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.float()
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
 
 
 def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:
@@ -243,11 +284,13 @@ class Layer(EncoderLayer):
 
     gate: nn.Linear | None
 
-    def __init__(self, config: EncoderConfig, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, config: EncoderConfig, rotary: Rotary | None = None, window: Window | None = None
+    ) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        self.attention = SelfAttention(config, rotary)
-        self.attention_norm = make_norm(config)
+        self.attention = SelfAttention(config, rotary, window)
+        self.attention_norm: nn.Module = make_norm(config)
         self.gate = nn.Linear(size, inner, config.has_bias("up")) if config.gated else None
         self.up = nn.Linear(size, inner, config.has_bias("up"))
         self.down = nn.Linear(inner, size, config.has_bias("down"))
@@ -278,7 +321,7 @@ class Layer(EncoderLayer):
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         attended, output_bias = self.attention.write(trunk, name, x, bias)
-        norm = self.attention_norm
+        norm = cast(nn.LayerNorm, self.attention_norm)
         x = trunk.residual_norm(attended, x, output_bias, f"{name}.attention_norm", norm)
         down = self._write_feed_forward(trunk, name, x)
         norm = self.output_norm
@@ -302,3 +345,44 @@ class Layer(EncoderLayer):
     def _activate(self, trunk: TrunkGraph, product: str, name: str, linear: nn.Linear) -> str:
         bias = "" if linear.bias is None else trunk.linear_ops.vector(f"{name}.bias", linear.bias)
         return self.activation.write(trunk.g, product, bias)
+
+
+class PreNormLayer(Layer):
+    """A layer whose norms stand before attention and the feed-forward network (pre-norm).
+
+    Source: Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture". The first
+    layer of an encoder has no norm before attention, because the embeddings are normalised.
+
+    Args:
+        is_first: whether the layer is the first one.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        rotary: Rotary | None = None,
+        window: Window | None = None,
+        *,
+        is_first: bool,
+    ) -> None:
+        super().__init__(config, rotary, window)
+        if is_first:
+            self.attention_norm = nn.Identity()
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Transform the hidden states [B, S, H]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), attention_mask, bias))
+        return x + self.dropout(self._feed_forward(self.output_norm(x)))  # type: ignore[no-any-return]
+
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
+        entering = x
+        if isinstance(self.attention_norm, nn.LayerNorm):
+            entering = trunk.norm(x, f"{name}.attention_norm", self.attention_norm)
+        attended, output_bias = self.attention.write(trunk, name, entering, bias)
+        x = trunk.residual(attended, x, output_bias, f"{name}.attention")
+        entering = trunk.norm(x, f"{name}.output_norm", self.output_norm)
+        down = self._write_feed_forward(trunk, name, entering)
+        return trunk.residual(down, x, self.down.bias, f"{name}.down")

@@ -4,6 +4,7 @@ Shapes: S tokens, N attention heads, B buckets, P the most positions.
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -19,7 +20,19 @@ _FARTHEST = 128
 """The distance from which on all distances share the last bucket."""
 
 
-class RelativeBias(nn.Module):
+class Distances(nn.Module, ABC):
+    """What all layers share about the distances of tokens."""
+
+    @abstractmethod
+    def forward(self, tokens: int) -> Tensor:
+        """Return what the layers' attention takes for sequences of ``tokens`` tokens."""
+
+    @abstractmethod
+    def write(self, trunk: TrunkGraph) -> str:
+        """Write the same, and return its name."""
+
+
+class RelativeBias(Distances):
     """One number per head and bucket of distances, added to the scores of every layer.
 
     Args:

@@ -13,11 +13,13 @@ from cloze.export.families import (
     albert,
     bert,
     camembert,
+    deberta_v2,
     distilbert,
     electra,
     ernie,
     gte,
     mobilebert,
+    modernbert,
     mpnet,
     nomic_bert,
     roberta,
@@ -44,6 +46,8 @@ BUILT_IN: Final[Mapping[str, Family]] = {
         mobilebert,
         nomic_bert,
         gte,
+        deberta_v2,
+        modernbert,
     )
 }
 """The model families of this package by the ``model_type`` of ``config.json``."""

@@ -85,6 +85,8 @@ class GraphBuilder:
         """Add a constant and return its name; a layer that stands twice adds its weights once.
 
         Args:
+            name: the name.
+            values: the constant.
             exact: store the values as they are, even if matrices are stored as fp16.
         """
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values

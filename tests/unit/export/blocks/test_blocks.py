@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder, post_norm_encoder
-from cloze.export.blocks.layer import ACTIVATIONS, InputKind, Layer, _attend
+from cloze.export.blocks.layer import ACTIVATIONS, InputKind, Layer, attend
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.rounding import input_scales
 from cloze.model_store import limits
@@ -205,11 +205,15 @@ def test_both_parts_of_a_layer_have_dropout() -> None:
 
 def test_attention_on_a_cpu_is_fp32() -> None:
     query, key, value = (drawn(1, 2, 3, 8, seed=seed).bfloat16() for seed in range(3))
-    with torch.autocast("cpu", torch.bfloat16):
-        result = _attend(query, key, value, None, 0.0)
-    assert result.dtype == torch.float32
-    expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
-    torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)
+    bias = drawn(1, 2, 3, 3, seed=3).bfloat16()
+    floats = [one.float() for one in (query, key, value)]
+    for mask in (None, bias, bias > 0):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = attend((query, key, value), mask, 0.0)
+        assert result.dtype == torch.float32
+        given = bias.float() if mask is bias else mask
+        expected = F.scaled_dot_product_attention(*floats, given)
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=0, equal_nan=True)
 
 
 # ---- activations -------------------------------------------------------------------------------

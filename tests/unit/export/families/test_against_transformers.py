@@ -15,8 +15,11 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
+from cloze.export.blocks import disentangled
+from cloze.export.blocks.config import RelativePositions
 from cloze.export.blocks.relative_bias import bucket
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.checkpoint_files import read_tensors
@@ -25,7 +28,13 @@ from cloze.export.families import FAMILIES
 from cloze.export.model_loading import load_model
 from cloze.export.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
-from tests.tokenizer_kinds import byte_level, mpnet_wordpiece, unigram, wordpiece
+from tests.tokenizer_kinds import (
+    byte_level,
+    byte_level_with_brackets,
+    mpnet_wordpiece,
+    unigram,
+    wordpiece,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -56,6 +65,19 @@ OWN: dict[str, dict[str, Any]] = {
         "num_hidden_groups": 2,
         "inner_group_num": 2,
     },
+    "modernbert": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "local_attention": 8,
+        "norm_eps": 1e-4,
+        "global_rope_theta": 400.0,
+        "local_rope_theta": 70.0,
+        "pad_token_id": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
     "mobilebert": {
         "embedding_size": 10,
         "intra_bottleneck_size": 12,
@@ -71,6 +93,15 @@ OWN: dict[str, dict[str, Any]] = {
         "type_vocab_size": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
     },
+    "deberta-v2": {
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "position_biased_input": False,
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+    },
 }
 """Settings of each family beside `SIZES`."""
 
@@ -80,6 +111,8 @@ TOKENIZERS = {
     "camembert": unigram,
     "mpnet": mpnet_wordpiece,
     "albert": unigram,
+    "modernbert": byte_level_with_brackets,
+    "deberta-v2": unigram,
 }
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
 """Families whose positions begin at row 2."""
@@ -98,8 +131,7 @@ CLASSES = {
 def settings_of(family: str, tokenizer: Tokenizer, **settings: Any) -> Any:
     kind = transformers.CONFIG_MAPPING[family]
     given = SIZES | OWN[family] | {"vocab_size": tokenizer.get_vocab_size()} | settings
-    pad = 1 if family in OFFSET or family in TOKENIZERS else 0
-    return kind(**given, pad_token_id=0 if family == "albert" else pad)
+    return kind(**{"pad_token_id": 1 if family in OFFSET else 0} | given)
 
 
 def save(family: str, head: str, folder: Path, **settings: Any) -> Any:
@@ -144,7 +176,10 @@ def ours(checkpoint: Any, head: str, ids: Tensor) -> Tensor:
     model = checkpoint.model
     with torch.no_grad():
         hidden = model(ids)
-        rows = hidden[:, 0] if head == "sequence_classification" else hidden
+        rows = hidden
+        if head == "sequence_classification":
+            is_mean = model.config.classifier_pooling == "mean"
+            rows = hidden.mean(1) if is_mean else hidden[:, 0]
         module = getattr(model, head)
         result: Tensor = module(rows)
         return result
@@ -205,6 +240,54 @@ def test_the_states_of_layers_are_those_of_transformers(family: str, tmp_path: P
     assert same(mine, torch.stack(states))
 
 
+DEBERTAS: dict[str, dict[str, Any]] = {
+    "large-v2": {
+        "conv_kernel_size": 3, "conv_act": "gelu", "position_biased_input": True,
+        "type_vocab_size": 2, "embedding_size": 16,
+    },
+    "groups": {"conv_kernel_size": 5, "conv_groups": 4},
+    "own-projections": {"share_att_key": False, "pos_att_type": "c2p|p2c"},
+    "c2p": {"share_att_key": False, "pos_att_type": ["c2p"]},
+    "p2c": {"pos_att_type": ["p2c"], "norm_rel_ebd": "none"},
+    "no-buckets": {"position_buckets": -1, "max_relative_positions": 12},
+    "new-lm-head": {"legacy": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEBERTAS)
+def test_every_deberta_gives_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
+    network = save("deberta-v2", "masked_lm", tmp_path / "one", **DEBERTAS[name])
+    checkpoint = load_checkpoint(str(tmp_path / "one"))
+    assert checkpoint.broken_promise == ""
+    for tokens in (1, 2, 17, longest(network)):
+        ids = ids_of(network, tokens)
+        assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids)), tokens
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path / "written")
+    again = CLASSES["masked_lm"].from_pretrained(tmp_path / "written").eval()
+    ids = ids_of(network, 21)
+    assert same(theirs(again, "masked_lm", ids), theirs(network, "masked_lm", ids))
+    mask = torch.arange(21)[None, :] < torch.tensor([[21], [13], [1]])
+    with torch.no_grad():
+        padded = network(ids, attention_mask=mask.long()).logits
+        mine = checkpoint.model.masked_lm(checkpoint.model(ids, attention_mask=mask))
+    assert same(mine[mask], padded[mask])
+
+
+@pytest.mark.parametrize(
+    "part", ["key_proj.bias", "query_proj.bias", "pos_query_proj.bias", "pos_query_proj.weight"]
+)
+def test_what_meets_positions_counts(part: str, tmp_path: Path) -> None:
+    """The test of the numbers can fail: these biases do not cancel."""
+    network = save("deberta-v2", "masked_lm", tmp_path, share_att_key=False)
+    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
+    for name in [name for name in tensors if name.endswith(f"self.{part}")]:
+        tensors[name] = tensors[name] * 0.5
+    save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    ids = ids_of(network, 9)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+
+
 @pytest.mark.parametrize(
     "family", ["bert", "ernie", "electra", "albert", "mobilebert", "nomic_bert", "gte"]
 )
@@ -259,7 +342,7 @@ def test_the_transform_before_the_words_is_always_the_exact_gelu(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_differ(family: str, tmp_path: Path) -> None:
-    key = "activation" if family == "distilbert" else "hidden_act"
+    key = {"distilbert": "activation", "modernbert": "hidden_activation"}.get(family, "hidden_act")
     results = []
     for number, name in enumerate(("gelu", "gelu_new", "relu")):
         network = save(family, "masked_lm", tmp_path / str(number), **{key: name})
@@ -269,6 +352,70 @@ def test_activations_differ(family: str, tmp_path: Path) -> None:
         assert same(results[-1], theirs(network, "masked_lm", ids)), name
     assert not same(results[0], results[1])
     assert not same(results[1], results[2])
+
+
+# ---- local attention, gates and rotary positions -------------------------------------------------
+
+ALL_BIASES = {
+    "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
+}  # fmt: skip
+OTHER_MODERN: list[dict[str, Any]] = [
+    ALL_BIASES,
+    {"classifier_pooling": "mean", "classifier_activation": "relu"},
+    {"layer_types": None, "global_attn_every_n_layers": 2, "num_hidden_layers": 5},
+    {"local_rope_theta": 400.0},
+    {"decoder_bias": False},
+]
+
+
+@pytest.mark.parametrize("head", CLASSES)
+@pytest.mark.parametrize("settings", OTHER_MODERN, ids=lambda one: next(iter(one)))
+def test_settings_of_local_layers_are_those_of_transformers(
+    settings: dict[str, Any], head: str, tmp_path: Path
+) -> None:
+    network = save("modernbert", head, tmp_path / "checkpoint", **settings)
+    checkpoint = load_checkpoint(str(tmp_path / "checkpoint"))
+    ids = ids_of(network, 30)
+    assert same(ours(checkpoint, head, ids), theirs(network, head, ids))
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path / "written")
+    again = load_checkpoint(str(tmp_path / "written"))
+    assert again.model.config == checkpoint.model.config
+    assert same(ours(again, head, ids), theirs(network, head, ids))
+
+
+def test_a_token_reaches_no_further_than_the_window_of_one_local_layer(tmp_path: Path) -> None:
+    one = {"num_hidden_layers": 1, "max_position_embeddings": 300, "local_attention": 128}
+    network = save("modernbert", "masked_lm", tmp_path, layer_types=["sliding_attention"], **one)
+    model = load_checkpoint(str(tmp_path)).model
+    ids = ids_of(network, 130, texts=1)
+    changed = ids.clone()
+    changed[0, 0] = ids[0, 0] - 1
+    with torch.no_grad():
+        differs = (model(ids) != model(changed)).any(-1)[0]
+    assert differs[:65].all()
+    assert not differs[65:].any()
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 66, 128, 129, 130, 300])
+def test_lengths_around_the_window_are_those_of_transformers(tokens: int, tmp_path: Path) -> None:
+    longer = {"max_position_embeddings": 300, "local_attention": 128}
+    network = save("modernbert", "masked_lm", tmp_path, **longer)
+    checkpoint = load_checkpoint(str(tmp_path))
+    ids = ids_of(network, tokens, texts=2)
+    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+
+
+@pytest.mark.parametrize("part", ["mlp.Wi", "attn.Wqkv"])
+def test_the_order_of_packed_halves_matters(part: str, tmp_path: Path) -> None:
+    network = save("modernbert", "masked_lm", tmp_path)
+    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
+    for name, rows in tensors.items():
+        if part in name:
+            tensors[name] = rows.roll(len(rows) // (2 if part == "mlp.Wi" else 3), 0).contiguous()
+    save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    ids = ids_of(network, 9)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
 
 
 # ---- names of tensors ----------------------------------------------------------------------------
@@ -320,6 +467,35 @@ def test_buckets_of_distances_are_those_of_transformers() -> None:
     assert bucket(torch.tensor([8, 11, 12, 91, 127, 128, 5000])).tolist() == [
         24, 24, 25, 31, 31, 31, 31,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("buckets", "distances"), [(256, 512), (256, 1024), (8, 30), (6, 512), (0, 512), (0, 40)]
+)
+def test_buckets_of_deberta_are_those_of_transformers(buckets: int, distances: int) -> None:
+    sizes = RelativePositions(distances=distances, buckets=buckets, terms=("c2p",))
+    apart = torch.arange(-700, 701)
+    theirs = make_log_bucket_position(apart, buckets, distances).long() if buckets else apart
+    reach = buckets or distances
+    expected = (theirs + reach).clamp(0, 2 * reach - 1)
+    assert torch.equal(disentangled.bucket(apart, sizes), expected)
+
+
+def test_a_deberta_fills_masks_only_with_the_head_that_its_settings_declare(
+    tmp_path: Path,
+) -> None:
+    """Microsoft's files hold the new head, and their settings say nothing of it."""
+    save("deberta-v2", "masked_lm", tmp_path, legacy=False)
+    assert load_checkpoint(str(tmp_path)).model.masked_lm is not None
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["legacy"]
+    file.write_text(json.dumps(settings))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.model.masked_lm is None
+    [note] = [note for note in checkpoint.notes if note.startswith("fill-mask")]
+    assert re.search("does not declare .*lm_predictions.* random weights", note)
+    assert "fill-mask" in checkpoint.broken_promise
 
 
 def test_a_layer_that_is_shared_is_one_set_of_weights(tmp_path: Path) -> None:
@@ -403,7 +579,7 @@ def test_a_discriminator_does_not_fill_masks(tmp_path: Path) -> None:
     assert "fill-mask" in checkpoint.broken_promise
 
 
-DECODERS = ("decoder.weight", "decoder.bias", "generator_lm_head.weight", "vocab_projector.weight")
+DECODERS = ("decoder.weight", "generator_lm_head.weight", "vocab_projector.weight")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -447,7 +623,23 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("albert", {"num_hidden_groups": 6}, "num_hidden_groups 6"),
         ("mobilebert", {"normalization_type": "layer_norm"}, "normalization_type 'layer_norm'"),
         ("mobilebert", {"intra_bottleneck_size": 14}, "bottleneck size 14"),
+        ("deberta-v2", {"relative_attention": False}, "relative_attention"),
+        ("deberta-v2", {"pos_att_type": ["p2p"]}, "p2p"),
+        ("deberta-v2", {"pos_att_type": None}, "pos_att_type"),
+        ("deberta-v2", {"pooler_hidden_act": "tanh"}, "pooler_hidden_act 'tanh'"),
+        ("deberta-v2", {"attention_head_size": 16}, "attention_head_size 16"),
+        ("deberta-v2", {"conv_kernel_size": 4}, "4 tokens has no middle"),
+        ("deberta-v2", {"position_buckets": 2}, "2 buckets"),
         ("camembert", {"quantization_config": {"bits": 8}}, "quantised"),
+        ("modernbert", {"layer_types": ["full_attention", "x", "x"]}, "layer_types"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "1 kinds of attention for 3 layers"),
+        ("modernbert", {"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ("modernbert", {"rope_parameters": {}}, "global_rope_theta"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 9.0}}},
+            "rope_type 'yarn'",
+        ),
     ],
 )
 def test_another_architecture_is_refused_by_name(

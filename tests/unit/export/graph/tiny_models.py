@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import EncoderConfig, RelativePositions
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.embedding_steps import Projection
 from cloze.export.model import Model
@@ -42,6 +42,11 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "type_vocab_size": 2, "embedding_size": 12, "layers": 4, "layer_groups": 2,
         "activation": "gelu_new",
     },
+    "modernbert": {
+        "layers": 3, "local_layers": (False, True, True), "window": 3, "gated": True,
+        "rotary_base": 60.0, "local_rotary_base": 20.0, "classifier_pooling": "mean",
+        "without_bias": frozenset({"attention", "up", "down", "norm", "head"}),
+    },
     "mobilebert": {
         "type_vocab_size": 2, "embedding_size": 12, "bottleneck": 8, "feed_forwards": 3,
         "activation": "relu",
@@ -53,6 +58,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "gte": {
         "type_vocab_size": 2, "gated": True, "rotary_base": 50.0, "rotary_factor": 4.0,
         "without_bias": frozenset({"up"}),
+    },
+    "deberta-v2": {
+        "position_embeddings": False,
+        "relative_positions": RelativePositions(
+            distances=24, buckets=8, terms=("c2p", "p2c"), norm=True
+        ),
     },
 }  # fmt: skip
 """The sizes that are particular to a family; the others have no token types."""

@@ -1,0 +1,183 @@
+"""DeBERTa-v2 and v3, mDeBERTa included: attention to contents and positions apart.
+
+Sources: He et al. 2021a, He et al. 2021b, and transformers' ``DebertaV2For*``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloze.export.blocks.config import Convolution, EncoderConfig, RelativePositions
+from cloze.export.blocks.disentangled import (
+    ConvolvedLayer,
+    DisentangledLayer,
+    PositionTable,
+    ProjectedEmbeddings,
+)
+from cloze.export.blocks.encoder import Encoder
+from cloze.export.families.bert import (
+    EMBEDDING_RULES,
+    TOKEN_HEADS,
+    head_classes,
+    read_sizes,
+    write_sizes,
+)
+from cloze.export.families.family import Family, HeadSpec, Rename, Rule, layer_rules
+from cloze.model_store.layouts import Layout
+
+_NEW_LM_HEAD: Final = (
+    Rename("lm_predictions.lm_head.dense.{p}", "masked_lm.transform.{p}"),
+    Rename("lm_predictions.lm_head.LayerNorm.{p}", "masked_lm.norm.{p}"),
+    Rename("lm_predictions.lm_head.bias", "masked_lm.decoder.bias"),
+)
+"""The head of masked language modelling of a checkpoint whose settings say ``legacy`` false.
+
+Without that setting, transformers predicts with the tensors of the other names, or with random ones
+if the checkpoint lacks them. Written are always the other names.
+"""
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Return the sizes in a ``config.json``; see `read_sizes`.
+
+    The defaults are those of transformers, which no published checkpoint has all of.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if (size := config.get("attention_head_size", hidden // heads)) != hidden // heads:
+        raise ValueError(
+            f"attention_head_size {size!r} is not supported (only hidden_size / "
+            "num_attention_heads)"
+        )
+    if (activation := config.get("pooler_hidden_act", "gelu")) != "gelu":
+        raise ValueError(f"pooler_hidden_act {activation!r} is not supported (only 'gelu')")
+    width = config.get("embedding_size") or hidden
+    return read_sizes(
+        "deberta-v2",
+        config,
+        embedding_size=width if width != hidden else None,
+        position_embeddings=bool(config.get("position_biased_input", True)),
+        relative_positions=_relative_positions(config),
+        convolution=_convolution(config),
+        legacy_lm_head=bool(config.get("legacy", True)),
+    )
+
+
+def _relative_positions(config: Mapping[str, Any]) -> RelativePositions:
+    if not config.get("relative_attention", False):
+        raise ValueError("a DeBERTa without relative_attention is not supported")
+    terms = config.get("pos_att_type") or ()
+    terms = terms.lower().split("|") if isinstance(terms, str) else terms
+    norm = str(config.get("norm_rel_ebd", "none")).lower().split("|")
+    distances = config.get("max_relative_positions", -1)
+    return RelativePositions(
+        distances=distances if distances > 0 else config["max_position_embeddings"],
+        buckets=max(config.get("position_buckets", -1), 0),
+        terms=tuple(sorted({term.strip() for term in terms})),
+        share_projections=bool(config.get("share_att_key", False)),
+        norm="layer_norm" in [name.strip() for name in norm],
+    )
+
+
+def _convolution(config: Mapping[str, Any]) -> Convolution | None:
+    if (kernel := config.get("conv_kernel_size", 0)) <= 0:
+        return None
+    return Convolution(kernel, config.get("conv_groups", 1), config.get("conv_act", "tanh"))
+
+
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with these sizes."""
+    positions, convolution = config.relative_positions, config.convolution
+    assert positions is not None  # `read_config` demands them
+    settings: dict[str, Any] = {}
+    if convolution is not None:
+        settings = {
+            "conv_kernel_size": convolution.kernel,
+            "conv_groups": convolution.groups,
+            "conv_act": convolution.activation,
+        }
+    return write_sizes(
+        config,
+        "DebertaV2ForMaskedLM",
+        embedding_size=config.embedding_width,
+        position_biased_input=config.position_embeddings,
+        relative_attention=True,
+        max_relative_positions=positions.distances,
+        position_buckets=positions.buckets or -1,
+        pos_att_type=list(positions.terms),
+        share_att_key=positions.share_projections,
+        norm_rel_ebd="layer_norm" if positions.norm else "none",
+        pooler_hidden_act="gelu",
+        legacy=True,
+        **settings,
+    )
+
+
+def encoder(config: EncoderConfig) -> Encoder:
+    """Return the encoder of He et al. 2021b; that of the first paper has a convolution too."""
+    table = PositionTable(config)
+    layers = [
+        (ConvolvedLayer if number == 0 and config.convolution else DisentangledLayer)(config, table)
+        for number in range(config.layers)
+    ]
+    return Encoder(ProjectedEmbeddings(config), layers, table)
+
+
+def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
+    return (
+        *(() if config.legacy_lm_head else _NEW_LM_HEAD),
+        *EMBEDDING_RULES,
+        Rename("embeddings.embed_proj.weight", "encoder.embeddings.projection.weight"),
+        Rename("encoder.rel_embeddings.weight", "encoder.relative_bias.rows.weight"),
+        Rename("encoder.LayerNorm.{p}", "encoder.relative_bias.norm.{p}"),
+        Rename("encoder.conv.conv.{p}", "encoder.layers.0.convolution.{p}"),
+        Rename("encoder.conv.LayerNorm.{p}", "encoder.layers.0.convolution_norm.{p}"),
+        *layer_rules(
+            "encoder.layer.*",
+            {
+                "attention.self.query_proj": "attention.query",
+                "attention.self.key_proj": "attention.key",
+                "attention.self.value_proj": "attention.value",
+                "attention.self.pos_key_proj": "attention.position_key",
+                "attention.self.pos_query_proj": "attention.position_query",
+                "attention.output.dense": "attention.output",
+                "attention.output.LayerNorm": "attention_norm",
+                "intermediate.dense": "up",
+                "output.dense": "down",
+                "output.LayerNorm": "output_norm",
+            },
+        ),
+    )
+
+
+FAMILY: Final = Family(
+    name="deberta-v2",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=encoder,
+    prefix="deberta.",
+    rules=_rules,
+    heads={
+        "masked_lm": HeadSpec(
+            {
+                "cls.predictions.transform.dense.{p}": "transform.{p}",
+                "cls.predictions.transform.LayerNorm.{p}": "norm.{p}",
+                "cls.predictions.decoder.{p}": "decoder.{p}",
+                "cls.predictions.bias": "decoder.bias",
+            },
+            without={
+                "lm_predictions": "config.json does not declare the checkpoint's lm_predictions "
+                "(legacy is not false), so transformers would predict with random weights",
+                "mask_predictions": "the checkpoint is a discriminator, which only says which "
+                "words were replaced",
+            },
+        ),
+        "sequence_classification": HeadSpec(
+            {"pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
+            activation="gelu",
+        ),
+        **TOKEN_HEADS,
+    },
+    classes=head_classes("DebertaV2", "ForMaskedLM", "ForQuestionAnswering"),
+    class_prefix="DebertaV2",
+    sentencepiece_class="DebertaV2Tokenizer",
+    layouts=frozenset({Layout.DENSE}),
+)

@@ -7,6 +7,7 @@ bytes of its graphs, which another release of Cloze may write in another way, ar
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from cloze.model_store.manifest import Manifest
 
@@ -33,6 +34,10 @@ class VectorRecipe:
     layers: str = "last"
 
 
+UNNAMED: Final = VectorRecipe("unnamed", normalize=False, dimensions=0)
+"""The recipe of vectors from a layer that no digest of a bundle covers: their space has no name."""
+
+
 def own_recipe(manifest: Manifest, prompt: str | None = None) -> VectorRecipe | None:
     """Return the recipe of a request without parameters; None if the model does not embed.
 
@@ -56,12 +61,12 @@ def embedding_space(manifest: Manifest, precision: str, recipe: VectorRecipe) ->
         recipe: how the request wants its vectors.
 
     Returns:
-        None without a precision, and for a bundle of an earlier release whose layers after the
-        pooling have no digest.
+        None without a precision, and for vectors from a layer that has no digest: those of late
+        interaction, lexical weights, and layers after the pooling in bundles of earlier releases.
     """
     source, own, tokenizer = manifest.source, manifest.embedding, manifest.tokenizer
     says_all = source.settings_sha256 is not None or own is None or own.projected is False
-    if not precision or not says_all:
+    if not precision or not says_all or recipe == UNNAMED:
         return None
     parts = {
         "weights": source.weights_sha256,

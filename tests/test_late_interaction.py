@@ -213,6 +213,19 @@ def test_offsets_and_roles_of_the_vectors(server: Server) -> None:
     assert "is not one of the model's roles (query, document)" in refused.text
 
 
+@pytest.mark.parametrize(
+    ("route", "model"), [("/embed_all", next(iter(KINDS))), ("/embed_sparse", "bge")]
+)
+def test_an_expected_space_is_never_ignored(server: Server, route: str, model: str) -> None:
+    """Their vectors have no named space, so no expectation of one can be met."""
+    body = {"inputs": "a red house", "model": model}
+    assert "x-embedding-space" not in httpx.post(server.url + route, json=body).headers
+    expecting = {"x-expect-embedding-space": "0123456789abcdef"}
+    refused = httpx.post(server.url + route, json=body, headers=expecting)
+    assert refused.status_code == 412
+    assert "one that its bundle does not name" in refused.json()["error"]
+
+
 def test_long_texts_are_cut_with_a_receipt_or_refused(server: Server) -> None:
     body = {"inputs": "the king " * 30, "model": "pylate", "return_usage": True}
     answer = httpx.post(f"{server.url}/embed_all", json=body)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 
-from cloze.model_store.embedding_space import VectorRecipe
+from cloze.model_store.embedding_space import UNNAMED, VectorRecipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
@@ -78,7 +78,7 @@ def prepare(
         )
     prepared = encoder.prepared(_State(places, kept), tokens)
     if kept is not None:
-        return prepared
+        return prepared._replace(vectors=UNNAMED)
     recipe = VectorRecipe(
         "tokens",
         normalize=False,

@@ -202,7 +202,10 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
         raise ExportError(
             "the checkpoint has a masked-language-model head, but its tokenizer has no mask token"
         )
-    model.masked_lm.decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
+    decoder = model.masked_lm.decoder
+    if decoder.bias is None:  # some families have none
+        decoder.bias = torch.nn.Parameter(torch.zeros(decoder.out_features))
+    decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
 
 
 def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> tuple[Head, ...]:

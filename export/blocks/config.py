@@ -84,6 +84,10 @@ class EncoderConfig:
     ``relative_positions`` and ``convolution`` are None for an encoder without them.
     ``legacy_lm_head`` says whether the head of masked language modelling has its older names, in a
     family with two sets of names.
+    ``local_layers`` says of each layer whether its tokens attend only to those at most ``window``
+    tokens away; empty: none do. Those layers may have a base of their own, ``local_rotary_base``.
+    ``head_activation`` is the activation of heads; None: the usual ones.
+    ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -111,6 +115,11 @@ class EncoderConfig:
     without_bias: frozenset[Part] = frozenset()
     rotary_base: Annotated[float, Field(gt=1)] | None = None
     rotary_factor: Annotated[float, Field(ge=1)] = 1.0
+    local_layers: tuple[bool, ...] = ()
+    window: Annotated[int, Field(gt=0, le=MAX_POSITIONS)] | None = None
+    local_rotary_base: Annotated[float, Field(gt=1)] | None = None
+    head_activation: str | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
     position_embeddings: bool = True
     relative_positions: RelativePositions | None = None
     convolution: Convolution | None = None
@@ -129,6 +138,14 @@ class EncoderConfig:
     def has_bias(self, part: Part) -> bool:
         """Return whether the linear layers or norms of a part have biases."""
         return part not in self.without_bias
+
+    @model_validator(mode="after")
+    def _every_layer_is_described(self) -> Self:
+        if self.local_layers and len(self.local_layers) != self.layers:
+            raise ValueError(
+                f"{len(self.local_layers)} kinds of attention for {self.layers} layers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -58,14 +58,16 @@ def make_student(teacher: Model, dropout: float) -> Model:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
     sizes = FAMILIES[teacher.config.family].student(teacher.config)
     passes = max(1, sizes.layers // sizes.group_layers // 2)
+    layers = passes * sizes.group_layers
+    kept = kept_layers(teacher.config.layers, layers)
     config = replace(
         sizes,
-        layers=passes * sizes.group_layers,
+        layers=layers,
+        local_layers=tuple(sizes.local_layers[number] for number in kept if sizes.local_layers),
         layer_groups=min(sizes.layer_groups, passes) if sizes.layer_groups else None,
         dropout=dropout,
     )
     student = Model(config, [MASKED_LM])
-    kept = kept_layers(teacher.config.layers, config.layers)
     teacher_weights = teacher.state_dict()
     weights = {}
     for name in student.state_dict():

@@ -180,7 +180,7 @@ def deberta(parsed: Any) -> Tokenizer:
     once = [normalizers.Replace(Regex(" {2,}"), " ")]
     unknown = parsed.trainer_spec.unk_id
     tokenizer = marked(parsed, rows, [normalizers.Strip()], once, unknown)
-    names = ("[CLS]", "[SEP]", "<unk>", "[MASK]")
+    names = ("[CLS]", "[SEP]", "[MASK]")
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in names])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS]:0 $A:0 [SEP]:0",

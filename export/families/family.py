@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.encoder import Encoder, post_norm_encoder
 from cloze.model_store.layouts import Layout
 
 
@@ -264,6 +264,11 @@ class Family:
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
     other_types: frozenset[str] = frozenset()
     other_prefixes: tuple[str, ...] = ()
+
+    @property
+    def is_prunable(self) -> bool:
+        """Whether each layer of the encoder may have its own number of heads and neurons."""
+        return self.encoder is post_norm_encoder
 
     def without_prefix(self, tensor: str) -> str:
         """Return the name of a checkpoint's tensor without the first part that varies."""

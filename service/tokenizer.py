@@ -40,10 +40,11 @@ _SPACE_OR_PUNCTUATION = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
 Source: Devlin et al. 2019, `BasicTokenizer`.
 """
 
-_SINGLE_SPACE = re.compile(r"(?<=\S) (?=\w)")
+_SINGLE_SPACE = re.compile(r"(?<=[\w!-~])(?<![\u0e33\u0eb3\uff9e\uff9f]) (?=\w)")
 """A space before a word, with which a token begins, in byte-level BPE and after SentencePiece.
 
-Not before a combining mark, which a normaliser may join to the space.
+Not before a combining mark, which a normaliser may join to the space, nor after one: a mark after a
+no-break space may become a second space before this one. The four letters are such marks too.
 """
 
 Places = re.Pattern[str]

@@ -40,7 +40,7 @@ PARTS = [
     "\u200d", "\u2028", "\u3000", "\ufeff", "👩\u200d👩\u200d👧", "🇩🇪", "🙂", "\t", " ", "  ", "    ", "\n",
     "x" * 100, "<mask>", "[MASK]", "<s>", "</s>", "[SEP]", "don't", "``quoted''", "3.14", "1,000,000",
     "http://a.b/c?d=e", "水火", "日本語のテキスト", "한국", "Привет", "مرحبا", "שלום", "ไทย", "İ", "ß", "Å",
-    "\u0301x", "a\u0323\u0307", "\x00", "\x7f", "\ud7ff", "…", "—", "!?", ";;", "the harbour was quiet",
+    "\u0301x", "\u00a0\u0301", "\u3000\u0e33", "a\u0323\u0307", "\x00", "\x7f", "\ud7ff", "…", "—", "!?", ";;", "the harbour was quiet",
     "New-York", "O'Brien", "@user", "#tag", "A", "I", "▁", "Ġ", "##ed", "_", "$5", "€",
 ]  # fmt: skip
 
@@ -175,6 +175,21 @@ def albert(parsed: Any) -> Tokenizer:
     return tokenizer
 
 
+def deberta(parsed: Any) -> Tokenizer:
+    rows = [(piece.piece, piece.score) for piece in parsed.pieces]
+    once = [normalizers.Replace(Regex(" {2,}"), " ")]
+    unknown = parsed.trainer_spec.unk_id
+    tokenizer = marked(parsed, rows, [normalizers.Strip()], once, unknown)
+    names = ("[CLS]", "[SEP]", "[MASK]")
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in names])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(t, tokenizer.token_to_id(t)) for t in names[:2]],
+    )
+    return tokenizer
+
+
 KINDS: dict[str, Kind] = {
     "wordpiece": from_json(wordpiece),
     "wordpiece-vocabulary": Kind(write_vocabulary, lambda: KINDS["wordpiece"].reference()),
@@ -186,6 +201,7 @@ KINDS: dict[str, Kind] = {
     "xlm-roberta": sentencepiece("unigram", "sentencepiece.bpe.model", "xlm-roberta", xlm_roberta),
     "camembert": sentencepiece("unigram", "sentencepiece.bpe.model", "camembert", camembert),
     "albert": sentencepiece("brackets", "spiece.model", "albert", albert),
+    "deberta": sentencepiece("brackets", "spm.model", "deberta-v2", deberta),
 }
 
 

@@ -16,6 +16,7 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service import tokenizer
 from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
 from cloze.service.tokenizer import Places, Spans, Tokenizer, divide, find_places, groups
+from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, unigram
 from tests.waiting import wait_until
 
@@ -49,6 +50,8 @@ WORDS += [
     "x!?",
     ";;",
     "한국",
+    "\u00a0\u0301",
+    "\u3000\u0e33",
 ]
 TEXTS = st.lists(
     st.one_of(st.sampled_from(WORDS), st.text(max_size=6), st.sampled_from(list(" \n\t .,;:!?水")))
@@ -60,6 +63,7 @@ BACKENDS = {
     "bytes": byte_level(),
     "unigram": unigram(),
     "marks": unigram(splits_first=False),
+    "xlm-roberta": KINDS["xlm-roberta"].reference(),
 }
 
 
@@ -72,6 +76,30 @@ def places_of(backend: Backend) -> Places:
 def whole(text: str, backend: Backend = BACKENDS["bert"]) -> Spans:
     encoding = backend.encode(text, add_special_tokens=False)
     return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
+
+
+DEBERTA = KINDS["deberta"].reference()
+
+
+def ids_in_pieces(text: str, size: int) -> list[int]:
+    parts = [part for _, part in divide(text, places_of(DEBERTA), size)]
+    return [number for part in parts for number in whole(part, DEBERTA).ids]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, size=st.integers(1, 30))
+def test_pieces_have_the_ids_of_the_whole_after_a_normaliser_that_strips(
+    text: str, size: int
+) -> None:
+    assert ids_in_pieces(text, size) == whole(text, DEBERTA).ids
+
+
+@pytest.mark.parametrize("mark", ["\u0301", "\u094d", "\u0e33", "\uff9e"])
+def test_a_mark_that_becomes_a_space_is_not_parted_from_the_next_one(mark: str) -> None:
+    """SentencePiece's normaliser makes one space of a special space and the mark after it."""
+    for space in ("\u00a0", "\u3000"):
+        text = f"a{space}{mark} river"
+        assert ids_in_pieces(text, 2) == whole(text, DEBERTA).ids, ascii(text)
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -17,7 +17,7 @@ from cloze.options import json_option
 from cloze.tables import print_rows
 
 if TYPE_CHECKING:
-    from cloze.client import AsyncClient, Rank
+    from cloze.client import AsyncClient, Rank, Redaction
 
 _SHOWN_NUMBERS = 6
 
@@ -85,6 +85,10 @@ def _ranks(ranks: "Sequence[Rank]", texts: Sequence[str]) -> Rows:
     return [{"score": r.score, "index": r.index, "text": texts[1 + r.index]} for r in ranks]
 
 
+def _redacted(redactions: "Sequence[Redaction]", _: Sequence[str]) -> Rows:
+    return [{"replaced": len(r.replacements), "text": r.text} for r in redactions]
+
+
 def _pair_labels(scores: Sequence[float], _: Sequence[str]) -> Rows:
     follows = float(scores[0])
     return [{"label": "IsNext", "score": follows}, {"label": "NotNext", "score": 1 - follows}]
@@ -122,6 +126,7 @@ _ASKING = {
     "token-classification": _Asking(
         _table("text", None, score="score", entity="entity", start="start", word="word")
     ),
+    "redact": _Asking(_redacted),
     "rerank": _Asking(_ranks, ("QUERY", "TEXT"), _first_and_rest),
 }
 
@@ -148,6 +153,7 @@ _ASKING = {
     type=click.Choice(["query", "document"]),
     help="What the texts are for, which chooses the prompt of a model that embeds.",
 )
+@click.option("--pattern", "patterns", multiple=True, help="Form to redact too; repeatable.")
 @click.option("--pair", is_flag=True, help="Classify two texts as one pair.")
 @json_option
 def ask(
@@ -169,6 +175,7 @@ def ask(
       cloze ask classify "I love it" "I do not"
       cloze ask classify --pair "A man sleeps." "Somebody rests."
       cloze ask zero-shot-classification "The room was loud." --label hotels --label sport
+      cloze ask redact "Ada Lovelace, ada@example.org" --pattern EMAIL
       cloze ask qa "Who died?" "The king was dead."
       cloze ask similarity "The king was dead." "The old king died." "A ship left."
     """
@@ -237,7 +244,7 @@ def _options(task: str, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _option(name: str) -> str:
     """Return the name of the option for a parameter of the client's methods."""
-    repeated = {"targets": "target", "candidate_labels": "label"}
+    repeated = {"targets": "target", "candidate_labels": "label", "patterns": "pattern"}
     return repeated.get(name, name.replace("_", "-"))
 
 

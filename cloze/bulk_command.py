@@ -209,6 +209,29 @@ def zero_shot_classification(**options: Any) -> None:
 
 @bulk.command()
 @_bulk_options(
+    _text_option("text"),
+    click.option("--label", "labels", multiple=True, help="Label to replace; repeatable."),
+    click.option(
+        "--pattern",
+        "patterns",
+        type=click.Choice(["EMAIL", "PHONE", "IBAN", "CARD"]),
+        multiple=True,
+        help="Form to replace besides; repeatable.",
+    ),
+    click.option("--region", help="Country of telephone numbers without +, in two letters."),
+    click.option("--min-score", type=click.FloatRange(0, 1), help="Least score of an entity."),
+)
+def redact(**options: Any) -> None:
+    """Write each text with placeholders for its entities to the column `redacted`.
+
+    \b
+      cloze bulk redact mails.csv --pattern EMAIL --pattern IBAN --output redacted
+    """
+    _run("redact", options)
+
+
+@bulk.command()
+@_bulk_options(
     _text_option("question"),
     _text_option("context"),
     _long_text_option("window"),

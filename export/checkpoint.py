@@ -29,6 +29,7 @@ from cloze.export.embedding_recipe import (
 )
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, FAMILY_PROBLEMS, Family, family_of
+from cloze.export.families.pruned import read_pruned
 from cloze.export.families.refused import reason
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.head import HeadFiles
@@ -165,7 +166,7 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
 
 def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
     try:
-        return family.read_config(settings)
+        return read_pruned(family, family.read_config(settings), settings)
     except KeyError as error:
         raise ExportError(f"config.json does not give {error}") from error
     except ValidationError as error:
@@ -202,7 +203,10 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
         raise ExportError(
             "the checkpoint has a masked-language-model head, but its tokenizer has no mask token"
         )
-    model.masked_lm.decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
+    decoder = model.masked_lm.decoder
+    if decoder.bias is None:  # some families have none
+        decoder.bias = torch.nn.Parameter(torch.zeros(decoder.out_features))
+    decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
 
 
 def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> tuple[Head, ...]:

@@ -28,9 +28,6 @@ _ENCODER_PREFIXES = ("embeddings.", "encoder.", "layers.", "transformer.")
 _COMPUTED = ("position_ids", "inv_freq")
 """The ends of the names of tensors that are computed, and that older files hold."""
 
-_TIED = {"decoder.weight"}
-"""A tensor that a checkpoint may leave out, because the encoder has the same tensor."""
-
 _LISTED_NAMES = 3
 """The most unknown tensor names that an error lists."""
 
@@ -53,7 +50,10 @@ def load_model(
         ExportError: a tensor is missing, superfluous or invalid.
     """
     renamed, unknown = _rename(tensors, family, config)
-    heads, notes = _find_heads(renamed, unknown, family, settings)
+    possible = _possible_heads(family, settings)
+    heads, notes = _find_heads(
+        possible, _required(possible, config, settings), renamed, unknown, family
+    )
     if "masked_lm" in heads and _lacks_untied(renamed, settings):
         heads.remove("masked_lm")
         notes.append(
@@ -80,7 +80,7 @@ def load_model(
     if model.masked_lm is not None:
         _check_tied(renamed)
         model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
-    if note := _ignored_note([*unknown, *_undeclared(renamed, heads)]):
+    if note := _ignored_note([*unknown, *_undeclared(renamed, heads, family)]):
         notes.append(note)
     return model, notes
 
@@ -188,22 +188,52 @@ def _converted(target: Target, theirs: str, tensor: Tensor) -> Tensor:
         raise ExportError(f"{theirs} has shape {shape}: {first_line(error)}") from error
 
 
+def _possible_heads(family: Family, settings: Mapping[str, Any]) -> list[ExportHead]:
+    """Return the heads with modules that the classes of a ``config.json`` allow."""
+    architectures = [a for a in settings.get("architectures") or [] if isinstance(a, str)]
+    sections = head_sections(settings)
+    return [
+        head
+        for head in EXPORT_HEADS.values()
+        if head.module is not None
+        and head.read is None
+        and (
+            (end := _class_of(head, family)) is None
+            or head.head.name in sections
+            or any(a.endswith(end) for a in architectures)
+        )
+    ]
+
+
+def _class_of(head: ExportHead, family: Family) -> str | None:
+    """Return the end of the class names that have a head; None: its tensor names suffice."""
+    spec = family.heads.get(head.head.name)
+    return (spec and spec.architecture) or head.architecture
+
+
+def _required(
+    heads: Iterable[ExportHead], config: EncoderConfig, settings: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Return the names of the tensors of heads, by head name, without tied ones."""
+    heads = tuple(heads)
+    with torch.device("meta"):
+        model = Model(config, [h.head.name for h in heads], read_head_options(heads, settings))
+    names = [name.split(".", 1) for name, _ in model.named_parameters()]
+    return {one.head.name: [rest for head, rest in names if head == one.head.name] for one in heads}
+
+
 def _find_heads(
-    renamed: RenamedTensors, unknown: list[str], family: Family, settings: Mapping[str, Any]
+    possible: Iterable[ExportHead],
+    required: Mapping[str, list[str]],
+    renamed: RenamedTensors,
+    unknown: list[str],
+    family: Family,
 ) -> tuple[list[str], list[str]]:
     """Return the checkpoint's heads, and notes on the missing heads."""
     heads, notes = [], []
-    architectures, sections = settings.get("architectures") or [], head_sections(settings)
-    for name, head in EXPORT_HEADS.items():
-        if head.module is None or head.read is not None:
-            continue
-        is_named = name in sections or any(
-            isinstance(each, str) and each.endswith(head.architecture or "")
-            for each in architectures
-        )
-        if head.architecture is not None and not is_named:
-            continue
-        has_head, note = _find_head(head, renamed, unknown, family)
+    for head in possible:
+        name = head.head.name
+        has_head, note = _find_head(head, required[name], renamed, unknown, family)
         if has_head:
             heads.append(name)
         if note:
@@ -212,16 +242,18 @@ def _find_heads(
 
 
 def _find_head(
-    head: ExportHead, renamed: RenamedTensors, unknown: list[str], family: Family
+    head: ExportHead,
+    required: list[str],
+    renamed: RenamedTensors,
+    unknown: list[str],
+    family: Family,
 ) -> tuple[bool, str | None]:
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
     spec = family.heads.get(name, HeadSpec({}))
-    names = spec.tensors
-    not_required = _TIED | spec.optional | spec.zeros
-    required = [tensor for tensor in _expand(names.values()) if tensor not in not_required]
+    required = [tensor for tensor in required if tensor not in spec.optional | spec.zeros]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
-    if names and present == required:
+    if name in family.heads and present == required:
         return True, None
     if not present:
         return False, f"{task} is not offered: {_why_absent(family.heads.get(name), unknown)}"
@@ -242,16 +274,7 @@ def _why_absent(spec: HeadSpec | None, unknown: list[str]) -> str:
     return "the checkpoint has no tensors for it"
 
 
-def _expand(names: Iterable[str]) -> list[str]:
-    """Return tensor names with ``{p}`` replaced by ``weight`` and ``bias``, without duplicates."""
-    expanded = (
-        [name.replace("{p}", part) for part in ("weight", "bias")] if "{p}" in name else [name]
-        for name in names
-    )
-    return list(dict.fromkeys(name for group in expanded for name in group))
-
-
-def _undeclared(renamed: RenamedTensors, heads: list[str]) -> list[str]:
+def _undeclared(renamed: RenamedTensors, heads: list[str], family: Family) -> list[str]:
     """Return the names of tensors that only heads of other architectures have.
 
     For example, ``classifier.weight`` is ignored unless ``config.json`` names the architecture of
@@ -260,7 +283,7 @@ def _undeclared(renamed: RenamedTensors, heads: list[str]) -> list[str]:
     undeclared = {
         name
         for name, head in EXPORT_HEADS.items()
-        if head.architecture is not None and name not in heads
+        if _class_of(head, family) is not None and name not in heads
     }
     heads_by_tensor: dict[str, set[str]] = {}
     for ours, (theirs, _) in renamed.items():

@@ -193,13 +193,7 @@ def pass_gate(
     Raises:
         ExportError: a figure is below its limit, or is NaN.
     """
-    measured: dict[str, float] = {}
-    limits: dict[str, float] = {}
-    for head in heads:
-        export_head = EXPORT_HEADS[head.name]
-        figures = export_head.measure(checkpoint, graph, texts)
-        measured |= figures
-        limits |= {name: export_head.limits[name] for name in figures}
+    measured, limits = measure_gate(checkpoint, graph, heads, texts)
     for name, value in measured.items():
         if not value >= limits[name]:  # NaN fails too
             raise ExportError(
@@ -208,3 +202,17 @@ def pass_gate(
                 "precision"
             )
     return Gate(measured=measured, limits=limits)
+
+
+def measure_gate(
+    original: Scorer, other: Scorer, heads: Sequence[Head], texts: GateTexts
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the figures of the gate for two scorers, and their limits."""
+    measured: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    for head in heads:
+        export_head = EXPORT_HEADS[head.name]
+        figures = export_head.measure(original, other, texts)
+        measured |= figures
+        limits |= {name: export_head.limits[name] for name in figures}
+    return measured, limits

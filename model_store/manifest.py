@@ -317,6 +317,10 @@ class Manifest(BundleSpec):
             fields["heads"] = {sequence_classification.HEAD.name: {"raw_scores"}}
         if self.tables is None:
             fields["tables"] = True
+        architecture = self.architecture
+        pruned = ("layer_heads", "layer_intermediate_sizes")
+        if unpruned := {name for name in pruned if getattr(architecture, name) is None}:
+            fields["architecture"] = unpruned
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
         if self.source.settings_sha256 is None:

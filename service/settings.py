@@ -169,7 +169,7 @@ class Settings(BaseSettings):
     max_request_results: _Positive = Field(
         32_768,
         description="most predictions or answers per request: "
-        "the number of masks or questions times top_k; "
+        "the number of masks or questions times top_k, or of texts times candidate_labels; "
         "also the most tokens that /tokenize returns and /decode reads",
     )
     max_text_characters: _Positive = Field(

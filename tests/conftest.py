@@ -79,6 +79,7 @@ COMPUTING = {
         "probes",
         "processes",
         "readme",
+        "redact",
         "released_clients",
         "reload",
         "repository",

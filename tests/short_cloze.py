@@ -32,11 +32,11 @@ if __name__ == "__main__":
     for name, head in EXPORT_HEADS.items():
         EXPORT_HEADS[name] = replace(head, limits=dict.fromkeys(head.limits, -1.0))
     with tempfile.TemporaryDirectory() as folder:
-        if "--recipe" in arguments:
-            position = arguments.index("--recipe") + 1
-            recipe = Path(arguments[position])
+        if "--recipe" in arguments or "finetune-tasks" in arguments:
+            position = arguments.index("--recipe" if "--recipe" in arguments else "finetune-tasks")
+            recipe = Path(arguments[position + 1])
             recipe = recipe if recipe.suffix else RECIPES / f"{recipe}.toml"
             short = Path(folder) / recipe.name
             short.write_text(shortened(recipe.read_text()))
-            arguments[position] = str(short)
+            arguments[position + 1] = str(short)
         main(arguments)

@@ -165,6 +165,7 @@ def albert(parsed: Any) -> Tokenizer:
         [pre_tokenizers.WhitespaceSplit(), tokenizer.pre_tokenizer]
     )
     names = [AddedToken(t, special=True, normalized=False) for t in ("[CLS]", "[SEP]", "<unk>")]
+    names.insert(0, AddedToken("[MASK]", special=True, normalized=False, lstrip=True))
     tokenizer.add_special_tokens(names)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS]:0 $A:0 [SEP]:0",

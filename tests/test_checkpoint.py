@@ -285,7 +285,8 @@ UNTIED = "cls.predictions.decoder.weight"
 DAMAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "config is not JSON": (with_file("config.json", "{", remove="x"), "config.json is not JSON"),
-    "unknown architecture": (config(model_type="xlnet"), r"architecture 'xlnet' is not supported .*bert, distilbert, roberta"),
+    "refused architecture": (config(model_type="xlnet"), r"architecture 'xlnet' is not supported: .*use instead: transformers"),
+    "unknown architecture": (config(model_type="nobody"), r"architecture 'nobody' is not supported: .*bert, distilbert, roberta"),
     "missing size": (lambda f: (f / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}'), "does not give 'hidden_size'"),
     "relative positions": (config(position_embedding_type="relative_key"), "'relative_key' is not supported"),
     "decoder": (config(is_decoder=True), "only encoders"),

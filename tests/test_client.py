@@ -324,7 +324,7 @@ def test_both_clients_have_a_method_per_task_with_its_parameters() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert len(functions) == 14
+    assert len(functions) == 15
     called = {name.replace("_", "-") for name in functions} | {"text-classification"}
     assert set(TASKS) <= called, "classify does text-classification"
     assert set(TASKS) <= _ASKING.keys() | {"text-classification"}

@@ -292,6 +292,8 @@ NO_FAMILY = re.compile(
     r"|sentence_[a-z-]+_config\.json"  # files of sentence-transformers
     r"|cloze-bert|cloze-distilbert"  # bundles of the project
     r"|SpanBERT|the BERT paper"  # citations
+    r"|[Cc]ol(BERT|bert)|sbert_ce"  # files of late interaction and of sentence-transformers
+    r"|SIGTERM|LongText"  # words that hold the three letters of a family by chance
 )
 
 

@@ -62,7 +62,10 @@ def test_every_task_answers_as_its_own_route(every_task: Server) -> None:
         given = {t.name: samples[t.name] for t in tensors.inputs if t.name in samples}
         if task_name == "fill-mask":
             given = {"text": ["the [MASK] king", "a [MASK] [MASK]"]}
-        found = outputs(infer(server, name, *(tensor(n, *texts) for n, texts in given.items())))
+        labels = {"candidate_labels": ["a sea", "a war"]}
+        parameters = labels if task.own_parameters else {}
+        columns = (tensor(n, *texts) for n, texts in given.items())
+        found = outputs(infer(server, name, *columns, parameters=parameters))
         if set(given) == {"text"}:
             inputs: Any = given["text"]
         elif "sentences" in given:
@@ -72,7 +75,8 @@ def test_every_task_answers_as_its_own_route(every_task: Server) -> None:
                 dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)
             ]
         native = httpx.post(
-            server.url + task.route, json={"inputs": inputs, "model": bundle}
+            server.url + task.route,
+            json={"inputs": inputs, "model": bundle, "parameters": parameters},
         ).json()
         if task.vectors:
             flat = np.concatenate([np.ravel(row) for row in native])

@@ -79,7 +79,9 @@ def client(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestClient]:
     store = tmp_path_factory.mktemp("store")
-    for name, checkpoint in checkpoints.items():
+    embedder = tmp_path_factory.mktemp("embedder")
+    save("bert", "masked_lm", embedder, max_position_embeddings=66)
+    for name, checkpoint in (checkpoints | {"embedder": embedder}).items():
         export(str(checkpoint), name, Store(store), ExportOptions())
     settings = load_settings({"model_store": store, "precision": "fp32"})
     with TestClient(single_process(settings), base_url="http://localhost") as client:
@@ -107,6 +109,50 @@ def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
     for raw in (True, False):
         response = client.post("/rerank", json=body | {"raw_scores": raw})
         assert response.headers["x-score-kind"] == ("raw score" if raw else "probability")
+
+
+@pytest.mark.parametrize("name", ["bert", "raw", "embedder"])
+def test_the_best_window_of_a_long_text_gives_its_score(client: TestClient, name: str) -> None:
+    """Each window alone is a text of the request's, with the score that it has in the whole."""
+    texts = ["the bank " * 40 + "where is the harbour " * 30 + "quiet", "the bank"]
+    body = {"model": name, "query": QUERY, "texts": texts, "return_usage": True}
+    answer = client.post("/rerank", json=body | {"long_text": "window"}).json()
+    usage = answer["usage"]
+    assert [len(text["windows"] or [0]) > 3 for text in usage] == [True, False]
+    windows = [texts[0][start:end] for start, end in usage[0]["windows"]]
+    assert usage[0]["windows"][-1][1] == len(texts[0])
+    alone = client.post("/rerank", json=body | {"texts": [*windows, texts[1]]}).json()["result"]
+    scores = {rank["index"]: rank["score"] for rank in alone}
+    ranks = {rank["index"]: rank for rank in answer["result"]}
+    *of_windows, short = [scores[n] for n in range(len(scores))]
+    assert np.ptp(of_windows) > 1e-4, "the best window can be wrong"
+    assert ranks[0]["score"] == pytest.approx(max(of_windows), abs=1e-5)
+    assert ranks[0]["window"] == usage[0]["windows"][int(np.argmax(of_windows))]
+    assert (ranks[1]["score"], ranks[1]["window"]) == (pytest.approx(short, abs=1e-5), None)
+    assert answer["result"] == sorted(answer["result"], key=lambda rank: -rank["score"])
+    lone = client.post("/rerank", json=body | {"texts": texts[:1], "long_text": "window"}).json()
+    assert lone["result"][0] == ranks[0]
+
+
+def test_texts_are_cut_unless_windows_are_asked_for(client: TestClient) -> None:
+    body = {"model": "bert", "query": QUERY, "texts": ["the bank " * 80 + "where", "the bank"]}
+    plain = client.post("/rerank", json=body)
+    assert plain.headers["x-truncated"] == "1"
+    assert {tuple(rank) for rank in plain.json()} == {("index", "score")}
+    divided = client.post("/rerank", json=body | {"long_text": "window"})
+    assert divided.headers["x-truncated"] == "0"
+    assert {tuple(rank) for rank in divided.json()} == {("index", "score")}
+
+
+@pytest.mark.parametrize(("name", "field", "message"), [
+    ("bert", "texts[0]", "has no room beside the"), ("embedder", "query", "divides only texts"),
+])  # fmt: skip
+def test_a_query_is_never_divided(client: TestClient, name: str, field: str, message: str) -> None:
+    body = {"model": name, "query": "the bank " * 80, "texts": ["the bank"], "long_text": "window"}
+    answer = client.post("/rerank", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith(field)
+    assert message in answer.json()["error"]
 
 
 def test_what_scores_are_is_said_by_each_protocol(client: TestClient) -> None:

@@ -35,6 +35,29 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+def byte_level_with_brackets() -> Tokenizer:
+    """As ModernBERT's: byte-level BPE, three special tokens in a pair, a mask that takes a space.
+
+    The special tokens stand after the pieces, as in GPT-NeoX's vocabulary.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    names = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+    mask = AddedToken("[MASK]", lstrip=True, special=True, normalized=False)
+    tokenizer.add_special_tokens([*names, mask])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(one, tokenizer.token_to_id(one)) for one in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer
+
+
 def unigram(*, splits_first: bool = True) -> Tokenizer:
     """As XLM-R's: Unigram with marks at the start of words, four special tokens in a pair.
 

@@ -10,6 +10,7 @@ from cloze.service.tasks import TASKS, Task, TaskContext
 from cloze.service.tasks.answer_spans import QaAnswer
 from cloze.service.tasks.fill_tokens import Prediction
 from cloze.service.tasks.qa import QaPair
+from cloze.service.tasks.redact import Redaction, Replacement
 from cloze.service.tasks.text_classification import LabelScore
 
 
@@ -49,6 +50,10 @@ def _masks(results: list[list[Any]]) -> list[Any]:
 
 def _labels(results: list[list[LabelScore]]) -> list[Any]:
     return [list(map(asdict, labels)) for labels in results]
+
+
+def _redactions(results: list[Redaction]) -> list[Any]:
+    return list(map(asdict, results))
 
 
 def _answers(results: list[Any]) -> list[Any]:
@@ -98,6 +103,15 @@ BULK_TASKS: Final[dict[str, BulkTask]] = {
         _structs(LabelScore),
         _first,
         _labels,
+        lambda _: "a",
+    ),
+    "redact": BulkTask(
+        TASKS["redact"],
+        ("text",),
+        "redacted",
+        pa.struct({"text": pa.string(), "replacements": _structs(Replacement)}),
+        _first,
+        _redactions,
         lambda _: "a",
     ),
     "qa": BulkTask(

@@ -29,6 +29,8 @@ from cloze.client.results import (
     Label,
     Prediction,
     Rank,
+    Redaction,
+    Replacement,
     Score,
     ScoredToken,
     WordPrediction,
@@ -260,6 +262,42 @@ def token_classification(
         aggregation_strategy=aggregation_strategy,
         stride=stride,
         long_text=long_text,
+    )
+
+
+def redact(
+    texts: str | Sequence[str],
+    *,
+    labels: Sequence[str] | None = None,
+    patterns: Sequence[str] | None = None,
+    min_score: float | None = None,
+    region: str | None = None,
+    across_texts: bool | None = None,
+    model: str | None = None,
+) -> Call[list[Redaction]]:
+    """Return each text with placeholders in the place of its entities.
+
+    Args:
+        labels: labels of the model to replace; None selects all.
+        patterns: forms to replace besides, of EMAIL, PHONE, IBAN and CARD; None selects none.
+        min_score: least score of an entity that is replaced.
+        region: country of telephone numbers without +, in two letters.
+        across_texts: whether a name has the same number in all texts of one request.
+    """
+
+    def read(item: Mapping[str, Any]) -> Redaction:
+        return Redaction(item["text"], results(Replacement, item["replacements"]))
+
+    return json_call(
+        "/redact",
+        texts_of("redact", texts),
+        read,
+        model,
+        labels=None if labels is None else words_of("redact", labels, "labels"),
+        patterns=None if patterns is None else words_of("redact", patterns, "patterns"),
+        min_score=min_score,
+        region=region,
+        across_texts=across_texts,
     )
 
 

@@ -114,6 +114,36 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
+class Replacement:
+    """An entity of a text, ``text[start:end]``, and its placeholder in the redacted text."""
+
+    label: str
+    placeholder: str
+    text: str
+    start: int
+    end: int
+    redacted_start: int
+    redacted_end: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Redaction:
+    """A text with placeholders, and what they replace, in the order of the text."""
+
+    text: str
+    replacements: list[Replacement]
+
+    def undone(self) -> str:
+        """Return the text as it was."""
+        parts, position = [], 0
+        for each in self.replacements:
+            parts += [self.text[position : each.redacted_start], each.text]
+            position = each.redacted_end
+        return "".join([*parts, self.text[position:]])
+
+
+@dataclass(frozen=True, slots=True)
 class Word:
     """A word of the vocabulary that a text is about, and its weight."""
 

@@ -84,6 +84,12 @@ class EncoderConfig:
     ``relative_positions`` and ``convolution`` are None for an encoder without them.
     ``legacy_lm_head`` says whether the head of masked language modelling has its older names, in a
     family with two sets of names.
+    ``local_layers`` says of each layer whether its tokens attend only to those at most ``window``
+    tokens away; empty: none do. Those layers may have a base of their own, ``local_rotary_base``.
+    ``head_activation`` is the activation of heads; None: the usual ones.
+    ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
+    ``layer_heads`` and ``layer_intermediate_sizes`` are the sizes of each layer of a pruned
+    encoder, whose heads keep their size; None: each layer has ``heads`` and ``intermediate_size``.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -111,10 +117,17 @@ class EncoderConfig:
     without_bias: frozenset[Part] = frozenset()
     rotary_base: Annotated[float, Field(gt=1)] | None = None
     rotary_factor: Annotated[float, Field(ge=1)] = 1.0
+    local_layers: tuple[bool, ...] = ()
+    window: Annotated[int, Field(gt=0, le=MAX_POSITIONS)] | None = None
+    local_rotary_base: Annotated[float, Field(gt=1)] | None = None
+    head_activation: str | None = None
+    classifier_pooling: Literal["cls", "mean"] = "cls"
     position_embeddings: bool = True
     relative_positions: RelativePositions | None = None
     convolution: Convolution | None = None
     legacy_lm_head: bool = True
+    layer_heads: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
+    layer_intermediate_sizes: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
 
     @property
     def embedding_width(self) -> int:
@@ -129,6 +142,37 @@ class EncoderConfig:
     def has_bias(self, part: Part) -> bool:
         """Return whether the linear layers or norms of a part have biases."""
         return part not in self.without_bias
+
+    def heads_of(self, layer: int) -> int:
+        """Return the number of attention heads of a layer."""
+        return self.layer_heads[layer] if self.layer_heads else self.heads
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Return the number of neurons of a layer's feed-forward network."""
+        sizes = self.layer_intermediate_sizes
+        return sizes[layer] if sizes else self.intermediate_size
+
+    @model_validator(mode="after")
+    def _layers_have_sizes(self) -> Self:
+        for name, sizes, limit in (
+            ("layer_heads", self.layer_heads, self.heads),
+            ("layer_intermediate_sizes", self.layer_intermediate_sizes, self.intermediate_size),
+        ):
+            if sizes is None:
+                continue
+            if len(sizes) != self.layers:
+                raise ValueError(f"{name} has {len(sizes)} numbers for {self.layers} layers")
+            if max(sizes) > limit:
+                raise ValueError(f"{name} has {max(sizes)}; a layer has at most {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _every_layer_is_described(self) -> Self:
+        if self.local_layers and len(self.local_layers) != self.layers:
+            raise ValueError(
+                f"{len(self.local_layers)} kinds of attention for {self.layers} layers"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -125,20 +125,24 @@ class Encoder(nn.Module):
     Args:
         layers: the layers in order; a layer that stands twice has its weights once.
         relative_bias: what all layers share about the distances of tokens; None: nothing.
+        final_norm: the norm of the last layer's output; None: there is none.
     """
 
     relative_bias: Distances | None
+    final_norm: nn.LayerNorm | None
 
     def __init__(
         self,
         embeddings: Embeddings,
         layers: Iterable[EncoderLayer],
         relative_bias: Distances | None = None,
+        final_norm: nn.LayerNorm | None = None,
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
         self.relative_bias = relative_bias
+        self.final_norm = final_norm
 
     def forward(
         self,
@@ -163,7 +167,7 @@ class Encoder(nn.Module):
         bias = self._bias(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask, bias)
-        return x
+        return x if self.final_norm is None else self.final_norm(x)
 
     def states(
         self,
@@ -176,6 +180,8 @@ class Encoder(nn.Module):
         bias = self._bias(input_ids)
         for layer in self.layers:
             states.append(layer(states[-1], attention_mask, bias))
+        if self.final_norm is not None:
+            states[-1] = self.final_norm(states[-1])
         return torch.stack(states)
 
     def _bias(self, input_ids: Tensor) -> Tensor | None:
@@ -211,10 +217,13 @@ class Encoder(nn.Module):
         bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
         for name, layer in self.named_layers():
             states.append(layer.write(trunk, name, states[-1], bias))
+        if self.final_norm is not None:
+            states[-1] = trunk.norm(states[-1], "final_norm", self.final_norm)
         return states
 
 
 def post_norm_encoder(config: EncoderConfig) -> Encoder:
     """Return an encoder like that of Devlin et al. 2019, with the options of its sizes."""
     rotary = None if config.rotary_base is None else Rotary.of(config, config.rotary_base)
-    return Encoder(Embeddings(config), (Layer(config, rotary) for _ in range(config.layers)))
+    layers = (Layer(config, rotary, number=number) for number in range(config.layers))
+    return Encoder(Embeddings(config), layers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.rotary import Rotary
+from cloze.export.blocks.window import Window
 from cloze.export.graph.builder import FUSED, GraphBuilder
 from cloze.export.graph.linear_ops import LinearInput
 from cloze.export.graph.trunk import TrunkGraph
@@ -100,20 +101,31 @@ class SelfAttention(nn.Module):
 
     Args:
         rotary: the rotation of queries and keys; None: they are not rotated.
+        window: the keys that a token attends to; None: all of its sequence.
+        heads: number of heads of a pruned layer, which keep their size; None: all heads.
     """
 
     rotary: Rotary | None
 
-    def __init__(self, config: EncoderConfig, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self,
+        config: EncoderConfig,
+        rotary: Rotary | None = None,
+        window: Window | None = None,
+        *,
+        heads: int | None = None,
+    ) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.window = window
+        self.heads = heads or config.heads
         self.dropout = config.dropout
         self.rotary = rotary
         size, has_bias = config.hidden_size, config.has_bias("attention")
-        self.query = nn.Linear(size, size, has_bias)
-        self.key = nn.Linear(size, size, has_bias)
-        self.value = nn.Linear(size, size, has_bias)
-        self.output = nn.Linear(size, size, has_bias)
+        inner = size // config.heads * self.heads
+        self.query = nn.Linear(size, inner, has_bias)
+        self.key = nn.Linear(size, inner, has_bias)
+        self.value = nn.Linear(size, inner, has_bias)
+        self.output = nn.Linear(inner, size, has_bias)
 
     def forward(
         self,
@@ -144,7 +156,8 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
         dropout = self.dropout if self.training else 0.0
-        context = attend((query, key, value), _mask(attention_mask, bias), dropout)
+        band = None if self.window is None else self.window.mask(x.shape[1], x.device)
+        context = attend((query, key, value), _mask(attention_mask, bias, band), dropout)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def products(self) -> dict[str, ProductGroup]:
@@ -194,7 +207,11 @@ class SelfAttention(nn.Module):
         bias: str,
     ) -> str:
         """Write the attention of queries to keys, which have no bias, and to values."""
-        return trunk.attend(operands, self.heads, bias)
+        if self.window is None:
+            return trunk.attend(operands, self.heads, bias)
+        assert not bias, "a window has no bias of the scores beside it"
+        width = self.query.out_features // self.heads
+        return self.window.write(trunk, operands, self.heads, width)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -202,9 +219,17 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return what `F.scaled_dot_product_attention` adds to the scores or masks."""
+def _mask(
+    attention_mask: Tensor | None, bias: Tensor | None, band: Tensor | None = None
+) -> Tensor | None:
+    """Return what `F.scaled_dot_product_attention` adds to the scores or masks.
+
+    Args:
+        band: bool [S, S], the keys of each token; None: all.
+    """
     keys = None if attention_mask is None else attention_mask[:, None, None, :]
+    if band is not None:
+        keys = band if keys is None else band & keys  # a row without keys attends to nothing
     if bias is None or keys is None:
         return keys if bias is None else bias
     return bias.masked_fill(~keys, -torch.inf)
@@ -262,15 +287,25 @@ class Layer(EncoderLayer):
     A gated feed-forward network is ``down(activation(gate(x)) * up(x))`` (Shazeer 2020, "GLU
     Variants Improve Transformer", section 2). The rules of a family say which half of a packed
     matrix is the gate.
+
+    Args:
+        number: the layer's place, by which it has its sizes.
     """
 
     gate: nn.Linear | None
 
-    def __init__(self, config: EncoderConfig, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self,
+        config: EncoderConfig,
+        rotary: Rotary | None = None,
+        window: Window | None = None,
+        *,
+        number: int = 0,
+    ) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.attention = SelfAttention(config, rotary)
-        self.attention_norm = make_norm(config)
+        size, inner = config.hidden_size, config.intermediate_size_of(number)
+        self.attention = SelfAttention(config, rotary, window, heads=config.heads_of(number))
+        self.attention_norm: nn.Module = make_norm(config)
         self.gate = nn.Linear(size, inner, config.has_bias("up")) if config.gated else None
         self.up = nn.Linear(size, inner, config.has_bias("up"))
         self.down = nn.Linear(inner, size, config.has_bias("down"))
@@ -301,7 +336,7 @@ class Layer(EncoderLayer):
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         attended, output_bias = self.attention.write(trunk, name, x, bias)
-        norm = self.attention_norm
+        norm = cast(nn.LayerNorm, self.attention_norm)
         x = trunk.residual_norm(attended, x, output_bias, f"{name}.attention_norm", norm)
         down = self._write_feed_forward(trunk, name, x)
         norm = self.output_norm
@@ -325,3 +360,44 @@ class Layer(EncoderLayer):
     def _activate(self, trunk: TrunkGraph, product: str, name: str, linear: nn.Linear) -> str:
         bias = "" if linear.bias is None else trunk.linear_ops.vector(f"{name}.bias", linear.bias)
         return self.activation.write(trunk.g, product, bias)
+
+
+class PreNormLayer(Layer):
+    """A layer whose norms stand before attention and the feed-forward network (pre-norm).
+
+    Source: Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture". The first
+    layer of an encoder has no norm before attention, because the embeddings are normalised.
+
+    Args:
+        is_first: whether the layer is the first one.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        rotary: Rotary | None = None,
+        window: Window | None = None,
+        *,
+        is_first: bool,
+    ) -> None:
+        super().__init__(config, rotary, window)
+        if is_first:
+            self.attention_norm = nn.Identity()
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Transform the hidden states [B, S, H]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), attention_mask, bias))
+        return x + self.dropout(self._feed_forward(self.output_norm(x)))  # type: ignore[no-any-return]
+
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
+        entering = x
+        if isinstance(self.attention_norm, nn.LayerNorm):
+            entering = trunk.norm(x, f"{name}.attention_norm", self.attention_norm)
+        attended, output_bias = self.attention.write(trunk, name, entering, bias)
+        x = trunk.residual(attended, x, output_bias, f"{name}.attention")
+        entering = trunk.norm(x, f"{name}.output_norm", self.output_norm)
+        down = self._write_feed_forward(trunk, name, entering)
+        return trunk.residual(down, x, self.down.bias, f"{name}.down")

@@ -19,6 +19,7 @@ from cloze.export.families import (
     ernie,
     gte,
     mobilebert,
+    modernbert,
     mpnet,
     nomic_bert,
     roberta,
@@ -46,6 +47,7 @@ BUILT_IN: Final[Mapping[str, Family]] = {
         nomic_bert,
         gte,
         deberta_v2,
+        modernbert,
     )
 }
 """The model families of this package by the ``model_type`` of ``config.json``."""

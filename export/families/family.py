@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.encoder import Encoder, post_norm_encoder
 from cloze.model_store.layouts import Layout
 
 
@@ -186,6 +186,8 @@ class HeadSpec:
             modelling and tanh for a classifier.
         without: the first part of the names of other tensors -> why a checkpoint with them lacks
             the head.
+        architecture: the end of the class names in ``config.json`` that have this head, where its
+            tensor names do not tell it from another head; None: they do.
         optional: our names of tensors that the head has only if the settings say so.
         zeros: our names of tensors that are zeros if a checkpoint lacks them.
     """
@@ -193,8 +195,13 @@ class HeadSpec:
     tensors: Mapping[str, str]
     activation: str | None = None
     without: Mapping[str, str] = field(default_factory=dict)
+    architecture: str | None = None
     optional: frozenset[str] = frozenset()
     zeros: frozenset[str] = frozenset()
+
+    def has(self, part: str) -> bool:
+        """Return whether the head has a part, by the first part of our tensor names."""
+        return any(ours.startswith(f"{part}.") for ours in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +264,11 @@ class Family:
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
     other_types: frozenset[str] = frozenset()
     other_prefixes: tuple[str, ...] = ()
+
+    @property
+    def is_prunable(self) -> bool:
+        """Whether each layer of the encoder may have its own number of heads and neurons."""
+        return self.encoder is post_norm_encoder
 
     def without_prefix(self, tensor: str) -> str:
         """Return the name of a checkpoint's tensor without the first part that varies."""

@@ -1,9 +1,9 @@
 """The graph to which blocks write: one precision, and one layout of batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from cloze.export.graph.linear_ops import LinearOps
 from cloze.model_store import tensors
 from cloze.model_store.layouts import Layout
 from cloze.model_store.tensors import TensorSpec
+
+T = TypeVar("T")
 
 
 class TrunkGraph(ABC):
@@ -33,6 +35,13 @@ class TrunkGraph(ABC):
     def __init__(self, linear_ops: LinearOps) -> None:
         self.linear_ops, self.g = linear_ops, linear_ops.g
         self.keys = ""
+        self._written: dict[str, Any] = {}
+
+    def once(self, key: str, write: Callable[[], T]) -> T:
+        """Return what ``write`` returned at the first call with this key: layers share it."""
+        if key not in self._written:
+            self._written[key] = write()
+        return self._written[key]  # type: ignore[no-any-return]
 
     def declare(self, tensor: TensorSpec) -> str:
         """Declare an input of the graph."""
@@ -52,6 +61,10 @@ class TrunkGraph(ABC):
     @abstractmethod
     def positions(self, table: Tensor) -> str:
         """Write the row of each token's position in a table [P, H]."""
+
+    @abstractmethod
+    def norm(self, x: str, name: str, norm: nn.LayerNorm) -> str:
+        """Write ``LayerNorm(x)``."""
 
     @abstractmethod
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
@@ -77,6 +90,17 @@ class TrunkGraph(ABC):
             bias: name of what is added to the scores [1, N, S, S]; "": nothing is added.
         """
 
+    def residual(self, x: str, skip: str, bias: Tensor | None, name: str) -> str:
+        """Write ``x + skip + bias``, with the bias [H] of the layer before.
+
+        Use one `Sum`, because the runtime would fuse an `Add` with the norm that follows
+        (`DenseTrunk.residual_norm`).
+        """
+        total = [x, skip]
+        if bias is not None:
+            total.append(self.linear_ops.vector(f"{name}.skip.bias", bias))
+        return self.g.op("Sum", total)
+
     @abstractmethod
     def residual_norm(
         self, x: str, skip: str, bias: Tensor | None, name: str, norm: nn.LayerNorm
@@ -98,6 +122,10 @@ class DenseTrunk(TrunkGraph):
         rows = g.weight(tensors.POSITION_TABLE, table)
         first = g.weight("first_position", np.array([0], np.int64))
         return g.op("Slice", [rows, first, g.op("Shape", [tensors.INPUT_IDS.name], start=1)])
+
+    def norm(self, x: str, name: str, norm: nn.LayerNorm) -> str:
+        """See `TrunkGraph`."""
+        return layer_norm(self.g, x, name, norm)
 
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
         """See `TrunkGraph`."""
@@ -129,10 +157,7 @@ class DenseTrunk(TrunkGraph):
         1.31 and takes 974 us; the two operators here take 168 us (512 x 384, one thread of a
         Zen 4). Use one `Sum`, because the runtime would fuse two `Add`.
         """
-        total = [x, skip]
-        if bias is not None:
-            total.append(self.linear_ops.vector(f"{name}.skip.bias", bias))
-        return layer_norm(self.g, self.g.op("Sum", total), name, norm)
+        return layer_norm(self.g, self.residual(x, skip, bias, name), name, norm)
 
 
 class PackedTrunk(TrunkGraph):
@@ -148,29 +173,35 @@ class PackedTrunk(TrunkGraph):
         super().__init__(linear_ops)
         self.declare(tensors.TOKEN_OFFSET)
         self.declare(tensors.CU_SEQLENS)
-        self._positions = ""
 
     def positions(self, table: Tensor) -> str:
         """See `TrunkGraph`."""
         position_ids = self.declare(tensors.POSITION_IDS)
         return self.linear_ops.look_up(tensors.POSITION_TABLE, table, position_ids)
 
+    def norm(self, x: str, name: str, norm: nn.LayerNorm) -> str:
+        """See `TrunkGraph`."""
+        inputs = [x, *self._scale_and_shift(name, norm)]
+        return self.g.op("LayerNormalization", inputs, axis=-1, epsilon=norm.eps)
+
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
         """See `TrunkGraph`."""
         first, *others = terms
         if not others:
-            inputs = [first, *self._scale_and_shift(name, norm)]
-            return self.g.op("LayerNormalization", inputs, axis=-1, epsilon=norm.eps)
+            return self.norm(first, name, norm)
         rest = reduce(lambda one, other: self.g.op("Add", [one, other]), others)
         return self._skip_norm([first, rest], name, norm)
 
     def rotate(self, x: str, tables: Sequence[str], **sizes: int) -> str:
         """See `TrunkGraph`. The operator takes the tokens of all sequences as one sequence."""
         g, axis = self.g, self.g.weight("axis_0", np.array([0], np.int64))
-        if not self._positions:
+
+        def write_positions() -> str:
             position_ids = g.op("Cast", [self.declare(tensors.POSITION_IDS)], to=TensorProto.INT64)
-            self._positions = g.op("Unsqueeze", [position_ids, axis])  # [1, T]
-        inputs = [g.op("Unsqueeze", [x, axis]), self._positions, *tables]
+            return g.op("Unsqueeze", [position_ids, axis])  # [1, T]
+
+        positions = self.once("positions", write_positions)
+        inputs = [g.op("Unsqueeze", [x, axis]), positions, *tables]
         turned = g.op("RotaryEmbedding", inputs, domain=FUSED, **sizes)
         return g.op("Squeeze", [turned, axis])
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.layer import ACTIVATIONS, Activation, make_norm
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import HeadSpec
-from cloze.export.graph.builder import GraphBuilder, onnx_type
+from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -103,6 +104,41 @@ class HeadSetup:
     encoder: Encoder
     spec: HeadSpec
     options: Any = None
+
+
+class Transform(nn.Module):
+    """A linear layer, an activation and a norm before a classifier of tokens."""
+
+    def __init__(self, setup: HeadSetup) -> None:
+        super().__init__()
+        config = setup.config
+        size = config.hidden_size
+        self.dense = nn.Linear(size, size, config.has_bias("head"))
+        self.activation = ACTIVATIONS[config.head_activation or config.activation]
+        self.norm = make_norm(config)
+
+    @classmethod
+    def of(cls, setup: HeadSetup) -> "Transform | None":
+        """Return the transform of a head; None: the family's head has none."""
+        return cls(setup) if setup.spec.has("transform") else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Transform rows [R, H]."""
+        return self.norm(self.activation.forward(self.dense(rows)))  # type: ignore[no-any-return]
+
+    def write(self, g: GraphBuilder, rows: str, name: str) -> str:
+        """Write the transform of rows [R, H]; the names of weights begin with ``name``."""
+        rows = write_activated(g, rows, f"{name}.transform.dense", self.dense, self.activation)
+        return layer_norm(g, rows, f"{name}.transform.norm", self.norm)
+
+
+def write_activated(
+    g: GraphBuilder, rows: str, name: str, linear: nn.Linear, activation: Activation
+) -> str:
+    """Write ``activation(linear(rows))`` in fp32."""
+    product = g.op("MatMul", [rows, g.weight(f"{name}.weight", linear.weight.t())])
+    bias = "" if linear.bias is None else g.weight(f"{name}.bias", linear.bias)
+    return activation.write(g, product, bias)
 
 
 @dataclass(frozen=True, slots=True)

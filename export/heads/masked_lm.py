@@ -7,12 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cloze.export.blocks.layer import ACTIVATIONS
+from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.evaluation.scorer import Scorer, score_masks
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder, layer_norm
-from cloze.export.graph.linear_ops import Fp32, LinearInput
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, write_activated
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.layouts import Placement
@@ -31,15 +30,18 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        width, size = setup.config.embedding_width, setup.config.hidden_size
+        config = setup.config
+        width, size = config.embedding_width, config.hidden_size
         self.rest = None
         if "rest" in setup.spec.tensors.values():
-            self.rest = nn.Parameter(torch.randn(size - width, setup.config.vocab_size) / 50)
+            self.rest = nn.Parameter(torch.randn(size - width, config.vocab_size) / 50)
             width = size
-        self.transform = nn.Linear(setup.config.hidden_size, width)
-        self.activation = ACTIVATIONS[setup.spec.activation or setup.config.activation]
-        self.norm = nn.LayerNorm(width, eps=setup.config.layer_norm_eps)
-        self.decoder = nn.Linear(setup.config.embedding_width, setup.config.vocab_size)
+        self.transform = nn.Linear(size, width, config.has_bias("head"))
+        name = setup.spec.activation or config.head_activation or config.activation
+        self.activation = ACTIVATIONS[name]
+        self.norm = make_norm(config, width)
+        has_bias = config.has_bias("decoder")
+        self.decoder = nn.Linear(config.embedding_width, config.vocab_size, has_bias)
         self.decoder.weight = setup.encoder.embeddings.word.weight
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -53,18 +55,19 @@ class MaskedLMHead(nn.Module):
 def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
     """Write the logits [M, V] of ``rows`` [M, H], both float32."""
     g = graph.g
-    transform = Fp32(g).matmul(LinearInput(rows), "masked_lm.transform", head.transform)
-    transform_bias = g.weight("masked_lm.transform.bias", head.transform.bias)
-    rows = head.activation.write(g, transform, transform_bias)
+    rows = write_activated(g, rows, "masked_lm.transform", head.transform, head.activation)
     rows = layer_norm(g, rows, "masked_lm.norm", head.norm)
-    bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
+    weight = head.decoder.weight
+    values: Tensor | None = head.decoder.bias
+    if values is None:
+        values = weight.new_zeros(len(weight))
+    bias = g.weight("masked_lm.decoder.bias", values)
     if head.rest is not None:
-        width = head.decoder.in_features
-        sizes = np.array([width, len(head.rest)], np.int64)
+        sizes = np.array([head.decoder.in_features, len(head.rest)], np.int64)
         rows = g.op("Split", [rows, g.weight("masked_lm.parts", sizes)], outputs=2, axis=1)
         rest = g.op("MatMul", [f"{rows}_1", g.weight("masked_lm.rest", head.rest)])
         bias = g.op("Add", [rest, bias])  # [M, V]
-    return graph.linear_ops.tied_logits(rows, WORD_TABLE, head.decoder.weight, bias)
+    return graph.linear_ops.tied_logits(rows, WORD_TABLE, weight, bias)
 
 
 def _write(head: MaskedLMHead, graph: HeadGraph) -> None:

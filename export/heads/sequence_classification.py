@@ -4,18 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
-from cloze.export.blocks.layer import ACTIVATIONS
+from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows
+from cloze.export.graph.builder import layer_norm, linear
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, write_activated
 from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.model_store.layouts import Placement
+from cloze.model_store.layouts import Layout, Placement
 
 _DEFAULT_LABELS = 2
 
@@ -26,33 +28,57 @@ _CLOSE = 0.05
 class SequenceClassificationHead(nn.Module):
     """A pooler on ``[CLS]``, if any, and one logit per label.
 
+    In some families the pooler reads the mean of all rows, or a norm follows it.
     Source: Devlin et al. 2019, section 4.1.
     """
 
+    norm: nn.LayerNorm | None
+
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        size = setup.config.hidden_size
-        self.pooler = nn.Linear(size, size) if setup.config.pooler else None
-        self.activation = ACTIVATIONS[setup.spec.activation or "tanh"]
+        config = setup.config
+        size = config.hidden_size
+        self.pooler = nn.Linear(size, size, config.has_bias("head")) if config.pooler else None
+        self.activation = ACTIVATIONS[setup.spec.activation or config.head_activation or "tanh"]
+        self.norm = make_norm(config) if setup.spec.has("norm") else None
+        self.reads_mean = config.classifier_pooling == "mean"
         self.classifier = nn.Linear(size, setup.options.logits)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the logits [C, L] of ``rows`` [C, H], the hidden states of ``[CLS]``."""
+        """Return the logits [C, L] of ``rows`` [C, H], one per sequence."""
         if self.pooler is not None:
             rows = self.activation.forward(self.pooler(rows))
-        logits: Tensor = self.classifier(rows)
+        logits: Tensor = self.classifier(rows if self.norm is None else self.norm(rows))
         return logits
 
 
 def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
     g, name = graph.g, "sequence_classification"
-    rows = graph.gather(sequence_classification.CLASS_ROWS)
-    if (pooler := head.pooler) is not None:
-        product = g.op("MatMul", [rows, g.weight(f"{name}.pooler.weight", pooler.weight.t())])
-        rows = head.activation.write(g, product, g.weight(f"{name}.pooler.bias", pooler.bias))
+    firsts = sequence_classification.CLASS_ROWS
+    rows = _means(graph) if head.reads_mean else graph.gather(firsts)
+    if head.pooler is not None:
+        rows = write_activated(g, rows, f"{name}.pooler", head.pooler, head.activation)
+    if head.norm is not None:
+        rows = layer_norm(g, rows, f"{name}.norm", head.norm)
     logits = linear(g, rows, f"{name}.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
+
+
+def _means(graph: HeadGraph) -> str:
+    """Write the mean of all rows of the sequences that begin at ``class_rows``: [C, H]."""
+    if graph.layout is Layout.PACKED:
+        raise ExportError(
+            "a packed graph has no classifier of the mean of all tokens; leave out --precision fp16"
+        )
+    g = graph.g
+    axis = g.weight("axis_1", np.array([1], np.int64))
+    zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
+    tokens = g.op("Squeeze", [g.op("Shape", [graph.hidden], start=1, end=2)])
+    firsts = g.op("Cast", [graph.input(sequence_classification.CLASS_ROWS)], to=TensorProto.INT64)
+    columns = g.op("Range", [zero, tokens, one])
+    numbers = g.op("Add", [g.op("Unsqueeze", [firsts, axis]), columns])  # [C, S]
+    return g.op("ReduceMean", [graph.rows_of(graph.hidden, numbers), axis], keepdims=0)
 
 
 def _reference(
@@ -61,8 +87,13 @@ def _reference(
     requests: Sequence[Any],
     placement: Placement,
 ) -> dict[str, Tensor]:
-    rows = states[-1]
-    logits = head(rows[cls_rows(requests, placement)])
+    rows, firsts = states[-1], cls_rows(requests, placement)
+    if head.reads_mean:
+        lengths = dict(zip(placement.starts.tolist(), placement.lengths.tolist(), strict=False))
+        means = [rows[first : first + lengths[first]].mean(0) for first in firsts]
+        logits = head(torch.stack(means) if means else rows[:0])
+    else:
+        logits = head(rows[firsts])
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 

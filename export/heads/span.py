@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, span_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, agreement
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, agreement
 from cloze.model_store.heads import span
 from cloze.model_store.layouts import Placement
 
@@ -18,16 +18,19 @@ class SpanHead(nn.Module):
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
+        self.transform = Transform.of(setup)
         self.classifier = nn.Linear(setup.config.hidden_size, 2)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [T, 2] of ``rows`` [T, H]."""
-        logits: Tensor = self.classifier(rows)
+        logits: Tensor = self.classifier(self.transform(rows) if self.transform else rows)
         return logits
 
 
 def _write(head: SpanHead, graph: HeadGraph) -> None:
     rows = graph.linear_ops.to_float32(graph.rows)
+    if head.transform:
+        rows = head.transform.write(graph.g, rows, "span")
     graph.output(linear(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, token_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, token_rows
 from cloze.export.heads.sequence_classification import read_labels, write_labels
 from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
@@ -21,16 +21,19 @@ class TokenClassificationHead(nn.Module):
 
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
+        self.transform = Transform.of(setup)
         self.classifier = nn.Linear(setup.config.hidden_size, setup.options.logits)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [R, L] of ``rows`` [R, H]."""
-        logits: Tensor = self.classifier(rows)
+        logits: Tensor = self.classifier(self.transform(rows) if self.transform else rows)
         return logits
 
 
 def _write(head: TokenClassificationHead, graph: HeadGraph) -> None:
     rows = graph.gather(token_classification.TOKEN_ROWS)
+    if head.transform:
+        rows = head.transform.write(graph.g, rows, "token_classification")
     logits = linear(graph.g, rows, "token_classification.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, token_classification.TOKEN_LOGITS, L=labels)

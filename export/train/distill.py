@@ -58,14 +58,18 @@ def make_student(teacher: Model, dropout: float) -> Model:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
     sizes = FAMILIES[teacher.config.family].student(teacher.config)
     passes = max(1, sizes.layers // sizes.group_layers // 2)
+    kept = kept_layers(teacher.config.layers, passes * sizes.group_layers)
+    heads, inner = sizes.layer_heads, sizes.layer_intermediate_sizes
     config = replace(
         sizes,
-        layers=passes * sizes.group_layers,
+        layers=len(kept),
+        layer_heads=heads and tuple(heads[number] for number in kept),
+        layer_intermediate_sizes=inner and tuple(inner[number] for number in kept),
+        local_layers=tuple(sizes.local_layers[number] for number in kept if sizes.local_layers),
         layer_groups=min(sizes.layer_groups, passes) if sizes.layer_groups else None,
         dropout=dropout,
     )
     student = Model(config, [MASKED_LM])
-    kept = kept_layers(teacher.config.layers, config.layers)
     teacher_weights = teacher.state_dict()
     weights = {}
     for name in student.state_dict():
@@ -191,7 +195,7 @@ def distill(
         inputs["student"] = earlier.source.weights_sha256
     acquire_run_dir(options.run_dir, recipe, inputs)
     max_positions = checkpoint.model.config.max_positions
-    _check_lengths(recipe, max_positions)
+    check_lengths(recipe, max_positions)
     check_kept_embeddings(recipe.pretraining, checkpoint)
     tokenizer = checkpoint.tokenizer
     corpus = prepare_corpus(
@@ -220,7 +224,8 @@ def distill(
     return finish_run(student, tokenizer, run, embedding)
 
 
-def _check_lengths(recipe: DistillRecipe, max_positions: int) -> None:
+def check_lengths(recipe: DistillRecipe, max_positions: int) -> None:
+    """Raise if a phase is longer than the teacher reads."""
     longest = max(phase.tokens for phase in recipe.phases)
     if longest > max_positions:
         raise TrainError(

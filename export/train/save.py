@@ -20,6 +20,7 @@ from cloze.export.checkpoint import Checkpoint
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
+from cloze.export.families.pruned import write_pruned
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.model_loading import HEAD_SECTIONS
@@ -56,6 +57,7 @@ def save_checkpoint(
     _write_json(
         folder / "config.json",
         family.write_config(config)
+        | write_pruned(config)
         | _head_settings(model)
         | {"architectures": [_architecture(model)], "dtype": "float32"},
     )

@@ -4,8 +4,7 @@ The logits of all sets lie side by side in one output of the graph, in the order
 graph has one classifier, however many sets it has.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -83,6 +82,14 @@ class LabelSets(LabelSet):
         """The number of logits of all sets."""
         return sum(len(each.labels) for each in self.sets)
 
+    def columns(self) -> Iterator[tuple[LabelSet, slice]]:
+        """Yield each set, the default first, with its logits."""
+        first = 0
+        for each in self.sets:
+            end = first + len(each.labels)
+            yield each, slice(first, end)
+            first = end
+
     def calibrated(self, name: str | None, temperature: float) -> Self:
         """Return the label sets with the temperature of the set with this name."""
         update = {"temperature": temperature}
@@ -99,8 +106,7 @@ class LabelSets(LabelSet):
         Raises:
             KeyError: no set has the name.
         """
-        if name is not None and name not in self.names:
-            raise KeyError(name)
-        number = 0 if name is None else self.names.index(name)
-        ends = [0, *accumulate(len(each.labels) for each in self.sets)]
-        return self.sets[number], slice(ends[number], ends[number + 1])
+        for each, columns in self.columns():
+            if name is None or each.name == name:
+                return each, columns
+        raise KeyError(name)

@@ -123,6 +123,20 @@ export const PANELS = [
     },
   },
   {
+    task: "redact",
+    exported: "token-classification",
+    title: "Redaction",
+    route: "/redact",
+    fields: [{ name: "text", label: "Text", value: "Ada Lovelace was born in London. Write to ada@example.org.", rows: 4 }],
+    body: ({ text }) => ({ inputs: text, parameters: { patterns: ["EMAIL", "PHONE", "IBAN", "CARD"] } }),
+    python: ({ text }) => `client.redact(${python(text)}, patterns=["EMAIL", "PHONE", "IBAN", "CARD"])`,
+    show: ({ text, replacements }) => [spanned(text, replacements.map((replacement) => ({
+      start: replacement.redacted_start,
+      end: replacement.redacted_end,
+      make: (part) => element("mark", { title: replacement.text }, part),
+    })))],
+  },
+  {
     task: "text-classification",
     title: "Classes",
     route: "/classify",

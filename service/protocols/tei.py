@@ -150,7 +150,7 @@ class _Rerank(TaskRoute):
     }
     doc = _doc(
         "Texts in the order of their relevance to a query",
-        result=list[rerank.Rank],
+        result=list[rerank.Rank] | rerank.RankReport,
         examples={
             "Two texts": {"query": "Who died?", "texts": ["A ship left.", "The king was dead."]}
         },
@@ -179,7 +179,12 @@ class _Rerank(TaskRoute):
         if body.return_text:
             for row, rank in zip(ranks, ranking.ranks, strict=True):
                 row["text"] = rank.text
-        response = json_response(ranks)
+        value: Any = ranks
+        if result.usage is not None:
+            for row, rank in zip(ranks, ranking.ranks, strict=True):
+                row["window"] = rank.window
+            value = {"result": ranks, "usage": result.usage}
+        response = json_response(value)
         response.raw_headers.append((b"x-ranked-by", ranking.by.encode()))
         return response
 

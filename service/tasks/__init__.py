@@ -17,6 +17,7 @@ from cloze.service.tasks import (
     fill_mask,
     nsp,
     qa,
+    redact,
     score,
     similarity,
     text_classification,
@@ -38,6 +39,7 @@ TASKS: Final[dict[str, Task]] = {
         qa,
         text_classification,
         token_classification,
+        redact,
         zero_shot_classification,
     )
 }

@@ -1,9 +1,12 @@
 """Finds the spans of a context that answer a question, from the logits of its windows.
 
-The answers are those of the pipeline of transformers v4. In each window, the start logits and the
-end logits pass through a softmax over ``[CLS]`` and the tokens of the context. The score of a span
-is the product of its start and end scores. The best spans of all windows are merged: the scores of
-spans with the same text are added. The ends of an answer are moved to the ends of words.
+In each window, the start logits and the end logits pass through a softmax over ``[CLS]`` and the
+tokens of the context. The score of a span is the product of its start and end scores, as in the
+pipeline of transformers v4. The ends of an answer are moved to the ends of words.
+
+The scores of a window's spans with the same text are added: the sum is the probability that the
+window gives to the text, at most 1. Each window has a distribution of its own, so a text has the
+score of its best window. The pipeline adds the scores of all windows, up to their number.
 """
 
 from collections.abc import Sequence
@@ -172,18 +175,28 @@ def _search(
 
 
 def _ranked(windows: Sequence[_Window], options: QaOptions) -> list[QaAnswer]:
-    """Return the answers of all windows, best first; spans of one text are one answer."""
-    merged: dict[str, QaAnswer] = {}  # by lower-case text
+    """Return the answers of all windows, best first; an answer has its best window's score."""
+    best: dict[str, QaAnswer] = {}  # by lower-case text
     for window in windows:
-        for answer in window.spans:
-            key = answer.answer.lower()
-            if (same := merged.get(key)) is not None:
-                answer = replace(same, score=same.score + answer.score)
-            merged[key] = answer
-    answers = list(merged.values())
+        for key, answer in _texts(window).items():
+            if (other := best.get(key)) is None or answer.score > other.score:
+                best[key] = answer
+    answers = list(best.values())
     if options.handle_impossible_answer:
         answers.append(QaAnswer("", min(window.no_answer for window in windows), 0, 0))
     return sorted(answers, key=lambda answer: -answer.score)
+
+
+def _texts(window: _Window) -> dict[str, QaAnswer]:
+    """Return the answers of a window by their lower-case text; spans of one text are one answer."""
+    merged: dict[str, QaAnswer] = {}
+    for answer in window.spans:
+        key = answer.answer.lower()
+        if (same := merged.get(key)) is not None:
+            # Float32 rounds a sum of probabilities to slightly more than 1.
+            answer = replace(same, score=min(same.score + answer.score, 1.0))
+        merged[key] = answer
+    return merged
 
 
 def _details(

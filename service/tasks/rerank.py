@@ -1,11 +1,13 @@
 """Reranking: texts in the order of their relevance to a query.
 
 A classifier of pairs with one label gives the scores; without one, late interaction, and else the
-similarity of embeddings.
+similarity of embeddings. A long text is cut or, with ``long_text: "window"``, divided; then its
+best window gives the score.
 """
 
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -13,7 +15,7 @@ from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Role
-from cloze.service.core import Location
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
@@ -25,10 +27,11 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
+    TextUsage,
     WireModel,
 )
-from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
-from cloze.service.tasks.texts import LongTextRule, TruncationParameters
+from cloze.service.tasks.text_classification import TextClassificationParameters
+from cloze.service.tasks.texts import LongTextRule, TruncationParameters, UsageParameters
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -41,8 +44,17 @@ class RerankInputs(WireModel):
     texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
 
 
-class RerankParameters(TruncationParameters):
-    """The parameters of text-embeddings-inference."""
+LongRanked = Literal["error", "truncate", "window"]
+
+
+class RerankParameters(TruncationParameters, UsageParameters):
+    """The parameters of text-embeddings-inference, and windows."""
+
+    long_text: LongRanked | None = Field(  # type: ignore[assignment]  # one more choice
+        None,
+        description="error refuses a long text, truncate cuts it, window divides it beside the "
+        "whole query and returns the score of its best window; the default is truncate",
+    )
 
     raw_scores: bool | None = Field(
         None,
@@ -54,11 +66,25 @@ class RerankParameters(TruncationParameters):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A text's position in the request, and its score; the text itself if it was asked for."""
+    """A text's position in the request, and its score.
+
+    Attributes:
+        text: the text itself, if it was asked for.
+        window: (start, end) of the window with the score, in characters; None: the text has one.
+    """
 
     index: int
     score: float
     text: str | None = None
+    window: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The answer with ``return_usage``: the ranks, and how much of each text was used."""
+
+    result: list[Rank]
+    usage: list[TextUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +97,31 @@ class Ranking:
 
 Scorer = Literal["classifier", "late-interaction", "similarity"]
 
-_State = tuple[Scorer, Any, list[str] | None]
-"""What scores, its state, and the texts if the answer repeats them."""
+Windows = Sequence[tuple[int, int] | None]
+"""The (start, end) characters of the windows of a text; None: the text was not divided."""
+
+
+class _Compared(SimilarityParameters):
+    """The parameters of similarity, and windows."""
+
+    long_text: LongRanked | None = None  # type: ignore[assignment]  # one more choice
+
+
+class _State(NamedTuple):
+    """How the outputs of one request become ranks.
+
+    Attributes:
+        scorer: what scores each encoding, or each text.
+        inner: the state of what scores.
+        texts: the texts if the answer repeats them.
+        windows: the characters of each window of each text; None: each text has one.
+    """
+
+    scorer: Scorer
+    inner: Any
+    texts: list[str] | None
+    windows: list[Windows] | None
+
 
 _QUERY: Final = Location(("query",))
 _TEXTS: Final = Location(("texts",))
@@ -112,38 +161,72 @@ def prepare(
     limits.check_count(len(inputs.texts), _TEXTS)
     for index, text in enumerate(inputs.texts):
         limits.check_text(text, _TEXTS.below(index))
-    truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
-    prepared: PreparedRequest[Any]
-    scorer: Scorer
-    if classifies(context.manifest):
-        scorer = "classifier"
-        pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
-        function = _function(context.manifest, parameters)
-        scored = TextClassificationParameters(function_to_apply=function, **truncation)
-        prepared = text_classification.TASK.prepare(pairs, scored, context)
-    elif interacts(context.manifest):
-        scorer = "late-interaction"
-        prepared = _prepare_interaction(inputs, parameters.rule(), context)
+    is_divided = parameters.long_text == "window"
+    report = is_divided or bool(parameters.return_usage)
+    rule, scorer = parameters.rule(report=report), _scorer(context.manifest)
+    if scorer == "classifier":
+        prepared = _classified(inputs, parameters, rule, context)
+    elif scorer == "late-interaction":
+        prepared = _prepare_interaction(inputs, rule, context)
     else:
-        scorer = "similarity"
-        compared = SimilarityInputs.model_construct(
-            source_sentence=inputs.query, sentences=inputs.texts
-        )
-        cosine = SimilarityParameters(**truncation)
-        prepared = similarity.prepare(compared, cosine, context, in_roles=True)
+        prepared = _compared(inputs, parameters, context, report=report)
+    usage = (prepared.usage or ())[-len(inputs.texts) :]  # without the query's
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
+    windows: list[Windows] | None = None
+    if is_divided:
+        windows = [text.windows or (None,) for text in usage]
     return prepared._replace(
-        state=(scorer, prepared.state, texts),
+        state=_State(scorer, prepared.state, texts, windows),
         results=max(prepared.results, written),
         texts=len(inputs.texts),
+        usage=usage if parameters.return_usage else None,
     )
+
+
+def _scorer(manifest: Manifest) -> Scorer:
+    """Return what scores the texts of a model."""
+    if classifies(manifest):
+        return "classifier"
+    return "late-interaction" if interacts(manifest) else "similarity"
+
+
+def _classified(
+    inputs: RerankInputs, parameters: RerankParameters, rule: LongTextRule, context: TaskContext
+) -> PreparedRequest[Any]:
+    """Tokenize the pairs that a classifier scores."""
+    scored = TextClassificationParameters(function_to_apply=_function(context.manifest, parameters))
+    pairs = [(_TEXTS.below(n), inputs.query, text) for n, text in enumerate(inputs.texts)]
+    prepared: PreparedRequest[Any]
+    rule = replace(rule, divides_pairs=True)
+    prepared = text_classification.prepare_pairs(pairs, scored, rule, context)
+    # Each window has a score of its own.
+    return prepared._replace(state=prepared.state._replace(windows=None))
+
+
+def _compared(
+    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext, *, report: bool
+) -> PreparedRequest[Any]:
+    """Tokenize the query and the texts whose embeddings are compared."""
+    compared = SimilarityInputs.model_construct(
+        source_sentence=inputs.query, sentences=inputs.texts
+    )
+    truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
+    cosine = _Compared(**truncation, return_usage=report)
+    prepared = similarity.prepare(compared, cosine, context, in_roles=True)
+    if prepared.usage and prepared.usage[0].windows:
+        tokens = prepared.usage[0].tokens
+        raise InvalidRequest(f"has {tokens} tokens; long_text window divides only texts", _QUERY)
+    return prepared
 
 
 def _prepare_interaction(
     inputs: RerankInputs, rule: LongTextRule, context: TaskContext
 ) -> PreparedRequest[Any]:
     """Return the encodings of a query and of the texts, as documents."""
+    if rule.choice == "window":
+        problem = "is window, which late interaction does not divide texts into; leave it out"
+        raise InvalidRequest(problem, Location(("long_text",)))
     query, of_query = late_interaction.encode([(_QUERY, inputs.query)], Role.QUERY, rule, context)
     places = [(_TEXTS.below(index), text) for index, text in enumerate(inputs.texts)]
     documents, of_documents = late_interaction.encode(places, Role.DOCUMENT, rule, context)
@@ -163,18 +246,27 @@ def _interaction_scores(kept: list[Kept], outputs: Outputs, context: TaskContext
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    scorer, inner, texts = state
     scores: list[float]
-    if scorer == "classifier":
-        labels = text_classification.TASK.decode(inner, outputs, context)
+    if state.scorer == "classifier":
+        labels = text_classification.TASK.decode(state.inner, outputs, context)
         scores = [best[0].score for best in labels]
-    elif scorer == "late-interaction":
-        scores = _interaction_scores(inner, outputs, context)
+    elif state.scorer == "late-interaction":
+        scores = _interaction_scores(state.inner, outputs, context)
     else:
-        scores = similarity.TASK.decode(inner, outputs, context)
-    order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-    ranks = [Rank(index, scores[index], texts[index] if texts else None) for index in order]
-    return Ranking(ranks, scorer)
+        scores = similarity.TASK.decode(state.inner, outputs, context)
+    rest = iter(scores)
+    windows = state.windows or [(None,)] * len(scores)
+    # The score and the characters of each text's best window.
+    best = [
+        max(((next(rest), place) for place in places), key=lambda scored: scored[0])
+        for places in windows
+    ]
+    order = sorted(range(len(best)), key=lambda index: best[index][0], reverse=True)
+    ranks = [
+        Rank(index, best[index][0], state.texts[index] if state.texts else None, best[index][1])
+        for index in order
+    ]
+    return Ranking(ranks, state.scorer)
 
 
 TASK: Final = Task(

@@ -355,7 +355,7 @@ def check_has_tokens(ids: Sequence[int], at: Location) -> None:
         raise InvalidRequest("has no token, only spaces or control characters", at)
 
 
-def check_range(value: int, low: int, high: int, name: str) -> None:
+def check_range(value: float, low: float, high: float, name: str) -> None:
     """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
     if not low <= value <= high:
         raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))

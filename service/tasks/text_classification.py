@@ -3,6 +3,7 @@
 The scores are those of transformers' pipeline.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -29,7 +30,12 @@ from cloze.service.tasks.task import (
     check_range,
     softmax,
 )
-from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
+from cloze.service.tasks.texts import (
+    LongTextRule,
+    TruncationParameters,
+    UsageParameters,
+    encode_pairs,
+)
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -101,12 +107,23 @@ def prepare(
         if text.text_pair is not None:
             limits.check_text(text.text_pair, at.below("text_pair"))
         pairs.append((at, text.text, text.text_pair))
-    rule = parameters.rule(report=parameters.return_usage)
+    return prepare_pairs(
+        pairs, parameters, parameters.rule(report=parameters.return_usage), context
+    )
+
+
+def prepare_pairs(
+    pairs: Sequence[tuple[Location, str, str | None]],
+    parameters: TextClassificationParameters,
+    rule: LongTextRule,
+    context: TaskContext,
+) -> PreparedRequest[_State]:
+    """Tokenize pairs of texts, and texts whose second text is None."""
     encoder = encode_pairs(pairs, rule, context, _REQUEST)
     options = _options(context.manifest)
     chosen, columns = choose_label_set(options, parameters.label_set, context)
     function = _function(chosen, parameters)
-    windows = encoder.windows if parameters.long_text == "window" else None
+    windows = encoder.windows if rule.choice == "window" else None
     state = _State(chosen.labels, columns, parameters.top_k, function, windows)
     return encoder.prepared(state, len(encoder.encodings))
 

@@ -151,6 +151,7 @@ class LongTextRule:
         refused_by: the parameter that refuses them, for the error.
         keep_end: whether to cut the start of a long text instead of its end.
         stride: tokens that neighbouring windows share; None: a quarter of a window.
+        divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
         report: whether to report how much of each text was used.
     """
 
@@ -159,6 +160,7 @@ class LongTextRule:
     keep_end: bool = False
     stride: int | None = None
     report: bool | None = False
+    divides_pairs: bool = False
 
     def check(self, at: Location, tokens: int, most: int) -> None:
         """Raise `InvalidRequest` for a text of more tokens than the model reads, if asked to."""
@@ -233,11 +235,16 @@ class TextEncoder:
         self.add_encodings(at, encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
         return bounds
 
-    def add_pair(self, at: Location, first: Sequence[int], second: Sequence[int]) -> None:
-        """Add a pair of texts by their tokens, without special tokens."""
+    def add_pair(
+        self, at: Location, first: Sequence[int], second: Sequence[int], text: str
+    ) -> None:
+        """Add a pair of texts by their tokens, without special tokens, and by its second text."""
         tokenizer = self.context.tokenizer
         tokens = len(first) + len(second) + tokenizer.special.pair_tokens
         if self.rule.choice == "window" and tokens > self.max_tokens:
+            if self.rule.divides_pairs:
+                self._add_pair_windows(at, first, second, text)
+                return
             raise InvalidRequest(
                 f"is a pair of {tokens} tokens; the model reads {self.max_tokens}, and long_text "
                 "window divides only texts without a pair",
@@ -245,6 +252,21 @@ class TextEncoder:
             )
         encoding = tokenizer.pair(first, second, self.max_tokens, keep_end=self.rule.keep_end)
         self.add_encodings(at, [encoding], TextUsage(tokens, len(encoding)))
+
+    def _add_pair_windows(
+        self, at: Location, first: Sequence[int], second: Sequence[int], text: str
+    ) -> None:
+        """Add a pair for each window of its second text. See `add_pair`."""
+        tokenizer, around = self.context.tokenizer, len(first)
+        around += tokenizer.special.pair_tokens
+        if (room := self.max_tokens - around) < 1:
+            problem = f"has no room beside the {len(first)} tokens of the query"
+            raise InvalidRequest(f"{problem}; the model reads {self.max_tokens} tokens", at)
+        bounds = self.divide(len(second), room, at, self.rule.stride, around)
+        encodings = [tokenizer.pair(first, second[a:b], self.max_tokens) for a, b in bounds]
+        windows = characters(bounds, tokenizer.spans(text).offsets) if self.rule.report else None
+        tokens = around + len(second)
+        self.add_encodings(at, encodings, TextUsage(tokens, tokens, windows))
 
     def add_encodings(self, at: Location, encodings: Sequence[Encoding], usage: TextUsage) -> None:
         """Add the encodings of one text or pair."""
@@ -305,7 +327,7 @@ def encode_pairs(
         if second is None:
             encoder.add(at, ids[first], first)
         else:
-            encoder.add_pair(at, ids[first], ids[second])
+            encoder.add_pair(at, ids[first], ids[second], second)
     return encoder
 
 

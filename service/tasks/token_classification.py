@@ -5,7 +5,7 @@ Scores and groups are those of transformers' pipeline. A long text is cut or, wi
 longer entity is kept. If both have the same length, the likelier entity is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -89,7 +89,7 @@ Entities = list[TokenEntity] | list[EntityGroup]
 _REQUEST: Final = {token_classification.HEAD.name: HeadRequest()}
 
 
-class _Text(NamedTuple):
+class TaggedText(NamedTuple):
     """A text with its tokens and the (first, end) tokens of its windows."""
 
     text: str
@@ -97,10 +97,12 @@ class _Text(NamedTuple):
     windows: Sequence[Bounds]
 
 
-class _State(NamedTuple):
+class TaggedTexts(NamedTuple):
+    """The texts of a request, and how their logits become entities."""
+
     labels: tuple[str, ...]
     logits: slice
-    texts: list[_Text]
+    texts: list[TaggedText]
     strategy: Strategy
     ignored: frozenset[str]
 
@@ -117,7 +119,7 @@ class _Token:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entity:
+class LabelledSpan:
     """One or more tokens that share a label."""
 
     label: str
@@ -130,7 +132,7 @@ class _Entity:
 
 def prepare(
     inputs: Any, parameters: TokenClassificationParameters, context: TaskContext
-) -> PreparedRequest[_State]:
+) -> PreparedRequest[TaggedTexts]:
     """Tokenize the texts, long texts in windows if the client asks."""
     limits = context.limits
     texts = limits.listed(inputs)
@@ -138,16 +140,16 @@ def prepare(
     choice = _long_text(parameters, strategy, limits.max_tokens - 2)
     rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
-    prepared: list[_Text] = []
+    prepared: list[TaggedText] = []
     for at, text in texts:
         spans = context.tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
-        prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
+        prepared.append(TaggedText(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     options = context.manifest.heads[token_classification.HEAD.name]
     assert isinstance(options, TokenLabels)
     chosen, columns = choose_label_set(options, parameters.label_set, context)
-    state = _State(chosen.labels, columns, prepared, strategy, ignored)
+    state = TaggedTexts(chosen.labels, columns, prepared, strategy, ignored)
     return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
 
 
@@ -170,22 +172,14 @@ def _long_text(
     return choice or "truncate"
 
 
-def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entities]:
+def decode(state: TaggedTexts, outputs: Outputs, context: TaskContext) -> list[Entities]:
     """Return the entities of each text."""
-    labels, columns, texts, strategy, ignored = state
-    rest, join = iter(outputs), context.tokenizer.join
+    join = context.tokenizer.join
     results: list[Entities] = []
-    for text in texts:
-        entities: list[_Entity] = []
-        for window in text.windows:
-            logits = next(rest)[token_classification.HEAD.name].array[:, columns]
-            words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
-            labelled = [_labelled(word, strategy, labels) for word in words]
-            entities += labelled if strategy == "none" else _grouped(labelled)
-        kept = [entity for entity in entities if entity.label not in ignored]
+    for text, kept in found(state, outputs, context):
         if len(text.windows) > 1:
             kept = _without_overlaps(kept)
-        if strategy == "none":
+        if state.strategy == "none":
             results.append(
                 [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
             )
@@ -200,8 +194,24 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entiti
     return results
 
 
+def found(
+    state: TaggedTexts, outputs: Outputs, context: TaskContext
+) -> Iterator[tuple[TaggedText, list[LabelledSpan]]]:
+    """Yield each text with the entities of its windows; those of two windows may overlap."""
+    labels, columns, texts, strategy, ignored = state
+    rest = iter(outputs)
+    for text in texts:
+        entities: list[LabelledSpan] = []
+        for window in text.windows:
+            logits = next(rest)[token_classification.HEAD.name].array[:, columns]
+            words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
+            labelled = [_labelled(word, strategy, labels) for word in words]
+            entities += labelled if strategy == "none" else _grouped(labelled)
+        yield text, [entity for entity in entities if entity.label not in ignored]
+
+
 def _words(
-    text: _Text, window: Bounds, scores: Float32, strategy: Strategy, tokenizer: Tokenizer
+    text: TaggedText, window: Bounds, scores: Float32, strategy: Strategy, tokenizer: Tokenizer
 ) -> list[list[_Token]]:
     """Return the tokens of a window by word, or each by itself if the strategy labels tokens.
 
@@ -231,7 +241,7 @@ def _words(
     return words
 
 
-def _labelled(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> _Entity:
+def _labelled(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> LabelledSpan:
     """Label a word by its first token, its most certain token (max), or the mean of its tokens."""
     first, last = word[0], word[-1]
     scores = first.scores
@@ -241,12 +251,14 @@ def _labelled(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> 
         scores = np.mean([token.scores for token in word], axis=0)
     best = int(scores.argmax())
     words = [token.word for token in word]
-    return _Entity(labels[best], float(scores[best]), words, first.index, first.start, last.end)
+    return LabelledSpan(
+        labels[best], float(scores[best]), words, first.index, first.start, last.end
+    )
 
 
-def _grouped(labelled: list[_Entity]) -> list[_Entity]:
+def _grouped(labelled: list[LabelledSpan]) -> list[LabelledSpan]:
     """Join neighbours with the same tag; a label with ``B-`` begins a new entity."""
-    groups: list[list[_Entity]] = []
+    groups: list[list[LabelledSpan]] = []
     for entity in labelled:
         begins, tag = _tag(entity.label)
         if groups and not begins and tag == _tag(groups[-1][-1].label)[1]:
@@ -256,13 +268,18 @@ def _grouped(labelled: list[_Entity]) -> list[_Entity]:
     return [
         replace(
             group[0],
-            label=group[0].label.split("-", 1)[-1],
+            label=entity_group(group[0].label),
             score=float(np.mean([entity.score for entity in group])),
             words=[word for entity in group for word in entity.words],
             end=group[-1].end,
         )
         for group in groups
     ]
+
+
+def entity_group(label: str) -> str:
+    """Return the label of an entity whose first token has a label."""
+    return label.split("-", 1)[-1]
 
 
 def _tag(label: str) -> tuple[bool, str]:
@@ -272,9 +289,9 @@ def _tag(label: str) -> tuple[bool, str]:
     return False, label
 
 
-def _without_overlaps(entities: list[_Entity]) -> list[_Entity]:
+def _without_overlaps(entities: list[LabelledSpan]) -> list[LabelledSpan]:
     """Return the entities without overlaps: the longest entity is kept, then the likeliest."""
-    kept: list[_Entity] = []
+    kept: list[LabelledSpan] = []
     for entity in sorted(entities, key=lambda entity: entity.start):
         if not kept or entity.start >= (last := kept[-1]).end:
             kept.append(entity)

@@ -39,6 +39,8 @@ from cloze.service.tasks.texts import (
 
 _TEMPLATE: Final = "This example is {}."
 _PLACE: Final = "{}"
+_LABEL_CHARACTERS: Final = 1000
+"""Most characters of a label, which the answer repeats for each text."""
 _LABELS: Final = Location(("candidate_labels",))
 _TEMPLATE_PLACE: Final = Location(("hypothesis_template",))
 _REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
@@ -95,8 +97,7 @@ def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
     """Return the label of entailment of the first label set that has one, and the set's logits."""
     options = manifest.heads[sequence_classification.HEAD.name]
     assert isinstance(options, SequenceLabels)
-    for name in options.names:
-        chosen, columns = options.choose(name)
+    for chosen, columns in options.columns():
         if (found := entailment(chosen.labels)) is not None:
             return found, columns
     return None
@@ -123,14 +124,18 @@ def prepare(
     hypotheses = _hypotheses(labels, parameters.hypothesis_template, context)
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
-    around, tokens, windows = tokenizer.special.pair_tokens, 0, []
+    limits.check_results(len(texts) * len(hypotheses), "the request asks for", "scores")
+    tokens, windows = 0, []
     for (at, text), ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
         check_has_tokens(ids, at)
         parts, usage = _parts(text, ids, at, hypotheses, encoder)
-        pairs = [(_cut(part, h, encoder), h) for part in parts for h in hypotheses]
-        tokens += sum([around + len(part) + len(hypothesis) for part, hypothesis in pairs])
+        tokens += _pair_tokens(parts, hypotheses, encoder)
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
-        encodings = [tokenizer.pair(*pair, limits.max_tokens) for pair in pairs]
+        encodings = [
+            tokenizer.pair(_cut(part, h, encoder), h, limits.max_tokens)
+            for part in parts
+            for h in hypotheses
+        ]
         encoder.add_encodings(at, encodings, usage)
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
@@ -147,6 +152,9 @@ def _hypotheses(
     first: dict[str, int] = {}
     for number, label in enumerate(labels):
         limits.check_text(label, _LABELS.below(number))
+        if len(label) > _LABEL_CHARACTERS:
+            problem = f"has {len(label)} characters; the limit of a label is {_LABEL_CHARACTERS}"
+            raise InvalidRequest(problem, _LABELS.below(number))
         if (other := first.setdefault(label, number)) != number:
             problem = f"is {ascii(label)[:80]}, as {_LABELS.below(other)} is; a label is given once"
             raise InvalidRequest(problem, _LABELS.below(number))
@@ -156,6 +164,10 @@ def _hypotheses(
     if not place or set(_PLACE) & set(before + after):
         problem = f"is {ascii(template)[:80]}; it needs {_PLACE} once, for the label, and no brace"
         raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
+    # A short body may have a long template and many labels.
+    if (length := len(template) * len(labels)) > (most := limits.max_text_characters):
+        problem = f"has {len(template)} characters, and with {len(labels)} labels {length}"
+        raise InvalidRequest(f"{problem}; the limit is {most}", _TEMPLATE_PLACE)
     hypotheses = context.tokenizer.ids([before + label + after for label in labels])
     room = limits.max_tokens - context.tokenizer.special.pair_tokens
     for number, hypothesis in enumerate(hypotheses):
@@ -178,6 +190,14 @@ def _cut(ids: Ids, hypothesis: Ids, encoder: TextEncoder) -> Ids:
     """Return the tokens of a text, or of a part of one, that the model reads with a hypothesis."""
     room = _room(hypothesis, encoder)
     return ids[-room:] if encoder.rule.keep_end else ids[:room]
+
+
+def _pair_tokens(parts: Sequence[Ids], hypotheses: Sequence[Ids], encoder: TextEncoder) -> int:
+    """Return the tokens of all pairs of a part of a text and a hypothesis."""
+    around = encoder.context.tokenizer.special.pair_tokens
+    of_parts, of_hypotheses = map(len, parts), map(len, hypotheses)
+    pairs = np.add.outer([*of_parts], [*of_hypotheses]) + around
+    return int(np.minimum(pairs, encoder.max_tokens).sum())
 
 
 def _parts(
@@ -243,6 +263,7 @@ TASK: Final = Task(
     result=list[LabelScore] | list[list[LabelScore]],
     alone=(str,),
     own_parameters=("candidate_labels",),
+    takes_long=lambda _: True,
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

@@ -313,6 +313,11 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
     assert {"second_type", "pair_separators"} <= written("tokenizer.second_type", 0)[
         "tokenizer"
     ].keys()
+    per_layer = {"layer_heads", "layer_intermediate_sizes"}
+    assert not per_layer & written("version", 3)["architecture"].keys()
+    assert written("architecture.layer_heads", [1] * 4)["architecture"].keys() & per_layer == {
+        "layer_heads"
+    }
     head = "sequence_classification"
     assert "raw_scores" not in written("version", 3)["heads"][head]
     raw = written(f"heads.{head}.raw_scores", True)
@@ -324,6 +329,16 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
     bare = Manifest.model_validate(FIELDS | {"tasks": without, "heads": {}})
     assert labelled & FIELDS["heads"].keys()
     assert "heads" not in json.loads(bare.to_bytes())
+
+
+def test_a_pruned_encoder_has_sizes_for_each_layer() -> None:
+    layers, heads = FIELDS["architecture"]["layers"], FIELDS["architecture"]["heads"]
+    for name in ("layer_heads", "layer_intermediate_sizes"):
+        assert accepts(f"architecture.{name}", [1] * layers)
+        assert not accepts(f"architecture.{name}", [1] * (layers + 1))
+        assert not accepts(f"architecture.{name}", [0] * layers)
+    assert accepts("architecture.layer_heads", [heads] * layers)
+    assert not accepts("architecture.layer_heads", [heads + 1] * layers)
 
 
 def test_special_tokens_of_a_pair_are_counted() -> None:

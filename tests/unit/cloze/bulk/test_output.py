@@ -425,6 +425,7 @@ def test_inputs_of_the_tasks() -> None:
         "fill-mask": (("text",), "predictions"),
         "classify": (("text",), "labels"),
         "zero-shot-classification": (("text",), "labels"),
+        "redact": (("text",), "redacted"),
         "qa": (("question", "context"), "answers"),
     }
 

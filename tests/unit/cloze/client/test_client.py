@@ -243,12 +243,16 @@ def test_sparse_words_and_similarities() -> None:
     assert recorded.requests[0].url.path == "/similarity"
 
 
+WORDS = ("targets", "labels", "patterns")
+"""The options that are lists of words."""
+
+
 def valid(parameter: inspect.Parameter) -> Any:
     """Return a value of a parameter's first type: a word, if it has words."""
     kind = (get_args(parameter.annotation) or (parameter.annotation,))[0]
-    values: dict[Any, Any] = {str: f"a {parameter.name}", int: 7, bool: True}
+    values: dict[Any, Any] = {str: f"a {parameter.name}", int: 7, bool: True, float: 0.5}
     words = get_args(kind) or (kind,)
-    return ["a", "b"] if parameter.name == "targets" else values.get(kind, words[-1])
+    return ["a", "b"] if parameter.name in WORDS else values.get(kind, words[-1])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,13 @@ from cloze.export.families import FAMILIES
 from cloze.export.model_loading import load_model
 from cloze.export.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
-from tests.tokenizer_kinds import byte_level, mpnet_wordpiece, unigram, wordpiece
+from tests.tokenizer_kinds import (
+    byte_level,
+    byte_level_with_brackets,
+    mpnet_wordpiece,
+    unigram,
+    wordpiece,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -58,6 +64,19 @@ OWN: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "num_hidden_groups": 2,
         "inner_group_num": 2,
+    },
+    "modernbert": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "local_attention": 8,
+        "norm_eps": 1e-4,
+        "global_rope_theta": 400.0,
+        "local_rope_theta": 70.0,
+        "pad_token_id": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
     },
     "mobilebert": {
         "embedding_size": 10,
@@ -92,6 +111,7 @@ TOKENIZERS = {
     "camembert": unigram,
     "mpnet": mpnet_wordpiece,
     "albert": unigram,
+    "modernbert": byte_level_with_brackets,
     "deberta-v2": unigram,
 }
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
@@ -111,8 +131,7 @@ CLASSES = {
 def settings_of(family: str, tokenizer: Tokenizer, **settings: Any) -> Any:
     kind = transformers.CONFIG_MAPPING[family]
     given = SIZES | OWN[family] | {"vocab_size": tokenizer.get_vocab_size()} | settings
-    pad = 1 if family in OFFSET or family in TOKENIZERS else 0
-    return kind(**given, pad_token_id=0 if family == "albert" else pad)
+    return kind(**{"pad_token_id": 1 if family in OFFSET else 0} | given)
 
 
 def save(family: str, head: str, folder: Path, **settings: Any) -> Any:
@@ -157,7 +176,10 @@ def ours(checkpoint: Any, head: str, ids: Tensor) -> Tensor:
     model = checkpoint.model
     with torch.no_grad():
         hidden = model(ids)
-        rows = hidden[:, 0] if head == "sequence_classification" else hidden
+        rows = hidden
+        if head == "sequence_classification":
+            is_mean = model.config.classifier_pooling == "mean"
+            rows = hidden.mean(1) if is_mean else hidden[:, 0]
         module = getattr(model, head)
         result: Tensor = module(rows)
         return result
@@ -320,7 +342,7 @@ def test_the_transform_before_the_words_is_always_the_exact_gelu(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_differ(family: str, tmp_path: Path) -> None:
-    key = "activation" if family == "distilbert" else "hidden_act"
+    key = {"distilbert": "activation", "modernbert": "hidden_activation"}.get(family, "hidden_act")
     results = []
     for number, name in enumerate(("gelu", "gelu_new", "relu")):
         network = save(family, "masked_lm", tmp_path / str(number), **{key: name})
@@ -330,6 +352,70 @@ def test_activations_differ(family: str, tmp_path: Path) -> None:
         assert same(results[-1], theirs(network, "masked_lm", ids)), name
     assert not same(results[0], results[1])
     assert not same(results[1], results[2])
+
+
+# ---- local attention, gates and rotary positions -------------------------------------------------
+
+ALL_BIASES = {
+    "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
+}  # fmt: skip
+OTHER_MODERN: list[dict[str, Any]] = [
+    ALL_BIASES,
+    {"classifier_pooling": "mean", "classifier_activation": "relu"},
+    {"layer_types": None, "global_attn_every_n_layers": 2, "num_hidden_layers": 5},
+    {"local_rope_theta": 400.0},
+    {"decoder_bias": False},
+]
+
+
+@pytest.mark.parametrize("head", CLASSES)
+@pytest.mark.parametrize("settings", OTHER_MODERN, ids=lambda one: next(iter(one)))
+def test_settings_of_local_layers_are_those_of_transformers(
+    settings: dict[str, Any], head: str, tmp_path: Path
+) -> None:
+    network = save("modernbert", head, tmp_path / "checkpoint", **settings)
+    checkpoint = load_checkpoint(str(tmp_path / "checkpoint"))
+    ids = ids_of(network, 30)
+    assert same(ours(checkpoint, head, ids), theirs(network, head, ids))
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path / "written")
+    again = load_checkpoint(str(tmp_path / "written"))
+    assert again.model.config == checkpoint.model.config
+    assert same(ours(again, head, ids), theirs(network, head, ids))
+
+
+def test_a_token_reaches_no_further_than_the_window_of_one_local_layer(tmp_path: Path) -> None:
+    one = {"num_hidden_layers": 1, "max_position_embeddings": 300, "local_attention": 128}
+    network = save("modernbert", "masked_lm", tmp_path, layer_types=["sliding_attention"], **one)
+    model = load_checkpoint(str(tmp_path)).model
+    ids = ids_of(network, 130, texts=1)
+    changed = ids.clone()
+    changed[0, 0] = ids[0, 0] - 1
+    with torch.no_grad():
+        differs = (model(ids) != model(changed)).any(-1)[0]
+    assert differs[:65].all()
+    assert not differs[65:].any()
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 66, 128, 129, 130, 300])
+def test_lengths_around_the_window_are_those_of_transformers(tokens: int, tmp_path: Path) -> None:
+    longer = {"max_position_embeddings": 300, "local_attention": 128}
+    network = save("modernbert", "masked_lm", tmp_path, **longer)
+    checkpoint = load_checkpoint(str(tmp_path))
+    ids = ids_of(network, tokens, texts=2)
+    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+
+
+@pytest.mark.parametrize("part", ["mlp.Wi", "attn.Wqkv"])
+def test_the_order_of_packed_halves_matters(part: str, tmp_path: Path) -> None:
+    network = save("modernbert", "masked_lm", tmp_path)
+    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
+    for name, rows in tensors.items():
+        if part in name:
+            tensors[name] = rows.roll(len(rows) // (2 if part == "mlp.Wi" else 3), 0).contiguous()
+    save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    ids = ids_of(network, 9)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
 
 
 # ---- names of tensors ----------------------------------------------------------------------------
@@ -545,6 +631,15 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("deberta-v2", {"conv_kernel_size": 4}, "4 tokens has no middle"),
         ("deberta-v2", {"position_buckets": 2}, "2 buckets"),
         ("camembert", {"quantization_config": {"bits": 8}}, "quantised"),
+        ("modernbert", {"layer_types": ["full_attention", "x", "x"]}, "layer_types"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "1 kinds of attention for 3 layers"),
+        ("modernbert", {"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ("modernbert", {"rope_parameters": {}}, "global_rope_theta"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 9.0}}},
+            "rope_type 'yarn'",
+        ),
     ],
 )
 def test_another_architecture_is_refused_by_name(

@@ -11,7 +11,7 @@ from tests.unit.export.families.test_against_transformers import OFFSET, OWN, SI
 NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
-    "intra_bottleneck_size", "rope_parameters",
+    "intra_bottleneck_size", "rope_parameters", "norm_eps",
     "relative_attention", "pos_att_type",
 }  # fmt: skip
 """Sizes without a default."""
@@ -22,7 +22,7 @@ WITH_DEFAULTS = {"bert", "electra", "albert", "mobilebert"}
 
 def settings(family: str) -> dict[str, Any]:
     given = {"vocab_size": 50} | SIZES | OWN[family]
-    return transformers.CONFIG_MAPPING[family](**given, pad_token_id=1).to_dict()
+    return transformers.CONFIG_MAPPING[family](**{"pad_token_id": 1} | given).to_dict()
 
 
 def only_needed(family: str) -> dict[str, Any]:
@@ -38,21 +38,22 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def test_what_is_written_is_read_as_the_same_sizes(family: Family) -> None:
-    given = settings(family.name) | {"hidden_dropout_prob": 0.25, "dropout": 0.25}
+    dropouts = ("hidden_dropout_prob", "dropout", "mlp_dropout")
+    given = settings(family.name) | dict.fromkeys(dropouts, 0.25)
     config = family.read_config(given)
     assert config.dropout == 0.25
     written = family.write_config(config)
     assert family.read_config(written) == config
     theirs = transformers.CONFIG_MAPPING[family.name](**written)
     assert theirs.model_type == family.name
-    if family.name != "distilbert":
+    if family.name not in {"distilbert", "modernbert"}:
         assert theirs.attention_probs_dropout_prob == theirs.hidden_dropout_prob == 0.25
     assert theirs.pad_token_id == (1 if family.name in OFFSET else 0)
 
 
 def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family) -> None:
     config = family.read_config(only_needed(family.name))
-    own = {"mobilebert": ("relu", 0.0), "nomic_bert": ("silu", 0.0)}
+    own = {"mobilebert": ("relu", 0.0), "nomic_bert": ("silu", 0.0), "modernbert": ("gelu", 0.0)}
     assert (config.activation, config.dropout) == own.get(family.name, ("gelu", 0.1))
     assert config.group_layers == 1
     assert config.layer_groups == (1 if family.name == "albert" else None)
@@ -62,9 +63,9 @@ def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family)
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - WITH_DEFAULTS - {"distilbert"}))
 def test_an_epsilon_without_a_default_must_be_given(name: str) -> None:
-    given = only_needed(name)
-    del given["layer_norm_eps"]
-    with pytest.raises(KeyError, match="layer_norm_eps"):
+    given, key = only_needed(name), "norm_eps" if name == "modernbert" else "layer_norm_eps"
+    del given[key]
+    with pytest.raises(KeyError, match=key):
         FAMILIES[name].read_config(given)
 
 

@@ -67,7 +67,7 @@ def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_pat
     made, recipe = model(family), projected()
     if LAYOUTS[precision] not in FAMILIES[family].layouts:
         with pytest.raises(
-            ExportError, match=f"a {family} has no fp16 graph: (its attention|with)"
+            ExportError, match=f"a {family} has no fp16 graph: (its .*attention|with)"
         ):
             written(tmp_path, made, recipe, [precision])
         return

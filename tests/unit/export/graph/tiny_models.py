@@ -42,6 +42,11 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "type_vocab_size": 2, "embedding_size": 12, "layers": 4, "layer_groups": 2,
         "activation": "gelu_new",
     },
+    "modernbert": {
+        "layers": 3, "local_layers": (False, True, True), "window": 3, "gated": True,
+        "rotary_base": 60.0, "local_rotary_base": 20.0, "classifier_pooling": "mean",
+        "without_bias": frozenset({"attention", "up", "down", "norm", "head"}),
+    },
     "mobilebert": {
         "type_vocab_size": 2, "embedding_size": 12, "bottleneck": 8, "feed_forwards": 3,
         "activation": "relu",

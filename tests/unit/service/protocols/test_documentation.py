@@ -36,6 +36,7 @@ POST /embed | tasks | json raw npy | V | all
 POST /embed_all | tasks | json raw npy | V | all
 POST /embed_sparse | tasks | json | T | all
 POST /zero-shot-classification | tasks | json | T | all
+POST /redact | tasks | json | T | all
 POST /similarity | tasks | json | T | all
 POST /nsp | tasks | json | T | all
 POST /qa | tasks | json | T | all
@@ -139,7 +140,7 @@ def test_fields_of_bodies(described: dict[str, Any]) -> None:
         "return_tokens=None inputs model=None ...",
         "DispatchBody": "inputs parameters=None ...",
         "PredictBody": f"{cut} inputs raw_scores=False model=None ...",
-        "RerankBody": f"query texts {cut} raw_scores=None return_text=False model=None ...",
+        "RerankBody": f"query texts return_usage=None {cut} raw_scores=None return_text=False model=None ...",
         "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
         "DecodeBody": "skip_special_tokens=True ids model=None ...",
         "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None input_type=None "

@@ -1,5 +1,7 @@
 """Answers from the logits of a context's windows, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -109,6 +111,29 @@ def test_the_answers_are_the_best_of_all_windows() -> None:
     assert isinstance(answers, list)
     assert [a.answer for a in answers] == ["open", "red"]
     assert [(a.start, a.end) for a in answers] == [(10, 14), (0, 3)]
+
+
+def test_an_answer_of_several_windows_has_the_score_of_the_best() -> None:
+    """The sum over both windows, which transformers gives, is 1.6 here."""
+    question = Question(CONTEXT, SPANS, 3, [(0, 4), (3, 5)])
+    low = window((-9.0, -9.0), LOW, LOW, (1.5, 1.5))  # "open", which the windows share
+    high = window((2.5, 2.5), LOW)
+    shares = [np.exp(n) / (np.exp(n) + 1 + 4 * np.exp(-9)) for n in (1.5, 2.5)]
+    assert shares[0] ** 2 + shares[1] ** 2 > 1.5
+    for logits in ([low, high], [low, window((0.5, 0.5), LOW)]):
+        alone = [only(best_answers(replace(question, windows=[bounds]), [row], OPTIONS))
+                 for bounds, row in zip(question.windows, logits, strict=True)]  # fmt: skip
+        best = only(best_answers(question, logits, OPTIONS))
+        assert best == max(alone, key=lambda answer: answer.score)
+        assert best.answer == "open"
+
+
+def test_a_score_is_at_most_1() -> None:
+    """Also where float32 rounds the probabilities of a window to a sum above 1."""
+    never = (-1000.0, -1000.0)
+    logits = window((0.0, 0.0), never, never, never, (-17.5, -17.5), cls=never)
+    answer = only(best_answers(QUESTION, [logits], OPTIONS))
+    assert (answer.answer, answer.score) == ("red", 1.0)
 
 
 def test_no_answer_has_the_least_score_of_all_windows() -> None:

@@ -1,6 +1,7 @@
 """Labels of texts and of tokens, next sentences and scores of texts, from outputs by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
 from tests.unit.service.tasks.model import (
     LABELS,
+    LIMITS,
     context,
     decoded,
     ids,
@@ -385,3 +387,68 @@ def test_large_logits_do_not_overflow() -> None:
     text = prepared("text-classification", "a")
     [labels] = decoded("text-classification", text, label_outputs([2000, 0, -2000, 1]))
     assert (labels[0].label, labels[0].score) == ("O", 1)
+
+
+NLI = {"labels": ("contradiction", "entailment"), "problem_type": "single_label_classification"}
+TAGS = {"token_classification": {"labels": LABELS}}
+TWO_SETS = {
+    **TAGS,
+    "sequence_classification": {
+        "name": "mood",
+        "labels": ("bad", "good", "so"),
+        "problem_type": "multi_label_classification",
+        "further": [NLI | {"name": "inference"}],
+    },
+}
+ZERO_SHOT = "zero-shot-classification"
+
+
+def test_the_entailment_of_a_further_label_set_decides() -> None:
+    """The logits of the first set lie before those of the set that has the entailment."""
+    with_sets = context(heads=TWO_SETS)
+    request = prepared(
+        ZERO_SHOT, "a", with_sets, candidate_labels=["x", "y"], hypothesis_template="{}"
+    )
+    assert tokens(request) == ["[CLS] a [SEP] x [SEP]", "[CLS] a [SEP] y [SEP]"]
+    outputs = label_outputs([9, -9, 9, 0, 1], [-9, 9, -9, 0, 3])
+    [labels] = decoded(ZERO_SHOT, request, outputs, with_sets)
+    assert [one.label for one in labels] == ["y", "x"]
+    assert [one.score for one in labels] == pytest.approx(softmax([3, 1]), rel=1e-5)
+    request = prepared(ZERO_SHOT, "a", with_sets, candidate_labels=["x"], hypothesis_template="{}")
+    [[label]] = decoded(ZERO_SHOT, request, outputs[:1], with_sets)
+    assert label.score == pytest.approx(softmax([1, 0])[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("inputs", "parameters", "message"), [
+    ("a", {"candidate_labels": ["x", "y"], "hypothesis_template": " " * 99 + "{}"},
+     "hypothesis_template has 101 characters, and with 2 labels 202; the limit is 200"),
+    ("a", {"candidate_labels": ["x" + " " * 1000]},
+     "candidate_labels[0] has 1001 characters; the limit of a label is 1000"),
+    (["a"] * 4, {"candidate_labels": list("bcdefghijklmnopq")},
+     "the request asks for 64 scores; the limit is 60"),
+    ("a b c d e f g h i j k l m n " * 3, {"candidate_labels": list("bcdefghijklmno"), "long_text": "window"},
+     "up to inputs the texts with each of their labels hold"),
+])  # fmt: skip
+def test_short_bodies_ask_for_little_work(
+    inputs: Any, parameters: dict[str, Any], message: str
+) -> None:
+    """Templates, labels and windows are counted before they are multiplied."""
+    limits = replace(LIMITS, max_request_texts=16)
+    if "1001" in message:
+        limits = replace(limits, max_text_characters=1001)
+    with_labels = context(limits, heads=TAGS | {"sequence_classification": NLI})
+    with pytest.raises(InvalidRequest) as raised:
+        prepared(ZERO_SHOT, inputs, with_labels, **{"hypothesis_template": "{}"} | parameters)
+    assert message in str(raised.value)
+
+
+def test_thousands_of_label_sets_cost_little() -> None:
+    """An error names the first of them, and choosing one looks at each set once."""
+    further = [NLI | {"name": f"set-{number}"} for number in range(3000)]
+    sets = {"sequence_classification": NLI | {"name": "first", "further": further}}
+    with_sets = context(heads=TAGS | sets)
+    request = prepared("text-classification", "a", with_sets, label_set="set-2999")
+    assert request.state.logits == slice(6000, 6002)
+    with pytest.raises(InvalidRequest) as raised:
+        prepared("text-classification", "a", with_sets, label_set="other")
+    assert len(str(raised.value)) < 400

@@ -123,7 +123,7 @@ def test_long_texts_are_cut_as_asked() -> None:
         "[CLS] the door [SEP] d e f g h i j [SEP]"
     ]
     for parameters in ({"truncate": False}, {"long_text": "error"}):
-        with pytest.raises(InvalidRequest, match=r"inputs\[0\] has 15 tokens; the model reads 12"):
+        with pytest.raises(InvalidRequest, match=r"texts\[0\] has 15 tokens; the model reads 12"):
             asked([long], **parameters)
         with pytest.raises(InvalidRequest, match=r"sentences\[0\] has 12 tokens; .* reads 10"):
             asked([long], CONTEXT, **parameters)

@@ -39,6 +39,7 @@ def test_names_routes_and_fields_on_the_wire() -> None:
         "text-classification": ("/classify", ("text_pair",)),
         "token-classification": ("/token-classification", ()),
         "qa": ("/qa", ("question",)),
+        "redact": ("/redact", ()),
         "zero-shot-classification": ("/zero-shot-classification", ()),
     }
     assert all(task.name == name for name, task in TASKS.items())

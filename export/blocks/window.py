@@ -1,0 +1,134 @@
+"""Local attention: each token attends to the tokens within a distance (Beltagy et al. 2020, 3.1).
+
+The graph of a long sequence computes blocks of queries with the keys around them, so that time and
+memory grow with the length and not with its square. A short sequence is one block.
+Shapes: B sequences, S tokens each, H hidden size, N attention heads, d = H / N, C blocks of L
+queries and K keys.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cloze.export.graph.trunk import TrunkGraph
+from cloze.model_store import tensors
+
+_ONE_BLOCK = 4
+"""Sequences up to this many distances are one block.
+
+Milliseconds of one layer of 384 numbers, 6 heads and distance 64, one thread of a Zen 4, as one
+block and in blocks: 0.21 and 0.36 for 128 tokens, 0.66 and 0.69 for 256, 2.5 and 1.5 for 512,
+52 and 8.9 for 2,048. The numbers with blocks of 128 and of 256 queries are higher.
+"""
+
+
+class Blocks(NamedTuple):
+    """Names of values of a graph that describe its blocks.
+
+    Attributes:
+        query_rows: int64 [C, L], the token of each query; the last block repeats the last token.
+        key_rows: int64 [C, K], the token of each key.
+        mask: float32 [C, L, K], or [B, 1, C, L, K] if some tokens are no keys. 0 for keys within
+            the distance, else minus infinity.
+        tokens: int64 [1], S.
+    """
+
+    query_rows: str
+    key_rows: str
+    mask: str
+    tokens: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The keys to which a token attends: those at most ``distance`` tokens before or after it."""
+
+    distance: int
+
+    def mask(self, tokens: int, device: torch.device) -> Tensor | None:
+        """Return bool [S, S], True for keys within the distance; None: all of them are."""
+        if tokens <= self.distance + 1:
+            return None
+        places = torch.arange(tokens, device=device)
+        return (places[:, None] - places[None, :]).abs() <= self.distance
+
+    def write(
+        self, trunk: TrunkGraph, operands: tuple[str, str, str], heads: int, width: int
+    ) -> str:
+        """Write the attention of each sequence of the dense layout to itself.
+
+        Args:
+            operands: names of queries, keys and values [B, S, H].
+            heads: N.
+            width: d.
+
+        Returns:
+            The name of the attended states [B, S, H].
+        """
+        g, blocks = trunk.g, trunk.once(f"window.{self.distance}", lambda: self._blocks(trunk))
+        size = g.weight("head_shape", np.array([0, 0, heads, -1], np.int64))
+
+        def gathered(x: str, rows: str) -> str:  # [B, S, H] -> [B, N, C, L or K, d]
+            turned = g.op("Transpose", [g.op("Reshape", [x, size])], perm=[0, 2, 1, 3])
+            return g.op("Gather", [turned, rows], axis=2)
+
+        query, key, value = operands
+        scale = g.weight("attention_scale", np.array(width**-0.5, np.float32))
+        queries = gathered(g.op("Mul", [query, scale]), blocks.query_rows)
+        keys, values = (gathered(x, blocks.key_rows) for x in (key, value))
+        scores = g.op("MatMul", [queries, g.op("Transpose", [keys], perm=[0, 1, 2, 4, 3])])
+        weights = g.op("Softmax", [g.op("Add", [scores, blocks.mask])], axis=-1)
+        if trunk.keys:  # as in torch, a token without keys attends to nothing
+            nothing = g.weight("zero_float", np.array(0, np.float32))
+            weights = g.op("Where", [g.op("IsNaN", [weights]), nothing, weights])
+        context = g.op("MatMul", [weights, values])  # [B, N, C, L, d]
+        by_token = g.op("Transpose", [context], perm=[0, 2, 3, 1, 4])
+        axis = g.weight("axis_1", np.array([1], np.int64))
+        parts = [
+            g.op("Shape", [query], start=0, end=1),
+            g.weight("minus_1", np.array([-1], np.int64)),
+            g.op("Shape", [query], start=2, end=3),
+        ]
+        rows = g.op("Reshape", [by_token, g.op("Concat", parts, axis=0)])
+        first = g.weight("first_position", np.array([0], np.int64))
+        return g.op("Slice", [rows, first, blocks.tokens, axis])
+
+    def _blocks(self, trunk: TrunkGraph) -> Blocks:
+        """Write which tokens are in which block; all layers share them."""
+        g = trunk.g
+
+        def number(value: int) -> str:
+            return g.weight(f"number_{value}", np.array(value, np.int64))
+
+        axes = [g.weight(f"axis_{n}", np.array([n], np.int64)) for n in range(3)]
+        zero, one, distance = number(0), number(1), number(self.distance)
+        shape = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
+        tokens = g.op("Squeeze", [shape])
+        is_short = g.op("LessOrEqual", [tokens, number(_ONE_BLOCK * self.distance)])
+        length = g.op("Where", [is_short, tokens, distance])
+        margin = g.op("Where", [is_short, zero, distance])
+        count = g.op("Div", [g.op("Sub", [g.op("Add", [tokens, length]), one]), length])
+        firsts = g.op("Mul", [g.op("Range", [zero, count, one]), length])
+        firsts = g.op("Unsqueeze", [firsts, axes[1]])  # [C, 1]
+        queries = g.op("Add", [firsts, g.op("Range", [zero, length, one])])  # [C, L]
+        ends = g.op("Neg", [margin]), g.op("Add", [length, margin])
+        keys = g.op("Add", [firsts, g.op("Range", [*ends, one])])  # [C, K]
+        last = g.op("Sub", [tokens, one])
+        key_rows = g.op("Max", [g.op("Min", [keys, last]), zero])
+        is_token = g.op("Unsqueeze", [g.op("Equal", [keys, key_rows]), axes[1]])
+        columns = g.op("Unsqueeze", [queries, axes[2]])
+        apart = g.op("Abs", [g.op("Sub", [columns, g.op("Unsqueeze", [keys, axes[1]])])])
+        is_near = g.op("And", [g.op("LessOrEqual", [apart, distance]), is_token])
+        if attended := trunk.attended():
+            is_key = g.op("Gather", [attended, key_rows], axis=1)  # [B, C, K]
+            batch_axes = g.weight("axes_1_3", np.array([1, 3], np.int64))
+            is_near = g.op("And", [is_near, g.op("Unsqueeze", [is_key, batch_axes])])
+        constants = [
+            g.weight(name, np.array(value, np.float32))
+            for name, value in (("zero_float", 0), ("minus_infinity", -np.inf))
+        ]
+        mask = g.op("Where", [is_near, *constants])
+        return Blocks(g.op("Min", [queries, last]), key_rows, mask, shape)

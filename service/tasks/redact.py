@@ -1,0 +1,247 @@
+"""Redaction: a text whose entities are replaced by placeholders such as ``<PER_1>``.
+
+The entities are those of token classification by words, and of plain patterns if asked for. A long
+text is read in overlapping windows. Of two entities that overlap, all characters are replaced.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Annotated, Any, Final, NamedTuple
+
+from pydantic import Field
+
+from cloze.model_store.heads import token_classification as head
+from cloze.model_store.sequences import without_space
+from cloze.service.core import InvalidRequest, Location
+from cloze.service.tasks import token_classification
+from cloze.service.tasks.label_sets import LABEL_SET
+from cloze.service.tasks.patterns import Pattern, find, regions
+from cloze.service.tasks.task import (
+    Outputs,
+    PreparedRequest,
+    Task,
+    TaskContext,
+    Text,
+    Texts,
+    check_range,
+)
+from cloze.service.tasks.texts import UsageParameters
+from cloze.service.tasks.token_classification import (
+    TaggedTexts,
+    TokenClassificationParameters,
+    entity_group,
+)
+
+_LABELS: Final = Location(("labels",))
+_OUTSIDE: Final = "O"
+_PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
+
+_CHARACTERS_PER_RESULT: Final = 10
+"""Characters whose search for patterns costs about as much as one prediction of a mask."""
+
+
+class RedactParameters(UsageParameters):
+    """What to replace, and how placeholders are numbered."""
+
+    labels: Texts | None = Field(
+        None, description="the labels of the model to replace; the default is all but O"
+    )
+    min_score: float | None = Field(
+        None,
+        description="least score of an entity that is replaced; the default is 0",
+        json_schema_extra={"minimum": 0, "maximum": 1},
+    )
+    patterns: list[Pattern] | None = Field(
+        None,
+        description="forms to replace besides: e-mail addresses, telephone numbers, and IBANs and "
+        "card numbers with right check digits; the default is none",
+    )
+    region: str | None = Field(
+        None,
+        description="the country, in two letters, of telephone numbers without +; "
+        "the default is to leave these",
+    )
+    across_texts: bool | None = Field(
+        None,
+        description="whether a name has the same number in all texts of the request; "
+        "the default is false: each text is numbered by itself",
+    )
+    label_set: str | None = LABEL_SET
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A replaced entity: ``text[start:end]`` became ``redacted[redacted_start:redacted_end]``.
+
+    Attributes:
+        text: the replaced characters.
+        score: the entity's score; 1 for a pattern.
+    """
+
+    label: str
+    placeholder: str
+    text: str
+    start: int
+    end: int
+    redacted_start: int
+    redacted_end: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Redaction:
+    """A text with placeholders, and what they replace, in the order of the text."""
+
+    text: str
+    replacements: list[Replacement]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is to be replaced: ``text[start:end]``."""
+
+    label: str
+    score: float
+    start: int
+    end: int
+
+
+class _State(NamedTuple):
+    tagged: TaggedTexts
+    labels: frozenset[str]
+    parameters: RedactParameters
+
+
+def prepare(
+    inputs: Any, parameters: RedactParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize the texts, long texts in windows."""
+    # Only the first token of a word is trained in most taggers, and no word is replaced in part.
+    tagging = TokenClassificationParameters(
+        aggregation_strategy="first",
+        long_text="window",
+        label_set=parameters.label_set,
+        return_usage=parameters.return_usage,
+    )
+    prepared: PreparedRequest[Any] = token_classification.prepare(inputs, tagging, context)
+    tagged: TaggedTexts = prepared.state
+    if parameters.min_score is not None:
+        check_range(parameters.min_score, 0, 1, "min_score")
+    if (region := parameters.region) is not None and region not in regions():
+        problem = f"is {ascii(region)[:80]}; it needs a country in two capital letters, such as DE"
+        raise InvalidRequest(problem, Location(("region",)))
+    labels = _labels(parameters.labels, tagged, context)
+    results = prepared.results
+    if parameters.patterns:
+        characters = sum(len(text.text) for text in tagged.texts)
+        results += len(parameters.patterns) * characters // _CHARACTERS_PER_RESULT
+    return prepared._replace(state=_State(tagged, labels, parameters), results=results)
+
+
+def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) -> frozenset[str]:
+    """Return the labels of entities to replace, after a check."""
+    known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != _OUTSIDE)
+    if asked is None:
+        return frozenset(known)
+    context.limits.check_count(len(asked), _LABELS, "label")
+    for number, label in enumerate(asked):
+        if label not in known:
+            shown = ascii(", ".join(known))[1:-1][:200]
+            problem = f"is {ascii(label)[:80]}; {context.manifest.reference} has {shown}"
+            raise InvalidRequest(problem, _LABELS.below(number))
+    return frozenset(asked)
+
+
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Redaction]:
+    """Return each text with placeholders."""
+    parameters, texts = state.parameters, [text.text for text in state.tagged.texts]
+    numbers = _Placeholders(texts) if parameters.across_texts else None
+    redactions = []
+    for tagged, entities in token_classification.found(state.tagged, outputs, context):
+        text, least = tagged.text, parameters.min_score or 0
+        kept = [e for e in entities if e.label in state.labels and e.score >= least]
+        places = without_space(text, [(e.start, e.end) for e in kept])
+        found = [_Found(e.label, e.score, *at) for e, at in zip(kept, places, strict=True)]
+        for pattern in dict.fromkeys(parameters.patterns or ()):
+            places = list(find(text, pattern, parameters.region))
+            found += [_Found(pattern, 1.0, *place) for place in places]
+        redactions.append(_redacted(text, _joined(found), numbers or _Placeholders([text])))
+    return redactions
+
+
+def _joined(found: Sequence[_Found]) -> list[_Found]:
+    """Return all places without overlaps; what overlaps is one place, with the longer's label."""
+    joined: list[_Found] = []
+    for each in sorted(found, key=lambda each: (each.start, each.end)):
+        if not joined or each.start >= (last := joined[-1]).end:
+            joined.append(each)
+            continue
+        longer = max(last, each, key=lambda one: (one.end - one.start, one.score))
+        joined[-1] = replace(longer, start=last.start, end=max(last.end, each.end))
+    return joined
+
+
+class _Placeholders:
+    """Numbers the names of texts, without the placeholders that the texts have already."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._taken = {match for text in texts for match in _PLACEHOLDER.findall(text)}
+        self._names: dict[tuple[str, str], str] = {}
+        self._numbers: dict[str, Iterator[int]] = {}
+
+    def of(self, label: str, name: str) -> str:
+        """Return the placeholder of a name; case and white space make no other name."""
+        key = label, " ".join(name.split()).casefold()
+        if key not in self._names:
+            numbers = self._numbers.setdefault(label, count(1))
+            free = (place for n in numbers if (place := f"<{label}_{n}>") not in self._taken)
+            self._names[key] = next(free)
+        return self._names[key]
+
+
+def _redacted(text: str, found: Sequence[_Found], placeholders: _Placeholders) -> Redaction:
+    """Return a text with placeholders."""
+    parts: list[str] = []
+    replacements: list[Replacement] = []
+    position = length = 0
+    for each in found:
+        before, name = text[position : each.start], text[each.start : each.end]
+        placeholder = placeholders.of(each.label, name)
+        start = length + len(before)
+        length = start + len(placeholder)
+        parts += [before, placeholder]
+        replacements.append(
+            Replacement(
+                each.label, placeholder, name, each.start, each.end, start, length, each.score
+            )
+        )
+        position = each.end
+    return Redaction("".join([*parts, text[position:]]), replacements)
+
+
+TASK: Final = Task(
+    name="redact",
+    route="/redact",
+    summary="A text whose entities are replaced by placeholders, and how to undo that",
+    heads=(head.HEAD.name,),
+    inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
+    parameters=RedactParameters,
+    result=Redaction | list[Redaction],
+    alone=(str,),
+    own_parameters=("across_texts", "min_score", "patterns"),
+    prepare=prepare,
+    decode=decode,
+    scores=lambda *_: "probability",
+    examples={
+        "One text": {"inputs": "Ada Lovelace was born in London."},
+        "Texts with the same names": {
+            "inputs": [
+                "Ada Lovelace was born in London.",
+                "Write to Ada Lovelace: ada@example.org",
+            ],
+            "parameters": {"across_texts": True, "patterns": ["EMAIL"]},
+        },
+    },
+)

@@ -33,7 +33,7 @@ AHEAD_S = 3.0
 
 
 def fill(
-    url: str, lists: list[bytes], headers: dict[str, str], seconds: float, rates: Queue[float]
+    url: str, lists: list[bytes], headers: dict[str, str], seconds: float, rates: "Queue[float]"
 ) -> None:
     """Send lists, each client the next one as soon as its last is answered."""
     requests = [Request(post("/embed", body, headers), 32) for body in lists]

@@ -80,9 +80,9 @@ class LoadResult:
 
 
 async def closed_loop(
-    url: str, requests: Sequence[Request], *, clients: int, seconds: float
+    url: str, requests: Sequence[Request], *, clients: int, seconds: float, pause_s: float = 0.0
 ) -> LoadResult:
-    """Send requests over `clients` connections, each as soon as its last request is answered.
+    """Send requests over `clients` connections, each `pause_s` after its last answer.
 
     Answers within the time count. Requests that are unanswered at the end do not count; the
     function waits for their answers.
@@ -117,6 +117,9 @@ async def closed_loop(
             if response is None:
                 await connection.close()
                 connection = await Connection.connect(url)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+                now = time.perf_counter()
         await connection.close()
 
     async with _bounded_wait(seconds), asyncio.TaskGroup() as tasks:

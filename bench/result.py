@@ -19,6 +19,7 @@ class LoadKind(StrEnum):
     """How requests arrive; begins the name of a load."""
 
     CLOSED = "closed"
+    PAUSE = "pause"
     POISSON = "poisson"
     RECORDED = "recorded"
     BESIDE_BULK = "single beside bulk"
@@ -29,7 +30,8 @@ class Load:
     """A load.
 
     Attributes:
-        number: clients of a closed loop; share of the capacity of an open loop.
+        number: clients of a closed loop; milliseconds of a pause; share of the capacity of an open
+            loop.
         label: ends the name, where a result has several plans.
     """
 

@@ -43,6 +43,7 @@ class Plan:
 
     Attributes:
         clients: of the closed loops, one load each; at least one.
+        pauses: milliseconds between an answer and the next request of one client, one load each.
         shares: of the open loops: arrivals per second over the rate of the closed loop with the
             most clients.
         arrivals: recorded arrival times in seconds, float64 [n], replayed at the same shares; None:
@@ -56,6 +57,7 @@ class Plan:
     """
 
     clients: tuple[int, ...] = (1, 32)
+    pauses: tuple[float, ...] = ()
     shares: tuple[float, ...] = (0.7,)
     arrivals: NDArray[np.float64] | None = None
     texts_per_request: int = 1
@@ -202,9 +204,12 @@ class _ServerLoads:
         self._turns: list[Turn] = []
 
     async def measure(self) -> list[Turn]:
-        """Run the closed loops, the open loops, then single requests beside bulk requests."""
+        """Run the closed loops, those with pauses, the open loops, then singles beside bulk."""
         await self._closed_loop(max(self._plan.clients), min(_WARM_UP_S, self._plan.seconds))
         capacity = await self._closed_loops()
+        for pause in self._plan.pauses:
+            run = partial(self._closed_loop, 1, self._plan.seconds, pause / 1000)
+            await self._record(self._plan.load(LoadKind.PAUSE, pause), run)
         if capacity:
             await self._open_loops(capacity)
         if self._plan.bulk and self._server.max_texts >= _BULK_TEXTS:
@@ -227,9 +232,9 @@ class _ServerLoads:
                 run = partial(open_loop, self._process.url, self._requests, times)
                 await self._record(self._plan.load(kind, share), run)
 
-    async def _closed_loop(self, clients: int, seconds: float) -> LoadResult:
+    async def _closed_loop(self, clients: int, seconds: float, pause_s: float = 0.0) -> LoadResult:
         return await closed_loop(
-            self._process.url, self._requests, clients=clients, seconds=seconds
+            self._process.url, self._requests, clients=clients, seconds=seconds, pause_s=pause_s
         )
 
     async def _record(

@@ -32,7 +32,7 @@ _PROGRAMS = {"BINARY": "The program", "PYTHON": "Interpreter of an environment w
 
 _INSTALL = f"which the serving install leaves out; install it with: {install_command('bench')}"
 
-_LOADS = ("clients", "shares", "bulk", "seconds", "turns", "max_stolen")
+_LOADS = ("clients", "pauses", "shares", "bulk", "seconds", "turns", "max_stolen")
 """Options of ``cloze bench run`` that are fields of a `Plan`."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -67,6 +67,13 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, 
     if not numbers or min(numbers) <= 0:
         raise click.BadParameter(f"numbers above 0 with commas between them, got {value!r}")
     return numbers
+
+
+def _numbers_or_none(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> tuple[float, ...]:
+    """Parse numbers above 0; "" stands for none."""
+    return _numbers(context, parameter, value) if value else ()
 
 
 def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
@@ -219,6 +226,12 @@ def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: boo
 @click.option("--count", type=click.IntRange(min=1), default=2000, help="Number of texts per set.")
 @click.option(
     "--clients", default="1,32", callback=_counts(1), help="Clients, one closed loop per number."
+)
+@click.option(
+    "--pauses",
+    default="",
+    callback=_numbers_or_none,
+    help="Milliseconds between the requests of one client, one load per number, as in 50,300.",
 )
 @click.option(
     "--shares",

@@ -125,7 +125,13 @@ def create_app(
         app,
         allow_origins=settings.cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-request-id", "x-request-timeout-ms"],
+        allow_headers=[
+            "authorization",
+            "content-type",
+            "x-request-id",
+            "x-request-timeout-ms",
+            "x-request-class",
+        ],
         expose_headers=[
             *("x-request-id", "x-model", "x-truncated", "x-score-kind"),
             *("retry-after", "retry-after-ms"),

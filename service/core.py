@@ -237,6 +237,7 @@ class Submission(NamedTuple):
         accepted: whether the request arrived before the drain and must still be answered.
         later_round: whether the request was admitted in an earlier round; then neither a drain nor
             a full queue refuses it.
+        is_bulk: whether the request takes only what other requests leave.
     """
 
     deadline: float
@@ -247,6 +248,7 @@ class Submission(NamedTuple):
     returning: bool = False
     accepted: bool = False
     later_round: bool = False
+    is_bulk: bool = False
 
     @property
     def tokens(self) -> int:
@@ -299,6 +301,7 @@ class BatchFill(StrEnum):
     TOKENS = "tokens"  # its tokens
     VOCABULARY = "vocabulary"  # its rows of the vocabulary
     PADDING = "padding"  # the padding that its longest sequence would cause
+    CANARY = "canary"  # it is a golden batch, which ran because nothing else did
     ERROR = "error"  # it is a half of a batch on which the engine raised
 
 
@@ -387,7 +390,12 @@ class Queue(Protocol):
         """
 
     def expected_wait(
-        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,
+        is_bulk: bool = False,
     ) -> ExpectedWait:
         """Return the expected wait of a request that arrives now.
 
@@ -396,6 +404,7 @@ class Queue(Protocol):
             tokens: number of its tokens, or an estimate.
             timeout_s: the time limit that the request states, if any.
             unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
+            is_bulk: whether the request takes only what others leave.
         """
 
     def drain(self) -> None:

@@ -178,6 +178,7 @@ class AccessRecord(NamedTuple):
         cost: the cost of a result; None for an error, or a request that runs no model.
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail; None if that did not.
+        is_bulk: whether it took only what others left.
     """
 
     time: float
@@ -190,6 +191,7 @@ class AccessRecord(NamedTuple):
     cost: RequestCost | None
     error: str
     rejection: Rejection | None = None
+    is_bulk: bool = False
 
 
 class LineLimit:

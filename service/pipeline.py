@@ -248,12 +248,14 @@ class Pipeline:
             return await self._completions.wait(queue.submit(submission))
         except Overloaded as error:
             client, timeout_s = submission.client, submission.timeout_s
-            key = PromiseKey(self.reference, client, LineKey.of(0, timeout_s).patience)
+            is_bulk, tokens = submission.is_bulk, submission.tokens
+            key = PromiseKey(self.reference, client, LineKey.of(0, timeout_s).patience, is_bulk)
             now = time.monotonic()
             if not submission.returning and self._promises.redeem(key, now):
                 return await self._outputs(submission._replace(returning=True))
-            each_s = queue.expected_wait(client, submission.tokens, timeout_s).per_request_s
-            error.retry_after_s = self._promises.promise(key, now, error.retry_after_s, each_s)
+            wait = queue.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
+            after_s = self._promises.promise(key, now, error.retry_after_s, wait.per_request_s)
+            error.retry_after_s = after_s
             raise
 
 

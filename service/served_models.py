@@ -187,6 +187,7 @@ class LocalModels:
             max_queue_tokens=settings.max_queue_tokens,
             max_wait_s=settings.max_queue_wait_ms / 1000,
             stall_timeout_s=settings.stall_timeout_ms / 1000,
+            canary_s=settings.canary_interval_ms / 1000,
             batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,
         )
         on_batch = partial(self._on_batch, reference)

@@ -259,6 +259,13 @@ class Settings(BaseSettings):
         "s before any batch was measured; then the engine hangs, and the process exits with an "
         "error",
     )
+    canary_interval_ms: int = Field(
+        5_000,
+        ge=0,
+        le=86_400_000,
+        description="time without a batch after which each model runs a golden batch, so that "
+        "readiness fails when the device is lost although nobody asks; 0: never",
+    )
     drain_s: float = Field(
         0,
         ge=0,

@@ -15,7 +15,8 @@ from cloze.service.server import serve_in_one_process
 from cloze.service.settings import load_settings
 from tests.vocabulary import vocabulary
 
-WORDS = {vocabulary().index(word): word for word in ("moon", "river", "sun", "tree", "king", "war")}
+FAULTS = ("moon", "river", "sun", "tree", "king", "war", "world")
+WORDS = {vocabulary().index(word): word for word in FAULTS}
 SLOW_S = {"moon": 0.15, "river": 1.5}
 
 
@@ -26,7 +27,7 @@ def started_line(word: str) -> str:
 
 class FaultyEngine(OnnxEngine):
     """moon: slow. river: very slow. sun: raises. tree: hangs. king: raises, and is broken from then
-    on. war: ends its thread. The log has a line when a run with one of them starts.
+    on. war: ends its thread. world: is answered, and the engine is broken from then on. The log has a line when a run with one of them starts.
     """
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:
@@ -47,7 +48,7 @@ class FaultyEngine(OnnxEngine):
             threading.Event().wait()
         if "war" in words:
             raise SystemExit
-        if "king" in words:
+        if "king" in words or "world" in words:
             self._broken = True
         if "king" in words or "sun" in words:
             raise RuntimeError("a word this engine cannot bear")

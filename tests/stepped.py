@@ -86,7 +86,7 @@ class SteppedScheduler(Scheduler):
             self.workers.append(Worker(limits.workers, self._take_short))
         self._looking: Worker | None = None
 
-    def _wait(self, condition: threading.Condition) -> None:
+    def _wait(self, condition: threading.Condition, most_s: float = 0.0) -> None:
         assert isinstance(condition, Condition)
         assert self._looking is not None
         condition.waiting.append(self._looking)

@@ -130,6 +130,15 @@ def test_throughput_is_what_the_server_answers_within_the_time() -> None:
     assert found.seconds == 0.95
 
 
+def test_a_pause_lies_between_requests_and_is_no_latency() -> None:
+    """Requests that begin after 0, 0.2, 0.4, 0.6 and 0.8 s, or later on a slow machine."""
+    with stub() as url:
+        load = closed_loop(url, REQUESTS, clients=1, seconds=0.95, pause_s=0.2)
+        found = asyncio.run(load)
+    assert 2 <= found.requests <= 5
+    assert found.latencies.get_value_at_percentile(50) < 200_000
+
+
 def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
     """As a peer's uvicorn does after 5 s: not a failure of the server."""
     with stub() as url:
@@ -371,6 +380,8 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     command += [
         "--clients",
         "1,4",
+        "--pauses",
+        "20,50",
         "--shares",
         "0.3",
         "--count",
@@ -384,6 +395,8 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     assert found.loads() == [
         "closed 1",
         "closed 4",
+        "pause 20",
+        "pause 50",
         "poisson 0.3",
         "recorded 0.3",
         "single beside bulk",

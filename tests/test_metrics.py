@@ -39,6 +39,7 @@ FAMILIES = {
     "cloze_requests": "counter",
     "cloze_rejected_requests": "counter",
     "cloze_batches": "counter",
+    "cloze_request_classes": "counter",
     "cloze_queue_backlog_seconds": "gauge",
     "cloze_requests_in_flight": "gauge",
     "cloze_model_info": "gauge",

@@ -20,6 +20,8 @@ from cloze.service.app import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks.patterns import Pattern, find
 from tests import tiny
+from tests.serving import running_server
+from tests.test_released_clients import run
 
 LABELS = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "misc"]))
 TEXTS = [
@@ -204,3 +206,20 @@ def test_every_way_to_ask_gives_the_same(client: TestClient, store: Path, tmp_pa
     asked = CliRunner().invoke(cli, ["ask", "redact", TEXTS[2]], env=environment)
     assert asked.exit_code == 0, asked.output
     assert expected[2]["text"] in asked.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_presidio_finds_the_same_entities(store: Path, tmp_path: Path) -> None:
+    """With the released analyzer; a test that cannot install it skips and says why."""
+    arguments = "presidio_recognizer.py", "presidio.txt", tmp_path / "environment"
+    with running_server(store) as server:
+        found = run(*arguments, server.url, TEXTS[0])
+        body = {"inputs": TEXTS[0], "parameters": {"aggregation_strategy": "first"}}
+        ours = httpx.post(f"{server.url}/token-classification", json=body).json()
+    names = {"PER": "PERSON", "LOC": "LOCATION"}
+    expected = [
+        (names[e["entity_group"]], e["start"], e["end"]) for e in ours if e["entity_group"] in names
+    ]
+    assert sorted((e["entity"], e["start"], e["end"]) for e in found) == sorted(expected)
+    assert expected

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import Queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from cloze.service.batching import scheduler as scheduler_module
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.core import (
+    BatchFill,
     BatchReport,
     BatchResult,
     DeadlineExceeded,
@@ -631,3 +633,84 @@ def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
         assert isinstance(future.exception(WAIT_S), ShuttingDown)
     assert threading.active_count() == before
     scheduler.close()  # twice is once
+
+
+# ---- bulk and canaries ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
+    engine = FakeEngine()
+    with running(engine, workers=workers) as scheduler:
+        sums(submit(scheduler, [sized(3)], later()))
+        engine.gate.clear()
+        bulk = submit(scheduler, [sized(64)] * 8, later(), is_bulk=True)
+        wait_until(lambda: len(scheduler._on_bulk) == max(1, workers - 1))
+        wait_until(lambda: scheduler._idle_workers == workers - max(1, workers - 1))
+        assert scheduler.state.tokens == 64 * (8 - max(1, workers - 1))
+        question = submit(scheduler, [sized(3)], later())
+        if workers > 1:
+            wait_until(lambda: scheduler.state.tokens == scheduler._queue.bulk_tokens)
+        engine.gate.set()
+        assert sums(question) == [3.0]
+        assert sums(bulk) == [64.0] * 8
+
+
+def test_bulk_requests_use_all_workers_when_nobody_else_comes() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=2) as scheduler:
+        bulk = submit(scheduler, [sized(64)] * 8, later(), is_bulk=True)
+        wait_until(lambda: len(scheduler._on_bulk) == 2)
+        engine.gate.set()
+        assert sums(bulk) == [64.0] * 8
+
+
+def test_the_wait_of_bulk_requests_is_measured_by_what_others_leave() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1) as scheduler:
+        scheduler._admission.tokens_per_s = 100.0
+        submit(scheduler, [sized(5)], later())
+        assert engine.entered.wait(WAIT_S)
+        submit(scheduler, [sized(50)], later(1000), client="a")
+        assert scheduler.expected_wait("b", 50, None, 0, True).seconds == 0.0
+        submit(scheduler, [sized(50)], later(1000), client="b", is_bulk=True)
+        assert scheduler.expected_wait("b", 50, None, 0, True).seconds == pytest.approx(5.0)
+        question = scheduler.expected_wait("a", 50, None).seconds
+        assert question == pytest.approx(50 / 90), "a tenth of the time is of bulk requests"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
+    engine, deaths, reports = FakeEngine(), Queue(), list[BatchReport]()
+    options = {"workers": workers, "canary_s": 0.01}
+    with running(engine, on_batch=reports.append, on_dead=deaths.put, **options) as scheduler:
+        wait_until(lambda: len(reports) > 1)
+        assert {report.fill for report in reports} == {BatchFill.CANARY}
+        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
+        engine.broken = True
+        reason = deaths.get(timeout=WAIT_S)
+    assert reason == "it could not repeat its golden outputs while idle (RuntimeError)"
+    assert scheduler.dead == reason
+
+
+def test_no_canary_runs_beside_a_batch_or_before_a_request() -> None:
+    class Canary(FakeEngine):
+        def probe(self) -> None:
+            self.gate.wait()
+
+    engine = Canary()
+    with running(engine, workers=2, canary_s=0.01) as scheduler:
+        engine.gate.clear()
+        wait_until(lambda: bool(scheduler._on_long_texts))  # the canary runs
+        busy = submit(scheduler, [sized(3)], later())
+        assert engine.entered.wait(WAIT_S), "the request runs beside it"
+        engine.gate.set()
+        assert sums(busy) == [3.0]
+        engine.gate.clear()
+        engine.entered.clear()
+        submit(scheduler, [sized(3)], later())
+        assert engine.entered.wait(WAIT_S)
+        with scheduler._lock:
+            assert not scheduler._is_canary_due or not scheduler._on_long_texts

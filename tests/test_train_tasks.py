@@ -20,11 +20,18 @@ from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.joint import draw_tasks, finetune_tasks
-from cloze.export.train.label_tasks import RowFiles, finetune_labels, finetune_tags
+from cloze.export.train.label_tasks import (
+    BatchPlan,
+    LabelObjective,
+    RowFiles,
+    finetune_labels,
+    finetune_tags,
+    read_label_data,
+)
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Optimisation
 from cloze.export.train.run_options import RunOptions, Schedule
-from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
+from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe, TagsRecipe, TasksRecipe
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.train import train
@@ -112,12 +119,29 @@ def test_labels_are_learnt(
     options = run_options(tmp_path / "run")
     trained = finetune_labels(load_checkpoint(str(source)), RowFiles([file], []), recipe, options)
     assert read_log(trained.parent)[-1][f"held_out_{figure}"] > least
+    _check_calibration(trained, file, is_number=kind == "number")
     assert measured(str(trained), tmp_path, labelled=(file,))[f"rows_{figure}"] > least
     network = AutoModelForSequenceClassification.from_pretrained(
         trained, attn_implementation="eager"
     ).eval()
     ids, head = ids_of(network, 9), "sequence_classification"
     assert same(ours(load_checkpoint(str(trained)), head, ids), theirs(network, head, ids))
+
+
+def _check_calibration(trained: Path, file: Path, *, is_number: bool) -> None:
+    """The written weights have the temperature of the held-out rows: theirs is 1."""
+    checkpoint = load_checkpoint(str(trained))
+    labels = checkpoint.model.options["sequence_classification"]
+    assert (labels.temperature is None) == is_number
+    if labels.temperature is None or not 0.11 < labels.temperature < 9:
+        return
+    data = read_label_data(RowFiles([file], []), LabelSettings(tokens=40), quietly)
+    objective = LabelObjective(
+        checkpoint.model, checkpoint.tokenizer, data, BatchPlan(steps=1, accumulation=1, seed=0)
+    )
+    again = objective.calibrate()
+    assert again is not None
+    assert again.temperature == pytest.approx(1, rel=1e-3)
 
 
 def test_pairs_are_learnt_and_runs_are_averaged(bert: Path, tmp_path: Path) -> None:
@@ -212,6 +236,12 @@ def test_one_bundle_serves_all_tasks(bert: Path, tmp_path: Path) -> None:
     labels = bundle.manifest.heads["sequence_classification"]
     assert isinstance(labels, SequenceLabels)
     assert labels.names == ("who", "all")
+    sets = [*labels.sets, *bundle.manifest.heads["token_classification"].sets]  # type: ignore[attr-defined]
+    card = (trained / "README.md").read_text()
+    for each in sets:
+        reported = f"temperature {each.temperature:.3f}, expected calibration error"
+        assert f"| {each.name} calibration | {reported}" in card
+        assert any(line.startswith(f"{each.name}: {reported}") for line in lines)
     files = {
         "labelled": (tmp_path / "who.jsonl", tmp_path / "several.jsonl"),
         "tagged": (tmp_path / "tags.jsonl",),

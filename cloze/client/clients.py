@@ -121,6 +121,11 @@ def _address(url: str) -> httpx.URL:
     return address
 
 
+def _headers(headers: Mapping[str, str] | None, *, bulk: bool) -> dict[str, str]:
+    """Return the headers of every request of a client."""
+    return {**(headers or {}), **({"x-request-class": "bulk"} if bulk else {})}
+
+
 def _wait_s(reply: httpx.Response | httpx.TransportError, default_s: float | None) -> float | None:
     """Return the seconds to wait before the request is sent again; None: not again."""
     if default_s is None:
@@ -168,6 +173,7 @@ class Client:
             The wait is what the server's ``Retry-After`` says, if it is at most 30 s.
         progress: whether to show a progress bar for lists of several requests.
         headers: headers of every request, for example ``Authorization``.
+        bulk: whether the requests take only what other requests leave of the server.
         transport: how requests are sent, for tests.
 
     Raises:
@@ -185,11 +191,15 @@ class Client:
         retries: int = 3,
         progress: bool = False,
         headers: Mapping[str, str] | None = None,
+        bulk: bool = False,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._options = _Options(batch_size=batch_size, retries=retries, progress=progress)
         self._http = httpx.Client(
-            base_url=_address(url), timeout=timeout_s, headers=headers, transport=transport
+            base_url=_address(url),
+            timeout=timeout_s,
+            headers=_headers(headers, bulk=bulk),
+            transport=transport,
         )
 
     def __enter__(self) -> Self:
@@ -270,6 +280,7 @@ class AsyncClient:
         concurrency: int = 4,
         progress: bool = False,
         headers: Mapping[str, str] | None = None,
+        bulk: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if concurrency < 1:
@@ -277,7 +288,10 @@ class AsyncClient:
         self._options = _Options(batch_size=batch_size, retries=retries, progress=progress)
         self._concurrency = concurrency
         self._http = httpx.AsyncClient(
-            base_url=_address(url), timeout=timeout_s, headers=headers, transport=transport
+            base_url=_address(url),
+            timeout=timeout_s,
+            headers=_headers(headers, bulk=bulk),
+            transport=transport,
         )
 
     async def __aenter__(self) -> Self:

@@ -55,6 +55,10 @@ class Window:
         places = torch.arange(tokens, device=device)
         return (places[:, None] - places[None, :]).abs() <= self.distance
 
+    def changes(self) -> tuple[int, int]:
+        """Return the first lengths with a mask of distances, and with several blocks."""
+        return self.distance + 2, _ONE_BLOCK * self.distance + 1
+
     def write(
         self, trunk: TrunkGraph, operands: tuple[str, str, str], heads: int, width: int
     ) -> str:
@@ -103,7 +107,7 @@ class Window:
         def number(value: int) -> str:
             return g.weight(f"number_{value}", np.array(value, np.int64))
 
-        axes = [g.weight(f"axis_{n}", np.array([n], np.int64)) for n in range(3)]
+        axes = {n: g.weight(f"axis_{n}", np.array([n], np.int64)) for n in (1, 2)}
         zero, one, distance = number(0), number(1), number(self.distance)
         shape = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
         tokens = g.op("Squeeze", [shape])

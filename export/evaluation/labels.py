@@ -185,6 +185,35 @@ def measure_labels(
     }
 
 
+def label_choices(
+    rows: Sequence[LabelledText],
+    encoded: Sequence[EncodedRow],
+    scorer: Scorer,
+    chosen: tuple[LabelSet, slice],
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the logits [N, L] of texts, and whether each text has each label, bool [N, L]."""
+    labels, columns = chosen
+    outputs = _logits(encoded, scorer, sequence_classification.HEAD.name)
+    return np.stack(outputs)[:, columns], label_matrix(rows, labels.labels)
+
+
+def tag_choices(
+    rows: Sequence[TaggedSentence],
+    encoded: Sequence[EncodedRow],
+    scorer: Scorer,
+    chosen: tuple[LabelSet, slice],
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the logits [N, L] of the first tokens of words, and the words' tags, bool [N, L]."""
+    labels, columns = chosen
+    outputs = _logits(encoded, scorer, token_classification.HEAD.name)
+    logits, numbers = [], []
+    for row, sequence, output in zip(rows, encoded, outputs, strict=True):
+        firsts = np.flatnonzero(first_tokens(sequence.word_of))
+        logits.append(output[firsts, columns])
+        numbers += [labels.labels.index(row.tags[sequence.word_of[token]]) for token in firsts]
+    return np.concatenate(logits), np.eye(len(labels.labels), dtype=bool)[numbers]
+
+
 def label_matrix(rows: Sequence[LabelledText], labels: Sequence[str]) -> NDArray[np.bool_]:
     """Return bool [N, L], whether each row has each label."""
     return np.array([[label in row.labels for label in labels] for row in rows], bool)

@@ -185,8 +185,16 @@ def finetune_tasks(
             f"{member.name}: {member.size:,} rows, {objective.batches[member.name]:,} batches"
         )
     step = _train(objective, recipe, options, MEAN)
-    title = "An encoder fine-tuned for several tasks"
-    run = Run(title, checkpoint.source.location, [checkpoint], files, recipe, options, step)
+    figures = {}
+    for member in members:
+        labelled = member.objective
+        if not isinstance(labelled, LabelObjective | TagObjective):
+            continue
+        if (calibration := labelled.calibrate()) is not None:
+            figures[f"{member.name} calibration"] = str(calibration)
+            options.report(f"{member.name}: {calibration}")
+    title, source = "An encoder fine-tuned for several tasks", checkpoint.source.location
+    run = Run(title, source, [checkpoint], files, recipe, options, step, figures)
     result = finish_run(model, checkpoint.tokenizer, run)
     joint = _figures(options.run_dir, step)
     others = dict(runs or {})

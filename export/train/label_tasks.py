@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import DataError, Report, TrainError
+from cloze.export.evaluation.calibration import Calibration, calibrate
 from cloze.export.evaluation.labelled import (
     LabelledText,
     TaggedSentence,
@@ -31,9 +32,11 @@ from cloze.export.evaluation.labels import (
     encode_sentences,
     encode_texts,
     first_tokens,
+    label_choices,
     label_matrix,
     measure_labels,
     measure_tags,
+    tag_choices,
 )
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -238,6 +241,21 @@ class RowObjective:
         logits: Tensor = getattr(self.module, self._head)(rows)
         return logits[..., self._columns].float()
 
+    def _divide_by(self, calibration: Calibration, name: str | None) -> None:
+        """Divide the classifier of the label set by a temperature, and note it in the options.
+
+        So the checkpoint has the scores in transformers too, and a server computes nothing more.
+        """
+        classifier, temperature = (
+            getattr(self.module, self._head).classifier,
+            calibration.temperature,
+        )
+        with torch.no_grad():
+            classifier.weight[self._columns] /= temperature
+            classifier.bias[self._columns] /= temperature
+        options = self.module.options[self._head]
+        self.module.options[self._head] = options.calibrated(name, temperature)
+
 
 def _padded_targets(target: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.pad(target, (0, length - len(target)), constant_values=_IGNORED)
@@ -278,6 +296,21 @@ class LabelObjective(RowObjective):
             return {}
         scorer = TorchScorer(self.module, next(self.module.parameters()).device)
         return measure_labels(self._data.held_out, self._held_out, scorer, self._chosen)
+
+    def calibrate(self) -> Calibration | None:
+        """Scale the logits by the temperature of held-out texts; None: nothing to measure.
+
+        The scores of weighted labels are not meant to be shares of the held-out texts.
+        """
+        is_weighted = self._data.settings.class_weights != "none"
+        if not self._held_out or self._problem == "regression" or is_weighted:
+            return None
+        scorer = TorchScorer(self.module, next(self.module.parameters()).device)
+        logits, gold = label_choices(self._data.held_out, self._held_out, scorer, self._chosen)
+        independent = self._problem == "multi_label_classification"
+        calibration = calibrate(logits, gold, independent=independent)
+        self._divide_by(calibration, self._data.labels.name)
+        return calibration
 
 
 def _length_rule(model: Model, settings: LabelSettings) -> LengthRule:
@@ -363,6 +396,18 @@ class TagObjective(RowObjective):
             return {}
         scorer = TorchScorer(self.module, next(self.module.parameters()).device)
         return measure_tags(self._data.held_out, self._held_out, scorer, self._chosen)
+
+    def calibrate(self) -> Calibration | None:
+        """Scale the logits by the temperature of held-out words; see `LabelObjective`."""
+        if not self._held_out or self._data.settings.class_weights != "none":
+            return None
+        scorer = TorchScorer(self.module, next(self.module.parameters()).device)
+        logits, gold = tag_choices(self._data.held_out, self._held_out, scorer, self._chosen)
+        if not len(gold):
+            return None
+        calibration = calibrate(logits, gold, independent=False)
+        self._divide_by(calibration, self._data.labels.name)
+        return calibration
 
 
 def _tag_targets(
@@ -469,7 +514,11 @@ def _finish(
         optimisation=recipe.optimisation,
         stopping=stopping,
     )
+    figures = {}
+    if (calibration := objective.calibrate()) is not None:
+        figures["calibration"] = str(calibration)
+        options.report(str(calibration))
     source = checkpoint.source.location
     title = "An encoder fine-tuned for labels"
-    run = Run(title, source, [checkpoint], files.all, recipe, options, step)
+    run = Run(title, source, [checkpoint], files.all, recipe, options, step, figures)
     return finish_run(objective.module, checkpoint.tokenizer, run)

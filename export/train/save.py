@@ -6,8 +6,8 @@ source, data, recipe, hardware and results of a run; a person adds the assessmen
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,9 @@ def _head_settings(model: Model) -> dict[str, Any]:
         if (write := EXPORT_HEADS[name].write_options) is not None:
             settings |= write(options)
     has_more = len(settings) and (
-        len(model.options) > 1 or any(options.further for options in model.options.values())
+        len(model.options) > 1
+        or any(options.further for options in model.options.values())
+        or any(each.temperature for options in model.options.values() for each in options.sets)
     )
     if has_more:
         settings[HEAD_SECTIONS] = {
@@ -206,6 +208,7 @@ class Run:
 
     Attributes:
         step: number of steps after which the run had the weights; None: all.
+        figures: further rows of the card's table.
     """
 
     title: str
@@ -215,6 +218,7 @@ class Run:
     recipe: Recipe
     options: RunOptions
     step: int | None = None
+    figures: Mapping[str, str] = field(default_factory=dict)
 
 
 def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
@@ -254,6 +258,7 @@ def finish_run(
         "hardware": _hardware(run.options.device),
         "torch": torch.__version__,
     } | {name.replace("_", " "): f"{value:.4f}" for name, value in figures.items()}
+    rows |= run.figures
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     recipe_json = run.recipe.model_dump_json(indent=2)
     license_name = run.options.license or common_license(run.origins)

@@ -27,10 +27,21 @@ class LabelSet(Frozen):
     Attributes:
         name: name of the set; None: the classifier has only this set.
         labels: label names in the order of the logits.
+        temperature: what the classifier's weights were divided by after training, so that scores
+            are the share of right answers (Guo et al. 2017); None: they were not.
     """
 
     name: SetName | None = None
     labels: tuple[str, ...] = Field(min_length=1)
+    temperature: float | None = Field(None, gt=0)
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a set does not say, so that earlier releases open its bundle."""
+        section: dict[str, Any] = serialise(self)
+        if self.temperature is None:
+            section.pop("temperature", None)
+        return section
 
 
 class LabelSets(LabelSet):
@@ -49,6 +60,8 @@ class LabelSets(LabelSet):
     def _leave_out(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what a single set does not say, so that earlier releases open its bundle."""
         section: dict[str, Any] = serialise(self)
+        if self.temperature is None:
+            section.pop("temperature", None)
         if self.names == (None,):
             section.pop("name", None)
             section.pop("further", None)
@@ -76,6 +89,16 @@ class LabelSets(LabelSet):
             end = first + len(each.labels)
             yield each, slice(first, end)
             first = end
+
+    def calibrated(self, name: str | None, temperature: float) -> Self:
+        """Return the label sets with the temperature of the set with this name."""
+        update = {"temperature": temperature}
+        if name == self.name:
+            return self.model_copy(update=update)
+        further = [
+            each.model_copy(update=update) if each.name == name else each for each in self.further
+        ]
+        return self.model_copy(update={"further": tuple(further)})
 
     def choose(self, name: str | None = None) -> tuple[LabelSet, slice]:
         """Return the set with this name and the logits of the set; None: the default set.

@@ -7,13 +7,14 @@ times at which refused requests may come back.
 docs/decisions/0017-admission-by-time.md has the alternatives.
 """
 
+import math
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cloze.service.batching.fair_queue import FairQueue, LineKey, due_time
+from cloze.service.batching.fair_queue import BULK_SHARE, FairQueue, LineKey, due_time
 from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection, Submission
 
 _MIN_WINDOW_S = 0.25
@@ -58,6 +59,7 @@ class SchedulerLimits:
         stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
             that, the engine hangs.
         batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
+        canary_s: seconds without a batch after which a golden batch runs; 0: never.
     """
 
     workers: int
@@ -66,6 +68,7 @@ class SchedulerLimits:
     stall_timeout_s: float
     batch_latency_s: float = 0.0
     max_wait_s: float = 0.0
+    canary_s: float = 0.0
 
 
 class Activity:
@@ -75,11 +78,13 @@ class Activity:
 
     Attributes:
         busy: number of workers that look for work or run a batch.
+        asked: `time.monotonic` time at which a request that is not bulk was last queued.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.busy = 0
+        self.asked = -math.inf
 
     def add(self, workers: int) -> None:
         """Count workers that become busy; negative: those that begin to wait, or end."""
@@ -123,7 +128,7 @@ class DrainRate:
             if _MIN_WINDOW_S <= seconds <= _MAX_WINDOW_S:
                 weight = 0.3 if self.per_s else 1.0  # a moving average
                 self.per_s += weight * (self._tokens / seconds - self.per_s)
-                self._busy += weight * (self._busy_tokens / self._tokens - self._busy)
+                self._busy += weight * (self._busy_tokens / max(1, self._tokens) - self._busy)
             if seconds >= _MIN_WINDOW_S:  # too long: others were cancelled, or nothing ran
                 self._since = None
         if not waiting:
@@ -142,14 +147,17 @@ class Admission:
     def __init__(self, queue: FairQueue, activity: Activity, limits: SchedulerLimits) -> None:
         self._queue, self._activity, self._limits = queue, activity, limits
         self._drain_rate = DrainRate()
+        self._bulk_rate = DrainRate()  # what others leave
         self.tokens_per_s = 0.0
 
-    def batch_ended(self, tokens: int, tokens_per_s: float) -> None:
+    def batch_ended(self, tokens: int, tokens_per_s: float, *, is_bulk: bool = False) -> None:
         """Note a batch and its rate."""
         weight = 0.1 if self.tokens_per_s else 1.0  # a moving average
         self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
-        busy, waiting = self._activity.busy, self._queue.tokens > 0
-        self._drain_rate.batch_ended(time.monotonic(), tokens, busy=busy, waiting=waiting)
+        busy, waiting, now = self._activity.busy, self._queue.tokens > 0, time.monotonic()
+        self._drain_rate.batch_ended(now, tokens, busy=busy, waiting=waiting)
+        bulk_waits = self._queue.bulk_tokens > 0
+        self._bulk_rate.batch_ended(now, tokens * is_bulk, waiting=bulk_waits)
 
     @property
     def rate(self) -> float:
@@ -158,17 +166,32 @@ class Admission:
         drained = self._drain_rate.among(self._activity.busy)
         return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
 
+    def _rate_of(self, *, is_bulk: bool) -> float:
+        """Return the rate at which the bulk requests drain, or all others together."""
+        rate, queue = self.rate, self._queue
+        if is_bulk:
+            measured = self._bulk_rate.per_s or (rate if queue.tokens == queue.bulk_tokens else 0.0)
+            return max(measured, BULK_SHARE * rate)
+        return rate * (1 - BULK_SHARE) if queue.bulk_tokens else rate
+
     def expected_wait(
-        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,
+        is_bulk: bool = False,
     ) -> ExpectedWait:
         """Return the wait of a request that arrives now; see `core.Queue`."""
-        rate = self.rate
+        rate, queue = self._rate_of(is_bulk=is_bulk), self._queue
         if not rate:
             return NO_WAIT
-        ahead, lines, clients = self._queue.share(client, LineKey.of(tokens, timeout_s))
+        key = LineKey.of(tokens, timeout_s, is_bulk=is_bulk)
+        ahead, lines, clients = queue.share(client, key)
         # Other lines of the client go on, so all of them count; other clients only as they wait.
         own = (ahead + unsubmitted) * lines
-        waiting = self._queue.tokens + unsubmitted
+        alike = queue.bulk_tokens if is_bulk else queue.tokens - queue.bulk_tokens
+        waiting = alike + unsubmitted
         wait = min(own * clients, max(own, waiting))
         each = min(tokens * lines * clients, waiting + tokens)
         return ExpectedWait(wait / rate, each / rate)
@@ -183,9 +206,10 @@ class Admission:
         queue = self._queue
         if not queue.tokens:
             return
-        now, rate = time.monotonic(), self.rate
+        is_bulk, now = submission.is_bulk, time.monotonic()
+        rate = self._rate_of(is_bulk=is_bulk)
         tokens, client, timeout_s = submission.tokens, submission.client, submission.timeout_s
-        ahead, _, _ = queue.share(client, LineKey.of(tokens, timeout_s))
+        ahead, _, _ = queue.share(client, LineKey.of(tokens, timeout_s, is_bulk=is_bulk))
         most, waiting = self._limits.max_queue_tokens, queue.tokens
         free = most - waiting
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
@@ -197,13 +221,14 @@ class Admission:
             )
         if not rate:
             return
-        wait = self.expected_wait(client, tokens, timeout_s)
+        wait = self.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
         end_s, left_s = wait.seconds + wait.per_request_s, submission.deadline - now
         factor = _RETURNING if submission.returning else 1.0
         limit_s = factor * longest_wait_s(timeout_s, self._limits.max_wait_s)
         if wait.seconds > limit_s:
             raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
-        slack_s = queue.demand.slack_s(now, rate, due_time(now, submission.deadline), tokens)
+        due = math.inf if is_bulk else due_time(now, submission.deadline)
+        slack_s = queue.demand.slack_s(now, self._rate_of(is_bulk=False), due, tokens)
         late_s = max(end_s - factor * _SHARE_OF_TIME * left_s, -slack_s)
         if late_s > 0:
             raise Overloaded(
@@ -235,6 +260,7 @@ class PromiseKey(NamedTuple):
     model: str
     client: str
     patience: int
+    is_bulk: bool = False
 
 
 class Promises:

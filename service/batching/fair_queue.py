@@ -7,6 +7,8 @@ behind long ones, and 200 connections of one client do not delay the single text
 A batch takes encodings of the same length from other lines as well, in the order of their turns,
 and each line pays for its own, so that fairness costs no throughput. When no time is left for
 anything else, the request with the earliest deadline goes before turns (`Demand`).
+
+Bulk requests take what the others leave, and a share of the tokens in any case: see `FairQueue`.
 """
 
 import math
@@ -38,6 +40,10 @@ _HOPELESS = 1.5
 """A request is dropped if its rest takes so many times the time that is left."""
 
 
+BULK_SHARE = 0.1
+"""Least share of the tokens that run which are of bulk requests, while these wait."""
+
+
 class LineKey(NamedTuple):
     """Which of a client's lines a request waits in.
 
@@ -45,16 +51,25 @@ class LineKey(NamedTuple):
         size: the class of size; -1: a later round of a request, which goes before the first ones.
         patience: the class of the stated time limit; 0: the request states none. A class ends at
             twice the time of the one before.
+        is_bulk: whether the line has the bulk requests of the client.
     """
 
     size: int
     patience: int
+    is_bulk: bool = False
 
     @classmethod
-    def of(cls, tokens: int, timeout_s: float | None, *, later_round: bool = False) -> "LineKey":
+    def of(
+        cls,
+        tokens: int,
+        timeout_s: float | None,
+        *,
+        later_round: bool = False,
+        is_bulk: bool = False,
+    ) -> "LineKey":
         """Return the line of a request with so many tokens that states a time limit, or none."""
         size = -1 if later_round else sum(tokens >= least for least in _SIZES)
-        return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length())
+        return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length(), is_bulk)
 
 
 class PendingRequest(Future[BatchResult]):
@@ -74,7 +89,8 @@ class PendingRequest(Future[BatchResult]):
         self.line = line
         self.deadline = submission.deadline
         self.submitted = time.monotonic()
-        self.due = due_time(self.submitted, self.deadline)
+        # No deadline of a bulk request delays others.
+        self.due = math.inf if line.key.is_bulk else due_time(self.submitted, self.deadline)
         self.missing = len(submission.encodings)
         self.outputs: list[HeadOutputs | None] = [None] * self.missing
         self.queued_tokens = 0
@@ -106,7 +122,7 @@ class QueuedEncoding(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One client: its turn, and its lines.
+    """One client: its turn, and its lines. Its bulk requests are those of a client of their own.
 
     Attributes:
         turn: virtual time at which the client's turn among all clients comes.
@@ -162,6 +178,7 @@ class Batch:
     Attributes:
         max_tokens: most tokens; a longer single encoding fills the batch.
         encodings: none if all that were looked at belong to requests that have ended.
+        is_bulk: whether the encodings are of bulk requests.
         expired: requests that cannot end before their deadline; who takes the batch ends them.
         rows: number of the encodings' rows of the vocabulary.
         fill: what keeps further encodings out; `BatchFill.WAITING`: nothing yet.
@@ -169,6 +186,7 @@ class Batch:
 
     max_tokens: int
     max_encodings: int
+    is_bulk: bool = False
     encodings: list[QueuedEncoding] = field(default_factory=list)
     expired: list[PendingRequest] = field(default_factory=list)
     tokens: int = 0
@@ -255,21 +273,27 @@ class FairQueue:
     advances by the tokens that each would have received if all were served at once, and the one
     with the smallest turn is next. One that begins to wait has saved nothing up, and owes on.
 
+    Bulk requests wait apart, with turns of their own. They run when nothing else waits, and age: of
+    each token of others that runs while they wait, they are owed a share. A batch of them is next
+    when it is owed. So the wait of a bulk request is bounded, however many others come.
+
     The class is not safe for threads: the lock of the scheduler guards every call.
 
     Attributes:
         tokens: number of tokens that wait.
-        demand: these tokens by their due time.
+        bulk_tokens: number of these tokens that are of bulk requests.
+        demand: the tokens of other requests by their due time.
         requests: the requests that have not ended.
     """
 
     def __init__(self, *, varlen: bool) -> None:
-        self.tokens = 0
+        self.tokens = self.bulk_tokens = 0
         self.demand = Demand()
         self.requests: set[PendingRequest] = set()
         self._varlen = varlen
-        self._clients: dict[str, Client] = {}  # those with requests
-        self._virtual_time = 0.0
+        self._clients: dict[tuple[str, bool], Client] = {}  # by name, and whether bulk requests
+        self._virtual_times = [0.0, 0.0]  # of all others, and of bulk requests
+        self._owed_to_bulk = 0.0  # tokens
         self._serial = 0
 
     def _waiting_lines(self) -> list[Line]:
@@ -279,10 +303,10 @@ class FairQueue:
 
     def add(self, submission: Submission, key: LineKey) -> PendingRequest:
         """Queue the encodings of a request in a line of its client."""
-        client = self._clients.get(submission.client) or Client(submission.client)
-        self._clients[client.name] = client
+        client = self._clients.get((submission.client, key.is_bulk)) or Client(submission.client)
+        self._clients[client.name, key.is_bulk] = client
         if not any(line.tokens for line in client.lines.values()):
-            client.turn = max(client.turn, self._virtual_time)
+            client.turn = max(client.turn, self._virtual_times[key.is_bulk])
         line = client.lines.get(key) or Line(client, key)
         client.lines[key] = line
         if not line.tokens:
@@ -304,16 +328,19 @@ class FairQueue:
         request.queued_tokens += tokens
         line.tokens += tokens
         self.tokens += tokens
+        if line.key.is_bulk:
+            self.bulk_tokens += tokens
         self.demand.add(request.due, tokens)
 
     def share(self, client_name: str, key: LineKey) -> tuple[int, int, int]:
         """Return the tokens in a request's line, and the numbers of its lines and of clients."""
-        client = self._clients.get(client_name)
+        clients = sum(is_bulk == key.is_bulk for _, is_bulk in self._clients)
+        client = self._clients.get((client_name, key.is_bulk))
         if client is None:
-            return 0, 1, len(self._clients) + 1
+            return 0, 1, clients + 1
         if (line := client.lines.get(key)) is None:
-            return 0, len(client.lines) + 1, len(self._clients)
-        return line.tokens, len(client.lines), len(self._clients)
+            return 0, len(client.lines) + 1, clients
+        return line.tokens, len(client.lines), clients
 
     def forget(self, request: PendingRequest) -> None:
         """Subtract an ended request; its encodings are dropped now, or when their turn comes."""
@@ -327,14 +354,21 @@ class FairQueue:
         if not line.requests:
             del client.lines[line.key]
         if not client.lines:
-            del self._clients[client.name]
+            del self._clients[client.name, line.key.is_bulk]
 
     def has_up_to(self, length: int) -> bool:
-        """Return whether an encoding of at most so many tokens waits."""
-        return any(key <= length for line in self._waiting_lines() for key in line.groups)
+        """Return whether an encoding of at most so many tokens waits, of no bulk request."""
+        lines = (line for line in self._waiting_lines() if not line.key.is_bulk)
+        return any(key <= length for line in lines for key in line.groups)
 
     def take(
-        self, max_tokens: int, *, takers: int = 1, longest: int | None = None, rate: float = 0.0
+        self,
+        max_tokens: int,
+        *,
+        takers: int = 1,
+        longest: int | None = None,
+        rate: float = 0.0,
+        with_bulk: bool = True,
     ) -> Batch:
         """Remove a batch: what is next in the line whose turn it is, and others of its length.
 
@@ -345,10 +379,15 @@ class FairQueue:
                 at a time, and its other worker only packs the next batch, so a worker takes all.
             longest: most tokens of an encoding to consider; None: of any length.
             rate: tokens per second of all workers; 0.0: not measured.
+            with_bulk: whether bulk requests may run; there must be others if not.
         """
         now = time.monotonic()
         oldest = {line: old for line in self._waiting_lines() if (old := line.oldest(longest))}
-        if rate and self.demand.slack_s(now, rate) < _LEAST_SLACK_S:
+        bulk = {line: old for line, old in oldest.items() if line.key.is_bulk}
+        is_owed = with_bulk and self._owed_to_bulk >= max_tokens
+        is_bulk = len(bulk) == len(oldest) or (len(bulk) > 0 and is_owed)
+        oldest = bulk if is_bulk else {k: old for k, old in oldest.items() if not k.key.is_bulk}
+        if not is_bulk and rate and self.demand.slack_s(now, rate) < _LEAST_SLACK_S:
             lines = [min(oldest, key=lambda line: oldest[line].request.deadline)]
         else:
             lines = sorted(oldest, key=lambda line: (line.client.turn, line.turn, line.key))
@@ -356,7 +395,7 @@ class FairQueue:
         key = 0 if self._varlen else oldest[first].tokens
         sharing = [line for line in lines if key in line.groups]
         waiting = sum(len(line.groups[key]) for line in sharing)
-        batch = Batch(max_tokens, waiting if self._varlen else -(-waiting // takers))
+        batch = Batch(max_tokens, waiting if self._varlen else -(-waiting // takers), is_bulk)
         client, turn, line_turn = first.client, first.client.turn, first.turn
         clients = len({line.client.name for line in oldest})
         client_lines = sum(line.tokens > 0 for line in client.lines.values())
@@ -365,7 +404,12 @@ class FairQueue:
             if batch.fill is not BatchFill.WAITING:
                 break
         client.virtual_time = max(client.virtual_time, line_turn) + batch.tokens / client_lines
-        self._virtual_time = max(self._virtual_time, turn) + batch.tokens / clients
+        passed = max(self._virtual_times[is_bulk], turn) + batch.tokens / clients
+        self._virtual_times[is_bulk] = passed
+        if is_bulk:
+            self._owed_to_bulk = 0.0
+        elif bulk:
+            self._owed_to_bulk += batch.tokens * BULK_SHARE / (1 - BULK_SHARE)
         return batch
 
     def _move(self, line: Line, key: int, batch: Batch, now: float, rate: float) -> None:

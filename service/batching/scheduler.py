@@ -54,6 +54,9 @@ With equal priority, an overloaded server answers probes and refuses requests on
 _MIN_BATCH_TOKENS = 128
 """Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
 
+_OTHERS_COME_S = 1.0
+"""Time after a request that is not bulk in which one worker is left to the next one."""
+
 _UNMEASURED_S = 6.0
 """Predicted time of a run before any run was measured."""
 
@@ -93,7 +96,9 @@ class Scheduler:
         self._short_texts = threading.Condition(self._lock)  # wakes the worker for short texts
         self._queue = FairQueue(varlen=engine.supports_varlen)
         self._on_long_texts: set[int] = set()  # numbers of workers
+        self._on_bulk: set[int] = set()  # numbers of workers
         self._idle_workers = 0
+        self._last_run = time.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
         self.draining = False
         self.dead: str | None = None
@@ -134,8 +139,11 @@ class Scheduler:
             if not submission.later_round:
                 self._admission.check(submission)
             tokens, timeout_s = submission.tokens, submission.timeout_s
-            line = LineKey.of(tokens, timeout_s, later_round=submission.later_round)
+            later_round, is_bulk = submission.later_round, submission.is_bulk
+            line = LineKey.of(tokens, timeout_s, later_round=later_round, is_bulk=is_bulk)
             request = self._queue.add(submission, line)
+            if not is_bulk:
+                self._activity.asked = time.monotonic()
             request.add_done_callback(self._forget)
             self._changed.notify(len(submission.encodings))
             if self._all_on_long_texts:
@@ -143,10 +151,15 @@ class Scheduler:
         return request
 
     def expected_wait(
-        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,
+        is_bulk: bool = False,
     ) -> ExpectedWait:
         """Return the expected wait of a request that arrives now; see `core.Queue`."""
-        return self._admission.expected_wait(client, tokens, timeout_s, unsubmitted)
+        return self._admission.expected_wait(client, tokens, timeout_s, unsubmitted, is_bulk)
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""
@@ -189,22 +202,40 @@ class Scheduler:
         self._activity.add(1)
         try:
             while (batch := take()) is not None:
-                self._run(number, batch.encodings, batch.fill)
+                if batch.encodings:
+                    self._run(number, batch.encodings, batch.fill)
+                else:
+                    self._run_canary(number)
         except BaseException as error:  # without its worker the service must end too
             self._die(f"a worker ended with {type(error).__name__}")
         finally:
             self._activity.add(-1)
 
     def _take(self, number: int) -> Batch | None:
-        """Wait for queued encodings and take a batch; None when the scheduler closes."""
+        """Wait for queued encodings and take a batch; None when the scheduler closes.
+
+        A batch without encodings stands for the canary.
+        """
         with self._lock:
             self._on_long_texts.discard(number)
+            self._on_bulk.discard(number)
             while not self._closing:
-                if not self._queue.tokens:
+                with_bulk = self._may_run_bulk
+                if self._queue.tokens == (0 if with_bulk else self._queue.bulk_tokens):
                     self._idle_workers += 1
-                    self._wait(self._changed)
+                    self._wait(self._changed, self._limits.canary_s if number == 0 else 0.0)
                     self._idle_workers -= 1
-                elif (batch := self._take_now(takers=self._idle_workers + 1)).encodings:
+                    if number == 0 and self._is_canary_due:
+                        # Else a short text would wait for the canary of a single worker.
+                        self._on_long_texts.add(number)
+                        return Batch(0, 0)
+                    continue
+                takers = self._idle_workers + 1
+                if (batch := self._take_now(takers=takers, with_bulk=with_bulk)).encodings:
+                    if batch.is_bulk:
+                        self._on_bulk.add(number)
+                        if self._queue.tokens:  # perhaps another worker may run bulk now
+                            self._changed.notify()
                     if batch.longest > self._batch_tokens():
                         self._on_long_texts.add(number)
                         if self._all_on_long_texts:
@@ -219,7 +250,7 @@ class Scheduler:
                 longest = self._batch_tokens()
                 if not self._all_on_long_texts or not self._queue.has_up_to(longest):
                     self._wait(self._short_texts)
-                elif (batch := self._take_now(longest=longest)).encodings:
+                elif (batch := self._take_now(longest=longest, with_bulk=False)).encodings:
                     return batch
             return None
 
@@ -227,16 +258,58 @@ class Scheduler:
     def _all_on_long_texts(self) -> bool:
         return len(self._on_long_texts) >= self._limits.workers
 
-    def _wait(self, condition: threading.Condition) -> None:
-        """Wait until another thread notifies the condition; the caller holds the lock."""
+    def _wait(self, condition: threading.Condition, most_s: float = 0.0) -> None:
+        """Wait until another thread notifies the condition; the caller holds the lock.
+
+        Args:
+            condition: a condition of the lock.
+            most_s: longest wait; 0: without end.
+        """
         self._activity.add(-1)
-        condition.wait()
+        condition.wait(most_s or None)
         self._activity.add(1)
 
-    def _take_now(self, *, takers: int = 1, longest: int | None = None) -> Batch:
+    @property
+    def _is_canary_due(self) -> bool:
+        """Whether all workers are idle, and nothing has run for the time of a canary."""
+        canary_s, others = self._limits.canary_s, self._limits.workers - 1
+        is_idle = not self._queue.tokens and self._idle_workers == others and not self._closing
+        return canary_s > 0 and is_idle and time.monotonic() - self._last_run >= canary_s
+
+    def _run_canary(self, number: int) -> None:
+        """Run a golden batch, so that a lost device is noticed although nobody asks."""
+        started = time.monotonic()
+        self._watchdog.began(number, None)
+        try:
+            self._engine.probe()
+        except Exception as error:  # the runtime's errors have no common type
+            self._die(f"it could not repeat its golden outputs while idle ({type(error).__name__})")
+            return
+        finally:
+            self._watchdog.finished(number)
+        self._last_run = time.monotonic()
+        self._on_batch(BatchReport(0, 0, self._last_run - started, BatchFill.CANARY))
+
+    @property
+    def _may_run_bulk(self) -> bool:
+        """Whether one more worker may run a bulk batch.
+
+        A batch cannot be interrupted. So while requests that are not bulk come, one worker is left
+        to them: the next one starts at once, on a core of its own.
+        """
+        others_come = time.monotonic() - self._activity.asked < _OTHERS_COME_S
+        return len(self._on_bulk) < max(1, self._limits.workers - others_come)
+
+    def _take_now(
+        self, *, takers: int = 1, longest: int | None = None, with_bulk: bool = True
+    ) -> Batch:
         """Take a batch, and end the requests whose time is over; the caller holds the lock."""
         batch = self._queue.take(
-            self._batch_tokens(), takers=takers, longest=longest, rate=self._admission.rate
+            self._batch_tokens(),
+            takers=takers,
+            longest=longest,
+            rate=self._admission.rate,
+            with_bulk=with_bulk,
         )
         for request in batch.expired:
             message = "the request's time was over before it ran"
@@ -255,7 +328,8 @@ class Scheduler:
         started = time.monotonic()
         tokens = sum(queued.tokens for queued in batch)
         rate = self._admission.tokens_per_s
-        alone = self._activity.busy == 1 and not self._queue.tokens
+        is_bulk = batch[0].request.line.key.is_bulk
+        alone = self._activity.busy == 1 and not self._queue.tokens and not is_bulk
         self._watchdog.began(number, tokens / rate if rate else None)
         try:
             encodings = [queued.encoding for queued in batch]
@@ -285,7 +359,9 @@ class Scheduler:
         complete = []
         with self._lock:
             tokens = sum(queued.tokens for queued in batch)
-            self._admission.batch_ended(tokens, tokens / max(seconds, 1e-9))
+            is_bulk = batch[0].request.line.key.is_bulk
+            self._last_run = time.monotonic()
+            self._admission.batch_ended(tokens, tokens / max(seconds, 1e-9), is_bulk=is_bulk)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output

@@ -159,16 +159,17 @@ class Gate:
         if route is None or not (served := self._routes.get(route)):
             return None
         tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
-        line = LineKey.of(tokens, stated_s)
+        is_bulk = request.is_bulk
+        line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
         request.unstarted = line, tokens
-        if request.limit_problem:  # the handler writes that error
+        if request.terms_problem:  # the handler writes that error
             return None
         unstarted = self._starts.unsubmitted[client, line]
         wait, model = min(
-            (each.queue.expected_wait(client, tokens, stated_s, unstarted), each.reference)
+            (each.queue.expected_wait(client, tokens, stated_s, unstarted, is_bulk), each.reference)
             for each in served
         )
-        key = PromiseKey(model, client, line.patience)
+        key = PromiseKey(model, client, line.patience, is_bulk)
         wait_s = wait.seconds
         if self._starts.waiting:
             wait_s += self._starts.expected_wait_s(client)

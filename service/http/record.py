@@ -26,6 +26,8 @@ OF_ADMIN_SOCKET: Final = "cloze.admin_socket"
 
 TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
 
+CLASS_HEADER: Final = b"x-request-class"
+
 _READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
 """Seconds that the openai client waits for an answer; it sends the header with every request."""
 
@@ -51,7 +53,8 @@ class RequestRecord:
         length: the bytes of its body that the headers announce.
         client: the client, which has a fair share and limits: a key or an address; "" if unknown.
         stated_s: the time limit that it states, in seconds.
-        limit_problem: what is wrong with the stated time limit; "" if nothing is.
+        is_bulk: whether it takes only what others leave.
+        terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
         arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
 
         connection: the connection that it came by; None if that is closed.
@@ -73,7 +76,8 @@ class RequestRecord:
     key: Key | None
     client: str
     stated_s: float | None
-    limit_problem: str
+    is_bulk: bool
+    terms_problem: str
     arrived: float
 
     connection: Reader | None = None
@@ -124,12 +128,15 @@ class Callers:
             client = self._forwarded(headers, client)
         if self.keys is not None and (authorization := first.get(b"authorization")) is not None:
             key = self.keys.find(authorization)
-        stated_s, limit_problem = None, ""
+        stated_s, terms_problem = None, ""
         if TIMEOUT_HEADER in first or _READ_TIMEOUT_HEADER in first:
             try:
                 stated_s = timeout_s(first, self._max_timeout_s)
             except InvalidRequest as error:
-                limit_problem = error.problem
+                terms_problem = error.problem
+        if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
+            got = ascii(stated_class.decode("latin-1"))[:40]
+            terms_problem = f"x-request-class: bulk, or no such header, got {got}"
         return RequestRecord(
             method=scope["method"],
             path=scope["path"],
@@ -140,7 +147,8 @@ class Callers:
             key=key,
             client=f"key {key.name}" if key is not None else client,
             stated_s=stated_s,
-            limit_problem=limit_problem,
+            is_bulk=stated_class == b"bulk",
+            terms_problem=terms_problem,
             arrived=time.monotonic(),
         )
 

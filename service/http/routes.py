@@ -199,6 +199,7 @@ class Recorder:
             record.cost,
             record.error,
             record.rejection,
+            record.is_bulk,
         )
         self._metrics.observe_request(answered)
         if record.trace is not None:

@@ -89,6 +89,7 @@ class WatchedRequest:
             timeout_s=record.stated_s,
             trace=record.trace.parent if record.trace is not None else "",
             returning=record.is_returning,
+            is_bulk=record.is_bulk,
         )
 
     async def begin_answer(self) -> None:
@@ -274,13 +275,13 @@ class RequestWatch:
 
         Raises:
             SlowRequest: the body did not arrive in time, or arrives too slowly.
-            InvalidRequest: the time limit that the request states is malformed or too long.
+            InvalidRequest: the time limit or the class that the request states is malformed.
             DeadlineExceeded: the request has a body, but no answer in time.
             ClientGone: the client closed its connection after it had sent its body.
         """
         record: RequestRecord = request.scope[RECORD]
-        if record.limit_problem:
-            raise InvalidRequest(record.limit_problem)
+        if record.terms_problem:
+            raise InvalidRequest(record.terms_problem)
         task = asyncio.current_task()
         assert task is not None
         limit_s = self.timeout_s if record.stated_s is None else record.stated_s

@@ -50,6 +50,8 @@ MODEL = ("model", "version")
 RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
 RELOAD_RESULTS = {True: "ok", False: "failed"}
 
+_CLASSES = {False: "none", True: "bulk"}
+
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
 
@@ -112,6 +114,8 @@ class Families:
             ("reason",),
         )
         self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
+        classes = counter("cloze_request_classes", "Answered requests, by their class.", ("class",))
+        self.classes = {is_bulk: classes.labels(name) for is_bulk, name in _CLASSES.items()}
         reloads = counter(*RELOADS)
         self.reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
         self.parts = histogram(
@@ -253,6 +257,7 @@ class Metrics(Collector):
         if len(self._observed) > _MAX_UNWRITTEN:
             self._write_observed()
         series(families.requests, model, answered.route, answered.status).inc()
+        families.classes[answered.is_bulk].inc()
         if answered.rejection is not None:
             families.rejected[answered.rejection].inc()
         if answered.status != _OK:
@@ -278,6 +283,9 @@ class Metrics(Collector):
         if model not in self._models:
             return  # the batch hung until the end of its model
         families, series = self._families, self._series
+        series(families.batches, model, report.fill).inc()
+        if not report.sequences:  # a canary
+            return
         self._observed.extend(
             [
                 (series(families.batch_sequences, model), report.sequences, ""),
@@ -286,7 +294,6 @@ class Metrics(Collector):
             ]
         )
         series(families.tokens, model).inc(report.tokens)
-        series(families.batches, model, report.fill).inc()
 
     def collect(self) -> Iterable[Metric]:
         """Return the values of this process alone; `prometheus_client` calls it at each scrape."""

@@ -85,7 +85,8 @@ class FrontEndChannel(frames.Channel):
         """Return the answer, with the expected wait of a further request like this one."""
         terms = run.submission
         queue = self._engine.queues[run.model]
-        wait = queue.expected_wait(terms.client, tokens, terms.timeout_s)
+        client, timeout_s, is_bulk = terms.client, terms.timeout_s, terms.is_bulk
+        wait = queue.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
         return frames.encode_answer(frames.Answer(run.number, outcome, wait))
 
     def _end(self, number: int, message: bytes | None) -> None:

@@ -155,7 +155,8 @@ class EngineLink(frames.Channel):
                 if len(self._waits) >= self._MAX_WAITS:
                     self._waits.clear()
                 _, model, submission = pending.run
-                line = LineKey.of(submission.tokens, submission.timeout_s)
+                tokens, is_bulk = submission.tokens, submission.is_bulk
+                line = LineKey.of(tokens, submission.timeout_s, is_bulk=is_bulk)
                 self._waits[model, submission.client, line] = decoded.wait, time.monotonic()
                 _settle(pending.future, decoded.outcome)
         elif [model.reference for model in decoded.models] == self._references:
@@ -280,9 +281,10 @@ class RemoteQueue:
         tokens: int,
         timeout_s: float | None,
         unsubmitted: int = 0,  # noqa: ARG002
+        is_bulk: bool = False,
     ) -> ExpectedWait:
         """Return the shortest wait that an engine process reported; see `core.Queue`."""
-        line = LineKey.of(tokens, timeout_s)
+        line = LineKey.of(tokens, timeout_s, is_bulk=is_bulk)
         running = [link for link in self._links if link.dead is None]
         waits = (link.expected_wait(self._model, client, line) for link in running)
         return min(waits, default=NO_WAIT)

@@ -20,7 +20,7 @@ from cloze.export.graph_writer import LAYOUTS, GraphWriter
 from cloze.export.model import Model
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, verify
+from cloze.export.verify import GraphUnderTest, grid, verify
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout
@@ -106,6 +106,13 @@ def test_filling_to_which_no_token_attends(family: str, tmp_path: Path) -> None:
     verified(tmp_path, graphs[Precision.FP32], made, recipe, heads)
     with pytest.raises(ExportError, match="no fp16 graph"):
         written(tmp_path, made, recipe, [Precision.FP16], heads=heads)
+
+
+def test_the_grid_has_the_edges_of_a_window_and_no_batch_of_very_long_texts() -> None:
+    cells = grid(8192, 64)
+    assert {(1, 8192), (1, 66), (8, 66), (1, 257), (8, 257)} <= set(cells)
+    assert max(batch * length for batch, length in cells if batch > 1) <= 4096
+    assert (8, 512) in grid(512, None)
 
 
 @pytest.mark.parametrize("family", ["mpnet", "deberta-v2"])

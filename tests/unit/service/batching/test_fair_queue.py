@@ -35,6 +35,7 @@ from tests.encodings import encoding
 SHORT = LineKey.of(1, None)
 LONG = LineKey.of(10_000, None)
 HASTY = LineKey.of(1, 2.0)
+BULK = LineKey.of(1, None, is_bulk=True)
 FOREVER = float("inf")
 
 
@@ -479,7 +480,7 @@ def test_ended_requests_do_not_fill_the_memory(rounds: int) -> None:
         second.cancel()
         assert queue.in_memory == 2
         other.cancel()
-        assert list(queue._clients) == ["a"]
+        assert list(queue._clients) == [("a", False)]
         assert queue.took() == [7]
         kept.set_result(None)  # type: ignore[arg-type]
         assert queue._clients == {}
@@ -658,3 +659,57 @@ def test_slack_is_the_least_over_all_dues() -> None:
         assert found == pytest.approx(exact) or 0 < found < exact, "exact, or a bound above zero"
         if exact <= 0:
             assert found == pytest.approx(exact)
+
+
+# ---- bulk --------------------------------------------------------------------------------------
+
+
+def test_bulk_requests_take_what_others_leave() -> None:
+    queue = Queue()
+    queue.put("bulk", 7, 7, 8, key=BULK)
+    queue.put("a", 7)
+    queue.put("bulk", 6)
+    assert queue.share("bulk", BULK) == (22, 1, 1)
+    assert queue.share("bulk", SHORT) == (6, 1, 2)
+    assert (queue.tokens, queue.bulk_tokens) == (35, 22)
+    assert queue.took() == [7], "no bulk text makes the batch of a question longer"
+    assert queue.took() == [6]
+    assert queue.took() == [7, 7]
+    assert queue.took() == [8]
+    assert (queue.tokens, queue.bulk_tokens, queue._clients.keys()) == (0, 0, queue._clients.keys())
+
+
+def test_bulk_requests_age_and_never_starve() -> None:
+    queue = Queue()
+    bulk = [queue.put(name, *[10] * 20, key=BULK) for name in ("one", "other")]
+    ran, waits = 0, [0]
+    for _ in range(400):
+        for name in "abcde":
+            if queue.share(name, SHORT)[0] < 30:
+                queue.put(name, 10, 10, 10)
+        batch = queue.take(10)
+        assert len(batch.encodings) == 1
+        ran += batch.is_bulk
+        waits = [*waits, 0] if batch.is_bulk else [*waits[:-1], waits[-1] + 1]
+    assert max(waits) <= 10, "one batch in ten is theirs, however many others wait"
+    assert 35 <= ran <= 40
+    left = [request.queued_tokens for request in bulk]
+    assert abs(left[0] - left[1]) <= 10, "and clients have equal shares of them"
+
+
+def test_no_bulk_batch_runs_where_none_may() -> None:
+    queue = Queue()
+    queue.put("bulk", 7, key=BULK)
+    queue._owed_to_bulk = 100.0
+    queue.put("a", 9)
+    assert not queue.has_up_to(8)
+    assert queue.took(with_bulk=False) == [9]
+    assert queue.took() == [7]
+
+
+def test_a_deadline_of_a_bulk_request_delays_nobody() -> None:
+    queue = Queue()
+    bulk = queue.put("bulk", 50, key=BULK, deadline=1001.0)
+    queue.put("a", 9, deadline=1100.0)
+    assert (bulk.due, queue.demand._total) == (math.inf, 9)
+    assert queue.took(rate=10.0) == [9]

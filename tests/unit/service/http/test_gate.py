@@ -35,7 +35,12 @@ class Waiting:
         self.asked: list[tuple[str, int, float | None, int]] = []
 
     def expected_wait(
-        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,
+        is_bulk: bool = False,
     ) -> ExpectedWait:
         self.asked.append((client, tokens, timeout_s, unsubmitted))
         return ExpectedWait(self.seconds, 0.5)
@@ -248,7 +253,7 @@ def test_the_time_limit_of_a_request(clock: Clock) -> None:
     assert gated.ask(x_request_timeout_ms="60001") is None, "the handler says what is wrong"
     assert len(queue.asked) == asked
     assert gated.is_admitted
-    assert gated.record.limit_problem.startswith("x-request-timeout-ms: a whole number from 1 to")
+    assert gated.record.terms_problem.startswith("x-request-timeout-ms: a whole number from 1 to")
 
 
 def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:

@@ -365,13 +365,13 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     sent = scope(authorization="Bearer first", x_request_timeout_ms="1500", x_request_id="mine")
     record = callers.record(sent, "/embed")
     assert record.key is not None
-    assert (record.client, record.stated_s, record.limit_problem) == ("key one", 1.5, "")
+    assert (record.client, record.stated_s, record.terms_problem) == ("key one", 1.5, "")
     assert (record.method, record.path, record.route) == ("POST", "/embed", "/embed")
     assert (record.identity, record.headers) == (b"mine", sent["headers"])
     assert record.model == record.error == ""
     wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
     assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, None)
-    assert wrong.limit_problem == (
+    assert wrong.terms_problem == (
         "x-request-timeout-ms: a whole number from 1 to 30000, got '30001'"
     )
 

@@ -172,7 +172,13 @@ OnLoop = Callable[[Callable[[Process], Awaitable[None]]], None]
 def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
     async def test(process: Process) -> None:
         deadline = time.monotonic() + 60
-        terms = {"client": "someone", "timeout_s": 4.5, "accepted": True, "trace": "00-1"}
+        terms = {
+            "client": "someone",
+            "timeout_s": 4.5,
+            "accepted": True,
+            "trace": "00-1",
+            "is_bulk": True,
+        }
         process.receive(run(deadline=deadline, returning=True, later_round=True, **terms))
         (answer,) = await process.answers()
         greeting = process.wire.sent[0]
@@ -185,7 +191,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]
         assert answer.wait == ExpectedWait(2.5, 0.5)
-        assert process.queues[0].asked == [("someone", 3, 4.5)]
+        assert process.queues[0].asked == [("someone", 3, 4.5, ("is_bulk", True))]
         process.receive(run(8, model=1))
         await process.answers(2)
         assert len(process.queues[1].terms) == 1
@@ -202,7 +208,7 @@ def test_a_refusal_is_answered(on_loop: OnLoop) -> None:
         assert (answer.number, str(answer.outcome)) == (9, "full")
         assert (answer.outcome.retry_after_s, answer.outcome.reason) == (3.0, Rejection.QUEUE_FULL)
         assert answer.wait == ExpectedWait(2.5, 0.5)
-        assert process.queues[0].asked == [("", 5, None)]
+        assert process.queues[0].asked == [("", 5, None, ("is_bulk", False))]
         assert process.channel._pending == {}
 
     on_loop(test)

@@ -61,7 +61,7 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True)
+    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True, True)
     assert not [value for value in terms[2:] if value in terms._field_defaults.values()]
     decoded = arrived(Run(11, 3, terms._replace(encodings=ENCODINGS)))
     assert (decoded.number, decoded.model) == (11, 3)

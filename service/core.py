@@ -346,8 +346,8 @@ class Engine(Protocol):
 
         Args:
             batch: encodings of one length, unless the engine supports variable lengths.
-            alone: whether no other batch of this process runs or waits, nor did when the batch
-                before began, so that this one may use all cores.
+            alone: whether no other batch of this process runs or waits, so that this one may use
+                all cores.
 
         Raises:
             Exception: any error of the runtime.

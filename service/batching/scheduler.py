@@ -98,7 +98,6 @@ class Scheduler:
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._on_bulk: set[int] = set()  # numbers of workers
         self._idle_workers = 0
-        self._was_alone = True  # whether the batch before was alone
         self._last_run = time.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
         self.draining = False
@@ -322,11 +321,6 @@ class Scheduler:
             self._finish(request, DeadlineExceeded(message))
         return batch
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether one worker of the process is busy, and nothing waits."""
-        return self._activity.busy == 1 and not self._queue.tokens
-
     def _run(self, number: int, batch: list[QueuedEncoding], fill: BatchFill) -> None:
         """Run a batch. If the engine raises, halve the batch until one failing encoding is left."""
         if self.dead is not None:
@@ -335,10 +329,7 @@ class Scheduler:
         tokens = sum(queued.tokens for queued in batch)
         rate = self._admission.tokens_per_s
         is_bulk = batch[0].request.line.key.is_bulk
-        was_alone, self._was_alone = self._was_alone, self._is_alone
-        # With many clients, a batch is alone by chance while their next requests are on the way. It
-        # must not take the cores that these need.
-        alone = was_alone and self._was_alone and not is_bulk
+        alone = self._activity.busy == 1 and not self._queue.tokens and not is_bulk
         self._watchdog.began(number, tokens / rate if rate else None)
         try:
             encodings = [queued.encoding for queued in batch]

@@ -10,10 +10,10 @@ import re
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +36,6 @@ from cloze.model_store.processor import (
     int8_settings,
 )
 from cloze.service.core import StartupError
-from cloze.service.engine.threads import keep_from_core, with_threads
 
 log = logging.getLogger("cloze")
 
@@ -129,7 +128,7 @@ class CpuSession:
 
     Attributes:
         side_by_side: the session with few threads per run.
-        alone: the session with a thread per core; see `SpreadSession`.
+        alone: the session with a thread per core.
     """
 
     side_by_side: Session
@@ -138,34 +137,6 @@ class CpuSession:
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
         """See `Session`."""
         return self.side_by_side.run(wanted, feeds)
-
-
-class SpreadSession:
-    """A session whose own threads wake up on other cores than the thread that calls `run`.
-
-    The session's threads sleep between runs. Linux may wake one up on the core of the caller, and
-    the two then take turns on that core for milliseconds
-    (docs/decisions/0023-the-threads-of-a-lone-run.md).
-
-    Args:
-        open_session: opens the session, and starts its threads from the calling thread.
-        current_core: returns the core that runs the calling thread.
-    """
-
-    def __init__(
-        self, open_session: Callable[[], Session], current_core: Callable[[], int] | None = None
-    ) -> None:
-        self._session, self._threads = with_threads(open_session)
-        # `PyDLL` keeps the interpreter's lock: to release the lock takes longer than the call.
-        self._current_core = current_core or ctypes.PyDLL(None).sched_getcpu
-        self._avoided = -1  # the core that the threads avoid
-
-    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
-        """See `Session`."""
-        if (core := self._current_core()) != self._avoided:
-            self._avoided = core
-            keep_from_core(self._threads, core)
-        return self._session.run(wanted, feeds)
 
 
 def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> CpuSession:
@@ -186,7 +157,7 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
             raise ValueError("its weights are packed, but not aligned")
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
         _return_freed_memory()
-        alone = SpreadSession(partial(_open_on_cpu, prepared, _cpu_options(alone_threads)))
+        alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
         _return_freed_memory()
         return CpuSession(side_by_side, alone)
 

@@ -20,8 +20,9 @@ _ONE_BLOCK = 4
 """Sequences up to this many distances are one block.
 
 Milliseconds of one layer of 384 numbers, 6 heads and distance 64, one thread of a Zen 4, as one
-block and in blocks: 0.21 and 0.36 for 128 tokens, 0.66 and 0.69 for 256, 2.5 and 1.5 for 512,
-52 and 8.9 for 2,048. The numbers with blocks of 128 and of 256 queries are higher.
+block and in blocks, measured with an earlier form of the graph: 0.21 and 0.36 for 128 tokens,
+0.66 and 0.69 for 256, 2.5 and 1.5 for 512, 52 and 8.9 for 2,048. The numbers with blocks of 128
+and of 256 queries are higher.
 """
 
 

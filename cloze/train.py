@@ -210,7 +210,8 @@ def finetune_classify(
     Example:
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
-    from cloze.export.train.label_tasks import RowFiles, finetune_labels
+    from cloze.export.train.label_data import RowFiles
+    from cloze.export.train.label_tasks import finetune_labels
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
@@ -237,7 +238,8 @@ def finetune_tokens(
     Example:
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
-    from cloze.export.train.label_tasks import RowFiles, finetune_tags
+    from cloze.export.train.label_data import RowFiles
+    from cloze.export.train.label_tasks import finetune_tags
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))

@@ -20,14 +20,8 @@ from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.joint import draw_tasks, finetune_tasks
-from cloze.export.train.label_tasks import (
-    BatchPlan,
-    LabelObjective,
-    RowFiles,
-    finetune_labels,
-    finetune_tags,
-    read_label_data,
-)
+from cloze.export.train.label_data import RowFiles, read_label_data
+from cloze.export.train.label_tasks import BatchPlan, LabelObjective, finetune_labels, finetune_tags
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Optimisation
 from cloze.export.train.run_options import RunOptions, Schedule

@@ -22,17 +22,19 @@ from cloze.export.heads import SPAN
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.documents import fingerprint
-from cloze.export.train.label_tasks import (
-    BatchPlan,
+from cloze.export.train.label_data import (
     LabelData,
-    LabelObjective,
     RowFiles,
     TagData,
+    read_label_data,
+    read_tag_data,
+)
+from cloze.export.train.label_tasks import (
+    BatchPlan,
+    LabelObjective,
     TagObjective,
     head_options,
     main_figure,
-    read_label_data,
-    read_tag_data,
 )
 from cloze.export.train.loop import Objective, Stopping, train
 from cloze.export.train.progress import read_log

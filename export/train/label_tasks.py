@@ -4,10 +4,10 @@ Sources: Devlin et al. 2019, sections 4.1 and 5.3 (the first token of a word has
 Shapes: B sequences of S tokens, L labels of one set.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
-from cloze.export.errors import DataError, Report, TrainError
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.calibration import Calibration, calibrate
 from cloze.export.evaluation.labelled import (
-    LabelledText,
     TaggedSentence,
-    label_names,
-    read_labelled,
-    read_tagged,
-    tag_names,
 )
 from cloze.export.evaluation.labels import (
     EncodedRow,
@@ -41,13 +36,20 @@ from cloze.export.evaluation.labels import (
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
-from cloze.export.train.documents import fingerprint, is_held_out
+from cloze.export.train.documents import fingerprint
+from cloze.export.train.label_data import (
+    LabelData,
+    RowFiles,
+    TagData,
+    read_label_data,
+    read_tag_data,
+)
 from cloze.export.train.loop import Stopping, train
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
-from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe, TagSettings, TagsRecipe
+from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe, TagsRecipe
 from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
@@ -58,108 +60,6 @@ TAGS = token_classification.HEAD.name
 
 _IGNORED = -100
 """Target of a token without a label; `torch.nn.functional.cross_entropy` ignores it."""
-
-Row = TypeVar("Row", LabelledText, TaggedSentence)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFiles:
-    """Files of texts with labels, or of sentences with tags.
-
-    Attributes:
-        held_out: files to measure on; empty: a share of the others.
-    """
-
-    learnt: Sequence[Path]
-    held_out: Sequence[Path]
-
-    @property
-    def all(self) -> list[Path]:
-        """All files."""
-        return [*self.learnt, *self.held_out]
-
-
-@dataclass(frozen=True, slots=True)
-class LabelData:
-    """Texts with labels of one set, which were read and checked."""
-
-    learnt: list[LabelledText]
-    held_out: list[LabelledText]
-    labels: SequenceLabelSet
-    settings: LabelSettings
-
-
-@dataclass(frozen=True, slots=True)
-class TagData:
-    """Sentences with tags of one set, which were read and checked."""
-
-    learnt: list[TaggedSentence]
-    held_out: list[TaggedSentence]
-    labels: LabelSet
-    settings: TagSettings
-
-
-def read_label_data(
-    files: RowFiles, settings: LabelSettings, report: Report, name: str | None = None
-) -> LabelData:
-    """Read all texts of a task.
-
-    Raises:
-        DataError: a file, its labels, or the settings cannot be used.
-    """
-    learnt, problem = read_labelled(files.learnt)
-    held_out: list[LabelledText] = []
-    if files.held_out:
-        held_out, other = read_labelled(files.held_out)
-        if other != problem:
-            raise DataError(
-                f"{held_out[0].at}: {held_out[0].text[:60]!r} has another kind of label "
-                f"than {learnt[0].at}"
-            )
-    else:
-        learnt, held_out = _split(learnt, settings.held_out, lambda row: row.text)
-    least = 2 if problem == "single_label_classification" else 1
-    names = label_names(learnt, held_out, report, least=least)
-    if problem == "regression" and settings.class_weights != "none":
-        raise TrainError(f"{learnt[0].at} has a number, but class_weights are weights of labels")
-    _check_weights(settings, names)
-    labels = SequenceLabelSet(name=name, labels=names, problem_type=problem)
-    return LabelData(learnt, held_out, labels, settings)
-
-
-def read_tag_data(
-    files: RowFiles, settings: TagSettings, report: Report, name: str | None = None
-) -> TagData:
-    """Read all sentences of a task.
-
-    Raises:
-        DataError: a file, its tags, or the settings cannot be used.
-    """
-    learnt, held_out = read_tagged(files.learnt), []
-    if files.held_out:
-        held_out = read_tagged(files.held_out)
-    else:
-        learnt, held_out = _split(learnt, settings.held_out, lambda row: " ".join(row.words))
-    names = tag_names(label_names(learnt, held_out, report, least=1))
-    _check_weights(settings, names)
-    return TagData(learnt, held_out, LabelSet(name=name, labels=names), settings)
-
-
-def _split(rows: list[Row], share: float, key: Callable[[Row], str]) -> tuple[list[Row], list[Row]]:
-    """Return the rows to learn from, and the held-out rows."""
-    parts: tuple[list[Row], list[Row]] = ([], [])
-    for row in rows:
-        parts[is_held_out(key(row), share)].append(row)
-    if not parts[0]:
-        raise TrainError(f"{rows[0].at}: all rows are held out; lower held_out or give more rows")
-    return parts
-
-
-def _check_weights(settings: LabelSettings, labels: Sequence[str]) -> None:
-    if isinstance(settings.class_weights, dict):
-        for label in settings.class_weights:
-            if label not in labels:
-                raise TrainError(f"class_weights: no row to learn from has the label {label!r}")
 
 
 def head_options(

@@ -43,7 +43,8 @@ def reranker(family: str, folder: Path) -> Path:
     save(family, "sequence_classification", folder, id2label=ONE_LABEL, max_position_embeddings=66)
     names = ("<pad>", "<s>", "</s>") if family in TOKENIZERS else ("[PAD]", "[CLS]", "[SEP]")
     settings = dict(zip(("pad_token", "cls_token", "sep_token"), names, strict=True))
-    types = ["token_type_ids"] * (family in ("bert", "ernie", "electra", "albert"))
+    config = json.loads((folder / "config.json").read_text())
+    types = ["token_type_ids"] * (config.get("type_vocab_size", 0) > 1)
     inputs = {"model_input_names": ["input_ids", "attention_mask", *types]}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | inputs | kind))
@@ -93,7 +94,8 @@ def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
     client: TestClient, checkpoints: dict[str, Path], name: str
 ) -> None:
     oracle = CrossEncoder(str(checkpoints[name]), model_kwargs={"attn_implementation": "eager"})
-    expected = oracle.predict([(QUERY, text) for text in DOCUMENTS])
+    # One by one: padding changes the last token of a MobileBERT.
+    expected = oracle.predict([(QUERY, text) for text in DOCUMENTS], batch_size=1)
     body = {"model": name, "query": QUERY, "texts": DOCUMENTS}
     response = client.post("/rerank", json=body)
     assert response.status_code == 200, response.text
@@ -131,7 +133,9 @@ def test_the_best_window_of_a_long_text_gives_its_score(client: TestClient, name
     assert (ranks[1]["score"], ranks[1]["window"]) == (pytest.approx(short, abs=1e-5), None)
     assert answer["result"] == sorted(answer["result"], key=lambda rank: -rank["score"])
     lone = client.post("/rerank", json=body | {"texts": texts[:1], "long_text": "window"}).json()
-    assert lone["result"][0] == ranks[0]
+    # Windows of the same words may change places by their last digits.
+    assert lone["result"][0]["score"] == pytest.approx(ranks[0]["score"], abs=1e-5)
+    assert lone["result"][0]["window"] in usage[0]["windows"]
 
 
 def test_texts_are_cut_unless_windows_are_asked_for(client: TestClient) -> None:

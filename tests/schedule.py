@@ -285,7 +285,7 @@ class Schedule:
 
     def _check_client(self, name: str) -> None:
         """Check the numbers from which the expected wait of a client follows."""
-        client = self.scheduler._queue._clients.get(name)
+        client = self.scheduler._queue._clients.get((name, False))
         lines = client.lines if client else {}
         pending: dict[LineKey, list[ExpectedRequest]] = {}
         for request, owner in zip(self.requests, self.clients, strict=True):

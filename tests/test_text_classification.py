@@ -176,7 +176,7 @@ def test_a_batch_mixes_it_with_other_tasks(tmp_path: Path, classifiers: dict[str
 
 def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> None:
     manifest = Store(classifier_store).manifest("multi")
-    options = manifest.heads["sequence_classification"].model_dump()
+    options = manifest.heads["sequence_classification"].model_dump(exclude_none=True)
     assert options == {
         "labels": ("bad", "fair", "good"),
         "problem_type": "multi_label_classification",

@@ -177,4 +177,5 @@ FAMILY: Final = Family(
     class_prefix="Bert",
     wordpiece=WordPieceKind("BertTokenizer"),
     student=student,
+    factorised="electra",  # BERT's layers behind projected embeddings
 )

@@ -244,6 +244,8 @@ class Family:
         layouts: the layouts that the family allows.
         dense_because: why the family does not allow the packed layout, which fp16 takes.
         student: a teacher's sizes -> those of its distilled student with as many layers.
+        factorised: the family that a model becomes when its word embeddings get a low rank; None:
+            there is none.
     """
 
     name: str
@@ -262,6 +264,7 @@ class Family:
         "its attention adds a bias to the scores, which the variable-length kernel does not"
     )
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
+    factorised: str | None = None
     other_types: frozenset[str] = frozenset()
     other_prefixes: tuple[str, ...] = ()
 

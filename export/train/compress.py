@@ -18,7 +18,7 @@ from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.distill import Distillation, check_lengths
 from cloze.export.train.documents import fingerprint
-from cloze.export.train.factors import FACTORISED, fit_masked_lm, with_rank
+from cloze.export.train.factors import fit_masked_lm, with_rank
 from cloze.export.train.importance import choose, importance, without_others
 from cloze.export.train.loop import train
 from cloze.export.train.recipe import DistillRecipe, FactoriseRecipe, PruneRecipe
@@ -177,7 +177,9 @@ def factorise(source: str, files: list[Path], recipe: FactoriseRecipe, options: 
     job = _open(source, files, recipe, options)
     smaller, lost = with_rank(job.whole.model, recipe.rank, recipe.dropout)
     if lost:
-        options.report(f"not kept, because {FACTORISED} has no such heads: {', '.join(lost)}")
+        options.report(
+            f"not kept, because {smaller.config.family} has no such heads: {', '.join(lost)}"
+        )
     fit_masked_lm(smaller, job.whole.model, job.first_batches(recipe.fit_batches))
     folder = job.learn(smaller, "An encoder with factorised embeddings", options)
     job.report_gate(smaller)

@@ -7,7 +7,6 @@ Shapes: V rows of a table, H hidden size, E embedding size, M chosen tokens.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,10 +18,6 @@ from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.model_store.heads import sequence_classification
 
-FACTORISED: Final = "electra"
-"""The family whose layout the result has: BERT's layers behind projected embeddings."""
-
-_SOURCES = ("bert",)
 _LINEAR = 3.0
 """Deviations by which the bias of the head moves its inputs to where GELU is almost linear."""
 
@@ -40,16 +35,17 @@ def with_rank(model: Model, rank: int, dropout: float) -> tuple[Model, list[str]
             than the hidden size.
     """
     config = model.config
-    if config.family not in _SOURCES:
-        raise TrainError(f"a {config.family} cannot be factorised, only a {', '.join(_SOURCES)}")
+    if (factorised := FAMILIES[config.family].factorised) is None:
+        able = ", ".join(name for name, each in FAMILIES.items() if each.factorised)
+        raise TrainError(f"a {config.family} cannot be factorised, only a {able}")
     if not 2 <= rank < config.hidden_size:
         raise TrainError(
             f"the rank is {rank}; it must be 2 to {config.hidden_size - 1}, less than the hidden "
             "size"
         )
-    narrow = replace(config, family=FACTORISED, embedding_size=rank, dropout=dropout)
+    narrow = replace(config, family=factorised, embedding_size=rank, dropout=dropout)
     heads = {name for name, module in model.named_children() if name != "encoder"}
-    kept = heads & (FAMILIES[FACTORISED].heads.keys() - {sequence_classification.HEAD.name})
+    kept = heads & (FAMILIES[factorised].heads.keys() - {sequence_classification.HEAD.name})
     smaller = Model(narrow, kept, model.options)
     unchanged = ("encoder.layers.", *(f"{head}." for head in kept - {MASKED_LM}))
     weights = {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.families import FAMILIES
 from cloze.export.heads import SPAN
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -250,9 +251,15 @@ def _start(
     tags = [each.labels for each in data if isinstance(each, TagData)]
     labels = head_options(classes, tags)
     heads = [SPAN] if any(isinstance(task, QuestionsTask) for task in tasks) else []
-    return start_from(
-        checkpoint, [*heads, *labels], dropout=recipe.dropout, seed=recipe.seed, options=labels
-    )
+    heads += labels
+    family = FAMILIES[checkpoint.model.config.family]
+    alone = next((name for name in heads if family.heads[name].architecture), None)
+    if alone and len(heads) > 1:
+        raise TrainError(
+            f"a {family.name} checkpoint says only by its class that it has a {alone} head, so it "
+            "cannot have another one; train that task alone"
+        )
+    return start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed, options=labels)
 
 
 def _members(

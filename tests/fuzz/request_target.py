@@ -19,7 +19,6 @@ from cloze.model_store import Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.heads.token_classification import TokenLabels
@@ -154,14 +153,13 @@ def context() -> TaskContext:
     )
     heads = {
         "sequence_classification": SequenceLabels(
-            labels=LABELS, problem_type="single_label_classification"
+            labels=("entailment", *LABELS[1:]), problem_type="single_label_classification"
         ),
         "token_classification": TokenLabels(labels=LABELS),
-        "multi_vector": LateInteraction(
-            dimensions=WIDTH, query_marker=7, query_tokens=12, document_tokens=20, filling=8
-        ),
     }
-    tasks = tuple(head.task for head in HEADS.values() if head.name != "lexical")
+    tasks = tuple(
+        head.task for head in HEADS.values() if head.name not in ("lexical", "multi_vector")
+    )
     update = {"tasks": tasks, "embedding": recipe, "heads": heads}
     return TaskContext(manifest.model_copy(update=update), Tokenizer(bundle), LIMITS)
 

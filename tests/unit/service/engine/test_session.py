@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -17,17 +16,13 @@ import pytest
 
 from cloze.model_store.processor import int8_instructions, int8_settings
 from cloze.service.engine import session as sessions
-from cloze.service.engine import threads as engine_threads
 from cloze.service.engine.session import (
     CpuSession,
     DeviceSession,
-    Session,
-    SpreadSession,
     cpu_session,
     is_aligned,
     temporary_folder,
 )
-from cloze.service.engine.threads import keep_from_core, with_threads
 from tests.unit.service.engine.test_engine import TABLE, write_graph
 
 
@@ -86,100 +81,12 @@ def test_a_second_session_only_for_more_threads(
     expected = TABLE[[1, 2]].mean(0)
     np.testing.assert_allclose(session.run(["embeddings"], FEEDS)[0][0], expected, rtol=1e-5)
     if twice:
-        each = (session.side_by_side, session.alone._session)
+        each = (session.side_by_side, session.alone)
         counts = [one.get_session_options().intra_op_num_threads for one in each]
         assert counts == [threads, alone]
         np.testing.assert_allclose(
             session.alone.run(["embeddings"], FEEDS)[0][0], expected, rtol=1e-5
         )
-
-
-# ---- the threads of a run that is alone ----------------------------------------------------------
-
-CORES = os.sched_getaffinity(0)
-other_cores = pytest.mark.skipif(len(CORES) < 2, reason="a core for each thread")
-
-
-class Recording:
-    """A session that records on which cores the threads may run while it runs."""
-
-    threads: list[int]
-
-    def __init__(self) -> None:
-        self.cores: list[list[set[int]]] = []
-
-    def run(self, *_: object) -> list[Any]:
-        self.cores.append([os.sched_getaffinity(thread) for thread in self.threads])
-        return []
-
-
-@pytest.fixture
-def started(graph: Path) -> tuple[Session, list[int]]:
-    """A session with three threads per run, and the ids of the two that it started."""
-    return with_threads(lambda: cpu_session(graph, 3))
-
-
-def test_the_threads_of_a_session_are_found(started: tuple[Session, list[int]]) -> None:
-    own = Path("/proc/thread-self/comm").read_text()
-    _, threads = started
-    assert len(set(threads)) == 2
-    assert threading.get_native_id() not in threads
-    with_threads(lambda: None)
-    assert with_threads(lambda: 5) == (5, []), "threads of earlier calls do not count"
-    with pytest.raises(ZeroDivisionError):
-        with_threads(lambda: 1 // 0)
-    assert Path("/proc/thread-self/comm").read_text() == own
-
-
-def test_without_names_of_threads_no_thread_is_found(
-    graph: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engine_threads, "_OWN_NAME", tmp_path / "no" / "comm")
-    _, threads = with_threads(lambda: cpu_session(graph, 2))
-    assert threads == []
-
-
-@other_cores
-def test_the_threads_of_a_lone_run_are_not_on_its_caller_s_core(
-    started: tuple[Session, list[int]],
-) -> None:
-    inner = Recording()
-    inner.threads = started[1]
-    first, second = sorted(CORES)[:2]
-    cores = iter([first, first, second, first])
-    session = SpreadSession(lambda: inner, lambda: next(cores))
-    session._threads = inner.threads  # of the session that was opened before
-    for _ in range(4):
-        session.run([], {})
-    rest = [[CORES - {core}] * 2 for core in (first, first, second, first)]
-    assert inner.cores == rest
-
-
-@other_cores
-def test_the_core_of_the_caller_is_the_one_that_runs_it(graph: Path) -> None:
-    own, core = os.sched_getaffinity(0), max(CORES)
-    session = SpreadSession(lambda: cpu_session(graph, 2))
-    try:
-        os.sched_setaffinity(0, {core})
-        assert session._current_core() == core
-    finally:
-        os.sched_setaffinity(0, own)
-
-
-def test_a_thread_that_has_no_other_core_keeps_its_own(
-    started: tuple[Session, list[int]],
-) -> None:
-    _, threads = started
-    own, core = os.sched_getaffinity(0), min(CORES)
-    try:
-        os.sched_setaffinity(0, {core})
-        keep_from_core(threads, core)
-    finally:
-        os.sched_setaffinity(0, own)
-    assert [os.sched_getaffinity(thread) for thread in threads] == [own] * 2
-
-
-# ---- packed weights ------------------------------------------------------------------------------
 
 
 def test_packed_weights_lie_in_a_file_beside_the_graph(

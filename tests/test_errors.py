@@ -19,6 +19,7 @@ TABLE: dict[type[Exception], tuple[int, str, str]] = {
     core.UnknownModel: (404, "Validation", "invalid_request_error"),
     core.SlowRequest: (408, "Validation", "invalid_request_error"),
     core.ReloadRefused: (409, "Backend", "invalid_request_error"),
+    core.OtherEmbeddingSpace: (412, "Validation", "invalid_request_error"),
     core.RequestTooLarge: (413, "Validation", "invalid_request_error"),
     core.UnsupportedEncoding: (415, "Validation", "invalid_request_error"),
     core.InvalidRequest: (422, "Validation", "invalid_request_error"),

@@ -193,8 +193,7 @@ def test_the_resources_of_a_session(bundle: Bundle) -> None:
     session = OnnxEngine(bundle, Device.CPU, options=SessionOptions(threads=2))._session
     assert session.get_session_options().intra_op_num_threads == 2
     engine: Any = OnnxEngine(bundle, Device.CPU, options=SessionOptions(alone_threads=3))
-    alone = engine._session.alone._session
-    assert alone.get_session_options().intra_op_num_threads == 3
+    assert engine._session.alone.get_session_options().intra_op_num_threads == 3
     assert engine._alone is engine._session.alone
     np.testing.assert_allclose(embeddings(engine, [1, 2], alone=True), [mean([1, 2])], rtol=1e-5)
 

@@ -28,8 +28,8 @@ from cloze.export.embedding_recipe import (
     with_activation,
 )
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, FAMILY_PROBLEMS, Family, family_of
-from cloze.export.families.pruned import read_pruned
+from cloze.export.families import BY_MODEL_TYPE, FAMILIES, FAMILY_PROBLEMS, Family
+from cloze.export.families.pruned import PRUNED, read_pruned
 from cloze.export.families.refused import reason
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.head import HeadFiles
@@ -146,7 +146,7 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
     kind = settings.get("model_type")
-    family = family_of(kind) if isinstance(kind, str) else None
+    family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
         why = reason(str(kind)) or f"config.json's model_type is none of {', '.join(FAMILIES)}"
         problems = [problem for problem in FAMILY_PROBLEMS if str(kind) in problem]
@@ -166,7 +166,8 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
 
 def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
     try:
-        return read_pruned(family, family.read_config(settings), settings)
+        config = family.read_config(settings)
+        return read_pruned(family, config, settings) if PRUNED & settings.keys() else config
     except KeyError as error:
         raise ExportError(f"config.json does not give {error}") from error
     except ValidationError as error:

@@ -51,9 +51,9 @@ def load_model(
     """
     renamed, unknown = _rename(tensors, family, config)
     possible = _possible_heads(family, settings)
-    heads, notes = _find_heads(
-        possible, _required(possible, config, settings), renamed, unknown, family
-    )
+    begun = {name.partition(".")[0] for name in renamed}
+    required = _required([h for h in possible if h.head.name in begun], config, settings)
+    heads, notes = _find_heads(possible, required, renamed, unknown, family)
     if "masked_lm" in heads and _lacks_untied(renamed, settings):
         heads.remove("masked_lm")
         notes.append(
@@ -137,7 +137,11 @@ def read_parts(files: HeadFiles) -> dict[str, Any]:
     Raises:
         ExportError: a head is incomplete or not supported.
     """
-    read = {name: head.read(files) for name, head in EXPORT_HEADS.items() if head.read is not None}
+    read = {
+        name: head.read(files)
+        for name, head in EXPORT_HEADS.items()
+        if head.read is not None and (head.file is None or (files.folder / head.file).is_file())
+    }
     return {name: module for name, module in read.items() if module is not None}
 
 
@@ -233,7 +237,7 @@ def _find_heads(
     heads, notes = [], []
     for head in possible:
         name = head.head.name
-        has_head, note = _find_head(head, required[name], renamed, unknown, family)
+        has_head, note = _find_head(head, required.get(name), renamed, unknown, family)
         if has_head:
             heads.append(name)
         if note:
@@ -243,17 +247,21 @@ def _find_heads(
 
 def _find_head(
     head: ExportHead,
-    required: list[str],
+    required: list[str] | None,
     renamed: RenamedTensors,
     unknown: list[str],
     family: Family,
 ) -> tuple[bool, str | None]:
-    """Return whether the checkpoint has a head, and a note if it does not."""
+    """Return whether the checkpoint has a head, and a note if it does not.
+
+    Args:
+        required: the head's tensors; None: the checkpoint has none of them.
+    """
     name, task = head.head.name, head.head.task
     spec = family.heads.get(name, HeadSpec({}))
-    required = [tensor for tensor in required if tensor not in spec.optional | spec.zeros]
+    required = [one for one in required or () if one not in spec.optional | spec.zeros]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
-    if name in family.heads and present == required:
+    if name in family.heads and present and present == required:
         return True, None
     if not present:
         return False, f"{task} is not offered: {_why_absent(family.heads.get(name), unknown)}"

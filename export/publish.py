@@ -189,7 +189,8 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     scales = input_scales(model, checkpoint.tokenizer) if quantises else {}
     is_rounded = options.weights is not Weights.FP32
     original = deepcopy((model, recipe)) if is_rounded else (model, recipe)
-    round_weights(model, recipe, options.weights, scales)
+    if is_rounded:
+        round_weights(model, recipe, options.weights, scales)
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
 
 

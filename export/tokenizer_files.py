@@ -20,7 +20,7 @@ from tokenizers import (
 
 from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, WordPieceKind, family_of
+from cloze.export.families import BY_MODEL_TYPE, FAMILIES, WordPieceKind
 from cloze.export.sentencepiece_files import (
     find_sentencepiece,
     from_sentencepiece,
@@ -215,7 +215,7 @@ def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
     """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family."""
     name = settings.get("tokenizer_class")
     if name is None:
-        family = family_of(read_settings(folder / "config.json").get("model_type"))
+        family = BY_MODEL_TYPE.get(read_settings(folder / "config.json").get("model_type"))
         kind = family.wordpiece if family else None
         return kind or WordPieceKind("")
     if name not in _WORDPIECE_KINDS:

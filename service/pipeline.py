@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
@@ -154,7 +154,9 @@ class Pipeline:
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
         # Naming a space takes 10 us, and most requests have the same recipe.
-        self._spaces = lru_cache(_SPACES)(partial(embedding_space, self.manifest))
+        self._spaces = lru_cache(_SPACES)(
+            lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
+        )
 
     async def run(
         self,
@@ -220,12 +222,12 @@ class Pipeline:
             texts=prepared.texts,
             is_large=is_large,
             usage=prepared.usage,
-            embedding_space=self.embedding_space(prepared.vectors),
+            embedding_space=self._spaces(self.model.precision(), prepared.vectors),
         )
 
     def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
         """Return the name of the space of vectors, on the graph that runs; None for no vectors."""
-        return None if recipe is None else self._spaces(self.model.precision(), recipe)
+        return self._spaces(self.model.precision(), recipe)
 
     def _check_space(self, recipe: VectorRecipe | None, expected: str) -> None:
         """Raise `OtherEmbeddingSpace` for vectors that are not in the expected space."""

@@ -4,6 +4,7 @@ Sources: Vaswani et al. 2017, section 3; Devlin et al. 2019.
 Shapes: B sequences, S tokens each, H hidden size, I intermediate size, N attention heads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -266,19 +267,19 @@ def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:
     return nn.LayerNorm(size, config.layer_norm_eps, bias=has_bias)
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(nn.Module, ABC):
     """A layer of an encoder: hidden states [B, S, H] -> hidden states [B, S, H].
 
     It is called with the states, a mask of real tokens and a bias of scores; see `SelfAttention`.
     """
 
+    @abstractmethod
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
-        raise NotImplementedError
 
 
 class Layer(EncoderLayer):
@@ -326,7 +327,8 @@ class Layer(EncoderLayer):
     ) -> Tensor:
         """Transform the hidden states [B, S, H]."""
         x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask, bias)))
-        return self.output_norm(x + self.dropout(self._feed_forward(x)))  # type: ignore[no-any-return]
+        output: Tensor = self.output_norm(x + self.dropout(self._feed_forward(x)))
+        return output
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         activate = self.activation.forward
@@ -360,44 +362,3 @@ class Layer(EncoderLayer):
     def _activate(self, trunk: TrunkGraph, product: str, name: str, linear: nn.Linear) -> str:
         bias = "" if linear.bias is None else trunk.linear_ops.vector(f"{name}.bias", linear.bias)
         return self.activation.write(trunk.g, product, bias)
-
-
-class PreNormLayer(Layer):
-    """A layer whose norms stand before attention and the feed-forward network (pre-norm).
-
-    Source: Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture". The first
-    layer of an encoder has no norm before attention, because the embeddings are normalised.
-
-    Args:
-        is_first: whether the layer is the first one.
-    """
-
-    def __init__(
-        self,
-        config: EncoderConfig,
-        rotary: Rotary | None = None,
-        window: Window | None = None,
-        *,
-        is_first: bool,
-    ) -> None:
-        super().__init__(config, rotary, window)
-        if is_first:
-            self.attention_norm = nn.Identity()
-
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
-    ) -> Tensor:
-        """Transform the hidden states [B, S, H]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), attention_mask, bias))
-        return x + self.dropout(self._feed_forward(self.output_norm(x)))  # type: ignore[no-any-return]
-
-    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
-        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
-        entering = x
-        if isinstance(self.attention_norm, nn.LayerNorm):
-            entering = trunk.norm(x, f"{name}.attention_norm", self.attention_norm)
-        attended, output_bias = self.attention.write(trunk, name, entering, bias)
-        x = trunk.residual(attended, x, output_bias, f"{name}.attention")
-        entering = trunk.norm(x, f"{name}.output_norm", self.output_norm)
-        down = self._write_feed_forward(trunk, name, entering)
-        return trunk.residual(down, x, self.down.bias, f"{name}.down")

@@ -80,30 +80,29 @@ def with_installed(
 _INSTALLED: Final = with_installed(BUILT_IN, entry_points(group=GROUP))
 
 FAMILIES: Final[Mapping[str, Family]] = _INSTALLED[0]
-"""All model families by the ``model_type`` of ``config.json``, those of other packages included."""
+"""All model families by name, those of other packages included."""
 
 FAMILY_PROBLEMS: Final = _INSTALLED[1]
 """A line per family of another package that is left out."""
 
 
-def family_of(model_type: object) -> Family | None:
-    """Return the family whose checkpoints have a ``model_type``; None: no family has it."""
-    for name, family in FAMILIES.items():
-        if model_type == name or model_type in family.other_types:
-            return family
-    return None
-
+BY_MODEL_TYPE: Final[Mapping[object, Family]] = {
+    model_type: family
+    for family in FAMILIES.values()
+    for model_type in (*family.other_types, family.name)
+}
+"""The families by every ``model_type`` that their checkpoints have."""
 
 PRETRAINED: Final = bert.FAMILY
 """The family of models that are trained from nothing."""
 
 __all__ = [
     "BUILT_IN",
+    "BY_MODEL_TYPE",
     "FAMILIES",
     "FAMILY_PROBLEMS",
     "PRETRAINED",
     "Family",
     "HeadSpec",
     "WordPieceKind",
-    "family_of",
 ]

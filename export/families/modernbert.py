@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig, Part
 from cloze.export.blocks.encoder import Embeddings, Encoder
-from cloze.export.blocks.layer import PreNormLayer, make_norm
+from cloze.export.blocks.layer import make_norm
+from cloze.export.blocks.pre_norm import PreNormLayer
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.blocks.window import Window
 from cloze.export.families.bert import head_classes, read_sizes, write_sizes

@@ -14,6 +14,9 @@ from cloze.export.families.family import Family
 
 _HEADS, _NEURONS = "pruned_heads", "intermediate_sizes"
 
+PRUNED = frozenset({_HEADS, _NEURONS})
+"""The settings of a pruned encoder."""
+
 
 def read_pruned(
     family: Family, config: EncoderConfig, settings: Mapping[str, Any]

@@ -182,6 +182,8 @@ class ExportHead:
         read: files -> the head's module, with the head's section in the manifest as its attribute
             `options`; None: the checkpoint lacks the head. For a head of any family, whose weights
             have files or names of their own.
+        file: name of the file beside the checkpoint without which `read` is not asked; None: it is
+            asked about every checkpoint.
         write_keys: (module, trunk) -> None; sets `TrunkGraph.keys` before the trunk is written.
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
@@ -211,6 +213,7 @@ class ExportHead:
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
     module_of: str | None = None
     read: Callable[[HeadFiles], nn.Module | None] | None = None
+    file: str | None = None
     write_keys: Callable[[Any, TrunkGraph], None] | None = None
     by_default: bool = True
     fine_tuned: bool = False

@@ -43,14 +43,12 @@ def _make(setup: HeadSetup) -> LexicalHead:
     return LexicalHead(weight, torch.zeros(1), setup.options)
 
 
-def _read(files: HeadFiles) -> LexicalHead | None:
-    """Return the head of a BGE-M3; None for another checkpoint.
+def _read(files: HeadFiles) -> LexicalHead:
+    """Return the head of a BGE-M3.
 
     Raises:
         ExportError: its layer has another shape, or holds other values than finite numbers.
     """
-    if not (files.folder / _FILE).is_file():
-        return None
     weight, bias = read_linear(files, _FILE)
     if weight.shape != (1, files.config.hidden_size) or bias.shape != (1,):
         raise ExportError(
@@ -92,6 +90,7 @@ EXPORT_HEAD: Final = ExportHead(
     head=lexical.HEAD,
     module=_make,
     read=_read,
+    file=_FILE,
     write=_write,
     reference=_reference,
     measure=_measure,

@@ -220,7 +220,7 @@ class Scheduler:
             self._on_long_texts.discard(number)
             self._on_bulk.discard(number)
             while not self._closing:
-                with_bulk = self._may_run_bulk
+                with_bulk = not self._queue.bulk_tokens or self._may_run_bulk
                 if self._queue.tokens == (0 if with_bulk else self._queue.bulk_tokens):
                     self._idle_workers += 1
                     self._wait(self._changed, self._limits.canary_s if number == 0 else 0.0)

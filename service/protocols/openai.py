@@ -10,7 +10,6 @@ from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.model_store.embedding_space import own_recipe
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
@@ -209,7 +208,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 def _row(pipeline: Pipeline) -> ModelRow:
     created = int(pipeline.manifest.created.timestamp())
-    space = pipeline.embedding_space(own_recipe(pipeline.manifest))
+    space = pipeline.embedding_space(pipeline.context.own_vectors)
     return ModelRow(pipeline.reference, "model", created, "cloze", space)
 
 

@@ -166,7 +166,7 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
                 "precision": pipeline.model.precision(),
                 "max_tokens": manifest.limits.max_tokens,
                 "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
-                "embedding_space": pipeline.embedding_space(own_recipe(manifest)),
+                "embedding_space": pipeline.embedding_space(pipeline.context.own_vectors),
                 "roles": _roles(pipeline),
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),

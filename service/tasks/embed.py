@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
-from cloze.model_store.embedding_space import VectorRecipe, own_recipe
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import (
     HeadRequest,
     Pooling,
@@ -142,7 +142,7 @@ def prepare(
 
 def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) -> VectorRecipe:
     """Return how the vectors of a request are made; what equals the model's own is its own."""
-    model, own = context.manifest.embedding, own_recipe(context.manifest)
+    model, own = context.manifest.embedding, context.own_vectors
     prompt = parameters.prompt(context)
     assert model is not None  # a model with the head has a recipe
     assert own is not None

@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.embedding_space import VectorRecipe
+from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
@@ -192,11 +192,19 @@ class TaskLimits:
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """The model and the limits of a task call."""
+    """The model and the limits of a task call.
+
+    Attributes:
+        own_vectors: the recipe of a request without parameters; None if the model does not embed.
+    """
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
+    own_vectors: VectorRecipe | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own_vectors", own_recipe(self.manifest))
 
     def check_head(self, head: Head, need: str) -> None:
         """Check that the model has a head that only some calls of a task need.

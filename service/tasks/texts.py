@@ -119,8 +119,11 @@ class TextParameters(TruncationParameters, UsageParameters):
         Raises:
             InvalidRequest: the model has no such prompt, or there is no such type of input.
         """
+        if self.input_type is None:
+            return context.prompt(self.prompt_name)
         role = self.role()
-        return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
+        assert role is not None
+        return context.prompt_of(role)
 
     def role(self) -> Role | None:
         """Return the role that ``input_type`` names; None: the request has no ``input_type``.

@@ -90,7 +90,7 @@ def control_group() -> Iterator[Path]:
         pytest.skip("unshare is not installed: no process gets a control group's view")
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text("80000000")
+        (group / "memory.limit_in_bytes").write_text("67000000")
     except OSError as error:
         pytest.skip(f"no control group of version 1 can be made: {error}")
     yield group
@@ -113,7 +113,7 @@ def test_a_real_limit_ends_the_start_with_one_line(control_group: Path, tiny_sto
         env=bare_environment(CLOZE_MODEL_STORE=str(tiny_store)),
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("cloze: the memory limit of this process is 80 MB")
+    assert done.stderr.startswith("cloze: the memory limit of this process is 67 MB")
     assert len(done.stderr.splitlines()) == 1
 
 

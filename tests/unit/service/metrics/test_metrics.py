@@ -32,6 +32,7 @@ def test_a_result_is_recorded_with_the_parts_of_its_time() -> None:
     metrics.observe_request(answered(cost=RequestCost(1, 7, TIMINGS, truncated=3)))
     assert values(metrics) == {
         'requests_total{route="/embed",status="200"}': 1,
+        'request_classes_total{class="none"}': 1,
         'request_duration_seconds_count{route="/embed"}': 1,
         'request_duration_seconds_sum{route="/embed"}': 2.0,
         'request_part_duration_seconds_count{part="tokenize"}': 1,
@@ -72,6 +73,7 @@ def test_an_error_has_neither_a_duration_nor_parts() -> None:
     metrics.observe_request(answered(503, rejection=Rejection.SHUTTING_DOWN))
     assert values(metrics) == {
         'requests_total{route="/embed",status="503"}': 1,
+        'request_classes_total{class="none"}': 1,
         'rejected_requests_total{reason="shutting_down"}': 1,
     }
 

@@ -77,6 +77,7 @@ def checkpoint(family: str, tokenizer: Path, folder: Path) -> None:
     first = 2 if family in OFFSET else 0
     sizes = SIZES | {"max_position_embeddings": 512 + first, "pad_token_id": 1 if first else 0}
     sizes |= OWN.get(family, {}) | {"vocab_size": len(words)}
+    words.model_max_length = sizes["max_position_embeddings"] - first
     config = transformers.CONFIG_MAPPING[family](**sizes)
     torch.manual_seed(0)
     transformers.AutoModel.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]

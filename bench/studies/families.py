@@ -53,6 +53,7 @@ OWN: dict[str, dict[str, Any]] = {
         "share_att_key": True,
         "pos_att_type": ["p2c", "c2p"],
     },
+    "modernbert": {"max_position_embeddings": 8192},
 }
 ROUNDS, LEAST_S = 7, 0.2
 """Turns of each subject, and the least time of one turn."""

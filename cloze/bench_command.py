@@ -236,8 +236,8 @@ def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: boo
 @click.option(
     "--shares",
     default="0.3,0.5,0.7,0.9",
-    callback=_numbers,
-    help="Arrival rates of the open loops, as shares of the closed loop's rate.",
+    callback=_numbers_or_none,
+    help="Arrival rates of the open loops, as shares of the closed loop's rate; '' for none.",
 )
 @click.option(
     "--arrivals",

@@ -59,7 +59,7 @@ ROUNDS, LEAST_S = 7, 0.2
 """Turns of each subject, and the least time of one turn."""
 
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
-FIXED = ("--no-bulk", "--shares", "0.5", "--clients", "1,32")
+FIXED = ("--no-bulk", "--shares", "", "--clients", "1,32")
 KINDS = (
     "--texts",
     "questions",

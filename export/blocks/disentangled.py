@@ -182,8 +182,7 @@ class DisentangledAttention(SelfAttention):
             scores = scores + products * self.scale
         if attention_mask is not None:
             scores = scores.masked_fill(~attention_mask[:, None, None, :], -torch.inf)
-        dropout = self.dropout if self.training else 0.0
-        context = attend((query, key, value), scores, dropout, self.scale)
+        context = attend((query, key, value), scores, self.scale)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _write_context(

@@ -176,16 +176,17 @@ def share_of_zeros(x: Tensor) -> float:
     return float((x == 0).float().mean())
 
 
-def test_dropout_is_for_training_only() -> None:
+def test_states_are_dropped_in_training_only_and_weights_of_attention_never() -> None:
     sizes = {"dropout": 0.25, "hidden_size": 64, "max_positions": 64}
     encoder = post_norm_encoder(config(**sizes))
     ids = torch.arange(64)[None] % 30
     torch.manual_seed(0)
     assert 0.2 < share_of_zeros(encoder.train().embeddings(ids, None)) < 0.3
     layer = encoder.layers[0]
-    assert (layer.dropout.p, layer.attention.dropout, encoder.embeddings.dropout.p) == (0.25,) * 3
+    assert (layer.dropout.p, encoder.embeddings.dropout.p) == (0.25,) * 2
     x = drawn(1, 64, 64)
-    assert not torch.equal(layer.attention(x, None), layer.attention(x, None))
+    assert not torch.equal(layer(x, None), layer(x, None))
+    assert torch.equal(layer.attention(x, None), layer.attention(x, None))
     encoder.eval()
     assert torch.equal(encoder(ids), encoder(ids))
     assert share_of_zeros(encoder.embeddings(ids, None)) == 0
@@ -193,7 +194,6 @@ def test_dropout_is_for_training_only() -> None:
 
 def test_both_parts_of_a_layer_have_dropout() -> None:
     layer = Layer(config(dropout=0.5)).train()
-    layer.attention.dropout = 0.0
     x = drawn(1, 4, 16)
     for linear in (layer.attention.output, layer.down):
         linear.weight.zero_()

@@ -209,7 +209,7 @@ def test_attention_on_a_cpu_is_fp32() -> None:
     floats = [one.float() for one in (query, key, value)]
     for mask in (None, bias, bias > 0):
         with torch.autocast("cpu", torch.bfloat16):
-            result = attend((query, key, value), mask, 0.0)
+            result = attend((query, key, value), mask)
         assert result.dtype == torch.float32
         given = bias.float() if mask is bias else mask
         expected = F.scaled_dot_product_attention(*floats, given)

@@ -28,7 +28,7 @@ from cloze.export.embedding_recipe import (
     with_activation,
 )
 from cloze.export.errors import ExportError
-from cloze.export.families import BY_MODEL_TYPE, FAMILIES, FAMILY_PROBLEMS, Family
+from cloze.export.families import FAMILIES, Family
 from cloze.export.families.pruned import PRUNED, read_pruned
 from cloze.export.families.refused import reason
 from cloze.export.heads import EXPORT_HEADS, ExportHead
@@ -117,7 +117,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         source=_source(files, weights, config),
         license=_license(card),
         card=card,
-        notes=(*FAMILY_PROBLEMS, *notes),
+        notes=(*FAMILIES.problems, *notes),
         broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
     )
 
@@ -146,10 +146,10 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
     kind = settings.get("model_type")
-    family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    family = FAMILIES.by_model_type.get(kind) if isinstance(kind, str) else None
     if family is None:
         why = reason(str(kind)) or f"config.json's model_type is none of {', '.join(FAMILIES)}"
-        problems = [problem for problem in FAMILY_PROBLEMS if str(kind) in problem]
+        problems = [problem for problem in FAMILIES.problems if str(kind) in problem]
         raise ExportError("; ".join([f"architecture {kind!r} is not supported: {why}", *problems]))
     if settings.get("quantization_config"):
         raise ExportError(

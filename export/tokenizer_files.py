@@ -20,7 +20,7 @@ from tokenizers import (
 
 from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
-from cloze.export.families import BY_MODEL_TYPE, FAMILIES, WordPieceKind
+from cloze.export.families import FAMILIES, WordPieceKind
 from cloze.export.sentencepiece_files import (
     find_sentencepiece,
     from_sentencepiece,
@@ -52,13 +52,6 @@ _NORMALIZER_SETTINGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-_WORDPIECE_KINDS = {
-    family.wordpiece.name + ending: family.wordpiece
-    for family in FAMILIES.values()
-    if family.wordpiece is not None
-    for ending in ("", "Fast")
-}
-"""The tokenizers that ``vocab.txt`` describes, by transformers' classes."""
 
 
 def open_files(
@@ -215,15 +208,16 @@ def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
     """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family."""
     name = settings.get("tokenizer_class")
     if name is None:
-        family = BY_MODEL_TYPE.get(read_settings(folder / "config.json").get("model_type"))
+        family = FAMILIES.by_model_type.get(read_settings(folder / "config.json").get("model_type"))
         kind = family.wordpiece if family else None
         return kind or WordPieceKind("")
-    if name not in _WORDPIECE_KINDS:
-        raise ExportError(
-            f"the tokenizer is a {name}, which vocab.txt alone does not describe; "
-            "add its tokenizer.json"
-        )
-    return _WORDPIECE_KINDS[name]
+    for kind in (family.wordpiece for family in FAMILIES.values()):
+        if kind is not None and name in (kind.name, f"{kind.name}Fast"):
+            return kind
+    raise ExportError(
+        f"the tokenizer is a {name}, which vocab.txt alone does not describe; "
+        "add its tokenizer.json"
+    )
 
 
 def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:

@@ -43,13 +43,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cloze_export(site: Path | None, checkpoint: Path, store: Path) -> tuple[int, str]:
+    arguments = (
+        "-m",
+        "cloze",
+        "export",
+        str(checkpoint),
+        "--name",
+        "toy",
+        "--model-store",
+        str(store),
+    )
+    return run_python(site, *arguments)
+
+
+def run_python(site: Path | None, *arguments: str) -> tuple[int, str]:
+    """Run Python in a process of its own; return its code, and all that it printed."""
     path = [str(site)] if site else []
     path += filter(None, [os.environ.get("PYTHONPATH")])
     run = subprocess.run(
-        [
-            *(sys.executable, "-m", "cloze", "export", str(checkpoint)),
-            *("--name", "toy", "--model-store", str(store)),
-        ],
+        [sys.executable, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "400"},
         cwd=ROOT,
         capture_output=True,
@@ -98,6 +110,21 @@ def test_a_family_of_a_package_is_exported_and_served_without_the_package(
     assert code != 0
     assert "architecture 'broken' is not supported" in output
     assert "the family broken of toy-family is left out" in output
+
+
+def test_a_family_whose_package_is_imported_first_is_found(site: Path) -> None:
+    """The package imports the registry before its own family exists."""
+    shown = "print('toy' in FAMILIES, *FAMILIES.problems, sep=chr(10))"
+    code, output = run_python(
+        site, "-c", f"import toy_family; from cloze.export.families import FAMILIES; {shown}"
+    )
+    assert code == 0, output
+    is_found, *left_out = output.splitlines()
+    assert is_found == "True"
+    assert [line.partition(" is left out")[0] for line in left_out] == [
+        "the family broken of toy-family",
+        "the family bert of toy-family",
+    ]
 
 
 def test_names_that_are_taken_and_objects_that_are_no_family_are_left_out(

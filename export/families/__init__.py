@@ -5,7 +5,9 @@ A family of another package is an entry point of the group `GROUP`; it is never 
 a checkpoint.
 """
 
+from collections import UserDict
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -77,30 +79,48 @@ def with_installed(
     return families, tuple(problems)
 
 
-_INSTALLED: Final = with_installed(BUILT_IN, entry_points(group=GROUP))
+class Families(UserDict[str, Family]):
+    """All model families by name, those of other packages included.
 
-FAMILIES: Final[Mapping[str, Family]] = _INSTALLED[0]
-"""All model families by name, those of other packages included."""
+    The families of other packages are loaded at the first use, not when this module is imported: a
+    package that is imported first imports this module before its own family exists.
+    """
 
-FAMILY_PROBLEMS: Final = _INSTALLED[1]
-"""A line per family of another package that is left out."""
+    def __init__(self) -> None:
+        """Load nothing."""
+
+    @cached_property
+    def _installed(self) -> tuple[dict[str, Family], tuple[str, ...]]:
+        return with_installed(BUILT_IN, entry_points(group=GROUP))
+
+    @cached_property
+    def data(self) -> dict[str, Family]:  # type: ignore[override]
+        """The families, as `UserDict` reads them."""
+        return self._installed[0]
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """A line per family of another package that is left out."""
+        return self._installed[1]
+
+    @cached_property
+    def by_model_type(self) -> Mapping[object, Family]:
+        """The families by every ``model_type`` that their checkpoints have."""
+        return {
+            model_type: family
+            for family in self.values()
+            for model_type in (*family.other_types, family.name)
+        }
 
 
-BY_MODEL_TYPE: Final[Mapping[object, Family]] = {
-    model_type: family
-    for family in FAMILIES.values()
-    for model_type in (*family.other_types, family.name)
-}
-"""The families by every ``model_type`` that their checkpoints have."""
+FAMILIES: Final = Families()
 
 PRETRAINED: Final = bert.FAMILY
 """The family of models that are trained from nothing."""
 
 __all__ = [
     "BUILT_IN",
-    "BY_MODEL_TYPE",
     "FAMILIES",
-    "FAMILY_PROBLEMS",
     "PRETRAINED",
     "Family",
     "HeadSpec",

@@ -70,6 +70,7 @@ COMPUTING = {
         "open_inference",
         "openai",
         "openapi",
+        "others_defects",
         "outside_families",
         "packed",
         "packed_engine",

@@ -430,8 +430,17 @@ def test_a_bundle_without_int8(tiny_store: Path) -> None:
         OnnxEngine(bundle, Device.CPU, Precision.INT8)
 
 
-def test_the_server_logs_its_choice(minilm_int8: Path) -> None:
+def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(minilm_int8: Path) -> None:
+    def embedded(*texts: str) -> np.ndarray:
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": texts})
+        return np.array(answer.json(), np.float32)
+
     with running_server(minilm_int8, "--precision", "int8") as server:
+        short, long = "A cat sat on the mat.", "Networks, 7 % and ROME! " * 30
+        alone = embedded(short)[0]
+        beside = embedded(*[long] * 7, short, *[f"A dog {n} on it." for n in range(8)])[7]
+        np.testing.assert_allclose(beside, alone, atol=1e-5)
+        assert np.linalg.norm(alone - embedded("A cat sat on the hat.")[0]) > 0.01
         assert any(
             "serving minilm@1 for embed on cpu in int8, as asked" in line for line in server.log
         )

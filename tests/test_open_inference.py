@@ -213,6 +213,8 @@ TEXT = tensor("text", "a")
             "parameters.x: there is no such field",
         ),
         ("bert.nsp", {"inputs": [TEXT]}, 400, "lacks the tensor next"),
+        ("bert.nsp", {"inputs": [TEXT, tensor("next", "")]}, 400, "next[0] is empty"),
+        ("bert.embed", {"inputs": [tensor("text", "a", "")]}, 400, "text[1] is empty"),
         ("bert.nsp", {"inputs": [TEXT, tensor("next", "a", "b")]}, 400, "text 1, next 2"),
         (
             "bert.similarity",

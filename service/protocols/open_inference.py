@@ -144,6 +144,14 @@ class _TaskModel(TaskRoute):
         self.task, self.tensors = task, TaskTensors(task)
         super().__init__(context)
 
+    def place(self, at: Location | None) -> Location | None:
+        """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""
+        if not at or at[:1] != INPUTS:
+            return at
+        fields = [part for part in at[1:] if isinstance(part, str)]
+        numbers = [part for part in at[1:] if isinstance(part, int)]
+        return Location(((fields or [self.tensors.inputs[0].name])[0], *numbers))
+
     def parse(self, request: Request, data: bytes) -> tuple[TaskRoute, Any]:
         """Return the route, and a body whose tensors have the data that follows the JSON."""
         head, binary = split(data, request.headers.get(JSON_LENGTH))

@@ -162,6 +162,10 @@ class TaskRoute(ABC):
         """Return the models that may answer, the default first."""
         return models.serving(self.task)
 
+    def place(self, at: Location | None) -> Location | None:
+        """Return the place in the route's body of what the native protocol has at ``at``."""
+        return in_body(at, self.names)
+
     def parse(self, _: Request, data: bytes) -> tuple["TaskRoute", Any]:
         """Return the route that a body is for, this one, and the parsed body."""
         return self, validate(self.body, load(data, self.context.body_limits))
@@ -221,7 +225,7 @@ async def answer_task(
                 expected_space=request.headers.get(_EXPECTED_SPACE),
             )
         except RequestError as error:
-            raise error.moved(in_body(error.at, route.names)) from None
+            raise error.moved(route.place(error.at)) from None
         watched.record.cost = RequestCost(
             result.texts, result.tokens, result.timings, result.truncated
         )

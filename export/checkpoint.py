@@ -55,6 +55,7 @@ class Checkpoint:
     Attributes:
         model: the model in evaluation mode, float32, with the checkpoint's heads.
         default_heads: the heads that are exported unless the user names others.
+        folder: the directory, or that of the hub's files on this machine.
         license: the license in the front matter of the model card; None: the card names none.
         card: the model card; None: the checkpoint has no card.
         broken_promise: what ``config.json`` promises and the checkpoint lacks; "" for nothing.
@@ -66,6 +67,7 @@ class Checkpoint:
     heads: tuple[Head, ...]
     default_heads: tuple[Head, ...]
     options: Mapping[str, Frozen]
+    folder: Path
     source: Source
     license: str | None
     card: str | None
@@ -114,7 +116,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         default_heads=_default_heads(heads, declares_pooling=recipe is not None),
         options=read_head_options(heads, settings)
         | {name: part.options for name, part in parts.items()},
-        source=_source(files, weights, config),
+        folder=files.folder,
+        source=_source(files, weights, model),
         license=_license(card),
         card=card,
         notes=(*FAMILIES.problems, *notes),
@@ -223,31 +226,49 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     return tuple(head.head for head in chosen if head.by_default)
 
 
-def _source(files: CheckpointFiles, weights: list[Path], config: EncoderConfig) -> Source:
+def _source(files: CheckpointFiles, weights: list[Path], model: Model) -> Source:
+    # A set is written in order, since its own order differs between processes.
+    settings = [_settings(model.config), describe_steps(files.folder)]
+    written = json.dumps(settings, sort_keys=True, default=_plain)
     return Source(
         kind=files.kind,
         location=files.location,
         revision=files.revision,
         weights_sha256=sha256_of(*weights),
-        settings_sha256=_settings_sha256(files.folder, config),
+        settings_sha256=hashlib.sha256(written.encode()).hexdigest(),
+        encoder_sha256=encoder_sha256(model),
     )
 
 
-def _settings_sha256(folder: Path, config: EncoderConfig) -> str:
-    """Return the digest of what moves vectors beside the encoder's weights.
+def _settings(config: EncoderConfig) -> dict[str, Any]:
+    """Return the settings that move the states of an encoder, by name.
 
     A setting with its default value is left out, so that a release with a new setting returns the
     digests of earlier releases.
     """
-    settings = {
+    return {
         setting.name: value
         for setting in fields(config)
         if (value := getattr(config, setting.name)) != setting.default
         and setting.name != "dropout"  # of training
     }
-    # A set is written in order, since its own order differs between processes.
-    written = json.dumps([settings, describe_steps(folder)], sort_keys=True, default=_plain)
-    return hashlib.sha256(written.encode()).hexdigest()
+
+
+_OF_HEADS = {"pooler", "head_activation", "classifier_pooling", "legacy_lm_head"}
+"""Settings of an encoder's config that only heads read."""
+
+
+def encoder_sha256(model: Model) -> str:
+    """Return the digest of an encoder's settings and weights, whatever its heads.
+
+    The weights are float32, so the digest of a checkpoint in fp16 is that of its copy in fp32.
+    """
+    settings = {n: value for n, value in _settings(model.config).items() if n not in _OF_HEADS}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=_plain).encode())
+    for name, weight in sorted(model.encoder.named_parameters()):
+        digest.update(f"{name} {list(weight.shape)}".encode())
+        digest.update(weight.detach().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -323,8 +323,9 @@ class Manifest(BundleSpec):
             fields["architecture"] = unpruned
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
-        if self.source.settings_sha256 is None:
-            fields["source"] = {"settings_sha256"}
+        digests = ("settings_sha256", "encoder_sha256")
+        if unknown := {name for name in digests if getattr(self.source, name) is None}:
+            fields["source"] = unknown
         if self.embedding is not None and not self.embedding.further_poolings:
             fields["embedding"] = {"further_poolings"}
         return fields

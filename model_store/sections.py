@@ -147,6 +147,11 @@ class Source(Frozen):
         description="digest of the encoder's settings and of the layers after the pooling; null in "
         "bundles of earlier releases",
     )
+    encoder_sha256: Sha256 | None = Field(
+        None,
+        description="digest of the encoder's settings and weights before rounding, without heads; "
+        "adapters and shared heads name their base by it; null in bundles of earlier releases",
+    )
 
 
 class TokenizerSpec(Frozen):

@@ -23,6 +23,7 @@ from cloze.train_options import (
     device_options,
     held_out_option,
     license_option,
+    lora_option,
     one_line_errors,
     open_device,
     recipe_option,
@@ -143,9 +144,14 @@ def pretrain(
     type=FILE,
     help="SQuAD 1.1 or 2.0 format, also .xz; may be repeated.",
 )
+@lora_option
 @run_command("QuestionsRecipe", "finetune-qa")
 def finetune_qa(
-    recipe: "QuestionsRecipe", options: "RunOptions", source: str, questions: tuple[Path, ...]
+    recipe: "QuestionsRecipe",
+    options: "RunOptions",
+    source: str,
+    questions: tuple[Path, ...],
+    lora: int | None,
 ) -> Path:
     """Fine-tune the checkpoint SOURCE for question answering.
 
@@ -155,7 +161,7 @@ def finetune_qa(
     """
     from cloze.export.train.questions import finetune_questions
 
-    return finetune_questions(source, list(questions), recipe, options)
+    return finetune_questions(source, list(questions), recipe.with_rank(lora), options)
 
 
 labelled_option = click.option(
@@ -191,6 +197,7 @@ def held_out_files(name: str) -> Callable[[Command], Command]:
 @labelled_option
 @held_out_files("labelled")
 @store_option
+@lora_option
 @run_command("LabelsRecipe", "finetune-classify", "task_recipe")
 def finetune_classify(
     recipe: "LabelsRecipe",
@@ -198,6 +205,7 @@ def finetune_classify(
     source: str,
     labelled: tuple[Path, ...],
     held_out: tuple[Path, ...],
+    lora: int | None,
     model_store: Path,
 ) -> Path:
     """Fine-tune SOURCE, a checkpoint or bundle:NAME, for labels of texts or pairs.
@@ -214,7 +222,9 @@ def finetune_classify(
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_labels(checkpoint, RowFiles(labelled, held_out), recipe, options)
+    return finetune_labels(
+        checkpoint, RowFiles(labelled, held_out), recipe.with_rank(lora), options
+    )
 
 
 @train.command("finetune-tokens")
@@ -222,6 +232,7 @@ def finetune_classify(
 @tagged_option
 @held_out_files("tagged")
 @store_option
+@lora_option
 @run_command("TagsRecipe", "finetune-tokens", "task_recipe")
 def finetune_tokens(
     recipe: "TagsRecipe",
@@ -229,6 +240,7 @@ def finetune_tokens(
     source: str,
     tagged: tuple[Path, ...],
     held_out: tuple[Path, ...],
+    lora: int | None,
     model_store: Path,
 ) -> Path:
     """Fine-tune SOURCE, a checkpoint or bundle:NAME, for tags of words, such as entities.
@@ -242,7 +254,7 @@ def finetune_tokens(
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_tags(checkpoint, RowFiles(tagged, held_out), recipe, options)
+    return finetune_tags(checkpoint, RowFiles(tagged, held_out), recipe.with_rank(lora), options)
 
 
 @train.command("finetune-tasks")
@@ -359,6 +371,7 @@ def calibrate_qa(
 )
 @click.option("--held-out-pairs", multiple=True, type=FILE, help="Scored pairs to evaluate.")
 @corpus_option
+@lora_option
 @run_command("EmbedRecipe", "finetune-embed")
 def finetune_embed(
     recipe: "EmbedRecipe",
@@ -367,6 +380,7 @@ def finetune_embed(
     pairs: tuple[Path, ...],
     held_out_pairs: tuple[Path, ...],
     corpus: tuple[Path, ...],
+    lora: int | None,
 ) -> Path:
     """Fine-tune the embeddings of the checkpoint SOURCE.
 
@@ -379,7 +393,7 @@ def finetune_embed(
     from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    return finetune_embedding(source, files, recipe, options)
+    return finetune_embedding(source, files, recipe.with_rank(lora), options)
 
 
 @train.command()

@@ -73,6 +73,14 @@ def recipe_option(default: str | None) -> Callable[[Command], Command]:
     )
 
 
+lora_option = click.option(
+    "--lora",
+    type=click.IntRange(1, 1024),
+    metavar="RANK",
+    help="Learn low-rank matrices beside the frozen encoder, and write a PEFT adapter.",
+)
+
+
 def device_options(command: Command) -> Command:
     """Add the options of where a command computes."""
     threads = click.option(

@@ -11,6 +11,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from cloze.export.adapter_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ENCODER_DIGEST,
+    add_products,
+    read_adapter,
+)
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint_files import (
@@ -82,6 +89,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         ExportError: the checkpoint cannot be loaded completely.
     """
     files = locate(source, revision)
+    if (files.folder / ADAPTER_CONFIG).is_file():
+        return _load_merged(files)
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
     family, config, settings = _read_config(folder)
@@ -122,6 +131,52 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         card=card,
         notes=(*FAMILIES.problems, *notes),
         broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
+    )
+
+
+def _load_merged(files: CheckpointFiles) -> Checkpoint:
+    """Load the base of an adapter, with the adapter's heads and with its products in the weights.
+
+    Raises:
+        ExportError: the adapter or its base cannot be loaded, or they do not fit.
+    """
+    adapter = read_adapter(files.folder)
+    named = adapter.config.base_model_name_or_path
+    base = load_checkpoint(named, adapter.config.revision)
+    if adapter.settings.get(ENCODER_DIGEST) not in (None, base.source.encoder_sha256):
+        raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
+    add_products(base.model, adapter)
+    model, options, settings = base.model, base.options, dict[str, Any]()
+    family, notes = FAMILIES[model.config.family], list(base.notes)
+    if adapter.heads:
+        settings = adapter.head_settings(read_settings(encoder_folder(base.folder) / "config.json"))
+        encoder = {n: one for n, one in model.named_parameters() if n.startswith("encoder.")}
+        tensors = {**family.write(encoder, model.config), **adapter.heads}
+        model, notes = load_model(tensors, family, model.config, settings)
+        options = model.options
+    own = read_recipe(files.folder)
+    recipe = own or base.recipe
+    heads = tuple(
+        head for name, head in EXPORT_HEADS.items() if head_module(model, recipe, name) is not None
+    )
+    weights = [*weight_files(encoder_folder(base.folder)), files.folder / ADAPTER_WEIGHTS]
+    described = files if own else replace(files, folder=base.folder)
+    card = _read_card(files.folder) or base.card
+    return replace(
+        base,
+        model=model.eval(),
+        recipe=recipe,
+        heads=tuple(head.head for head in heads),
+        default_heads=_default_heads(heads, declares_pooling=own is not None)
+        if adapter.heads
+        else base.default_heads,
+        options=options,
+        folder=files.folder,
+        source=_source(described, weights, model),
+        license=_license(card),
+        card=card,
+        notes=(*FAMILY_PROBLEMS, *notes) if adapter.heads else base.notes,
+        broken_promise=_broken_promise(heads, family, settings),
     )
 
 
@@ -267,7 +322,7 @@ def encoder_sha256(model: Model) -> str:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=_plain).encode())
     for name, weight in sorted(model.encoder.named_parameters()):
         digest.update(f"{name} {list(weight.shape)}".encode())
-        digest.update(weight.detach().float().cpu().contiguous().numpy())
+        digest.update(weight.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

@@ -64,6 +64,8 @@ _SMALL_FILES = (
     "colbert_linear.pt",
     "sparse_linear.pt",
     "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
 )
 
 _WEIGHTS = tuple(

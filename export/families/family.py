@@ -309,7 +309,9 @@ class Family:
                 return targets[0].name
         return None
 
-    def write(self, tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
+    def write(
+        self, tensors: Mapping[str, Tensor], config: EncoderConfig, *, of_modules: bool = False
+    ) -> dict[str, Tensor]:
         """Return our tensors under their names in a checkpoint of this family.
 
         A tensor of a head keeps our name if an earlier head has a tensor of the family's name: a
@@ -318,6 +320,8 @@ class Family:
         Args:
             tensors: the parameters of a model, by our names.
             config: the sizes of the encoder.
+            of_modules: whether the names are those of transformers' modules, which the first match
+                has. Some families' files have other names, and transformers renames them.
         """
         written: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -329,8 +333,9 @@ class Family:
             else:
                 matches = [rule.write(name, tensors) for rule in self.rules(config)]
                 prefix = self.prefix
-            last = [match for match in matches if match is not None][-1:]
-            assert last, f"a {self.name} has no tensor {name}"
-            named = {prefix + theirs: value for theirs, value in last[0].items()}
+            found = [match for match in matches if match is not None]
+            assert found, f"a {self.name} has no tensor {name}"
+            chosen = found[0 if of_modules else -1]
+            named = {prefix + theirs: value for theirs, value in chosen.items()}
             written |= {name: tensor} if written.keys() & named.keys() else named
         return written

@@ -12,7 +12,8 @@ import torch
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.heads import EMBEDDING
-from cloze.export.train.save import CARD, common_license, front_matter, save_checkpoint
+from cloze.export.train.card import CARD, common_license, front_matter
+from cloze.export.train.save import save_checkpoint
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import FAMILIES
 from cloze.export.model import Model, TorchScorer, head_module
 from cloze.export.train.batches import TextBatch
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.distill import Distillation, check_lengths
 from cloze.export.train.documents import fingerprint
@@ -24,7 +25,6 @@ from cloze.export.train.loop import train
 from cloze.export.train.recipe import DistillRecipe, FactoriseRecipe, PruneRecipe
 from cloze.export.train.run_dir import CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import check_kept_embeddings, kept_recipe
 from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 from cloze.export.verify import measure_gate

@@ -22,12 +22,13 @@ from cloze.export.errors import Report, TrainError
 from cloze.export.evaluation.audit import AuditData, audit
 from cloze.export.evaluation.scorer import Subject, unit_embeddings
 from cloze.export.model import TorchScorer
+from cloze.export.train.card import CARD, common_license, front_matter
 from cloze.export.train.documents import read_documents, split_sentences
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.recipe import PretrainRecipe
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import CARD, common_license, front_matter, save_checkpoint
+from cloze.export.train.save import save_checkpoint
 from cloze.export.train.word_pairs import WordPairs, read_word_pairs, write_counterfactuals
 from cloze.model_store.store import Store
 

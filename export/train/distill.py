@@ -20,6 +20,7 @@ from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
@@ -28,7 +29,6 @@ from cloze.export.train.objectives import masked_loss
 from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import check_kept_embeddings, check_vocabulary
 from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 

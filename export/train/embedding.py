@@ -32,16 +32,17 @@ from cloze.export.train.batches import (
     padded_length,
     shuffled_batches,
 )
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import mean_pool
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.loop import train
+from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
 from cloze.export.train.run_dir import CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
 from cloze.export.train.text_objective import make_masking
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
@@ -261,9 +262,11 @@ def finetune_embedding(
         head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None
     ]
     model = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
+    if recipe.lora:
+        add_low_rank(model, recipe.lora, [])
     _check_recipe(recipe, checkpoint, files)
     objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
     title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
     run = Run(title, source, [checkpoint], data, recipe, options)
     return finish_run(model, checkpoint.tokenizer, run, EmbeddingRecipe(max_tokens=recipe.tokens))

@@ -22,6 +22,7 @@ from cloze.export.families import FAMILIES
 from cloze.export.heads import SPAN
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.label_data import (
     LabelData,
@@ -43,7 +44,6 @@ from cloze.export.train.questions import make_objective
 from cloze.export.train.recipe import Optimisation, QuestionsRecipe, QuestionsSettings
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
 

@@ -36,6 +36,7 @@ from cloze.export.evaluation.labels import (
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.label_data import (
     LabelData,
@@ -45,9 +46,9 @@ from cloze.export.train.label_data import (
     read_tag_data,
 )
 from cloze.export.train.loop import Stopping, train
+from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe, TagsRecipe
 from cloze.model_store.heads import sequence_classification, token_classification
@@ -394,7 +395,10 @@ def _start(
         "file of texts": fingerprint(files.all),
     }
     acquire_run_dir(options.run_dir, recipe, inputs)
-    return start_from(checkpoint, labels, dropout=recipe.dropout, seed=recipe.seed, options=labels)
+    model = start_from(checkpoint, labels, dropout=recipe.dropout, seed=recipe.seed, options=labels)
+    if recipe.lora:
+        add_low_rank(model, recipe.lora, labels)
+    return model
 
 
 def _finish(
@@ -411,7 +415,7 @@ def _finish(
         objective,
         options,
         seed=recipe.seed,
-        optimisation=recipe.optimisation,
+        optimisation=recipe.rates,
         stopping=stopping,
     )
     figures = {}

@@ -24,8 +24,9 @@ from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import equal_lengths
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
 from cloze.export.model import Model, TorchScorer
+from cloze.export.train.card import CARD
 from cloze.export.train.documents import is_held_out
-from cloze.export.train.save import CARD, save_checkpoint
+from cloze.export.train.save import save_checkpoint
 from cloze.export.train.windows import Guess, Window, guess, usual_windows
 
 _BATCH = 16

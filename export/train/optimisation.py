@@ -113,6 +113,11 @@ def learning_rate(step: int, steps: int, recipe: Optimisation) -> float:
     return recipe.learning_rate * schedule_factor(step, steps, recipe)
 
 
+def _learnt(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen, by name."""
+    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+
+
 class BestWeights:
     """The weights of a module at its best evaluation.
 
@@ -121,7 +126,7 @@ class BestWeights:
     """
 
     def __init__(self, module: nn.Module, patience: int) -> None:
-        self._parameters = dict(module.named_parameters())
+        self._parameters = _learnt(module)
         self._patience = patience
         self._weights: dict[str, Tensor] = {}
         self._figure, self._worse = -math.inf, 0
@@ -168,7 +173,7 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, first_step: int) -> None:
-        self._parameters = dict(module.named_parameters())
+        self._parameters = _learnt(module)
         self._first_step = first_step
         self._means: dict[str, Tensor] = {}
         self.count = 0

@@ -14,6 +14,7 @@ from cloze.export.evaluation.scorer import score_masks
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
 from cloze.export.train.examples import SentenceObjective
@@ -22,7 +23,6 @@ from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretr
 from cloze.export.train.recipe import PretrainRecipe
 from cloze.export.train.run_dir import CORPUS, VOCABULARY, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import (
     continue_from,
     kept_recipe,

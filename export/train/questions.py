@@ -18,12 +18,13 @@ from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
+from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint, is_held_out
 from cloze.export.train.loop import train
+from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.recipe import QuestionsRecipe
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
 from cloze.export.train.windows import Window, answers_of, guess, make_windows
 
@@ -106,13 +107,15 @@ def finetune_questions(
     }
     acquire_run_dir(options.run_dir, recipe, inputs)
     model = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
+    if recipe.lora:
+        add_low_rank(model, recipe.lora, [SPAN])
     max_positions = model.config.max_positions
     if recipe.tokens > max_positions:
         raise TrainError(
             f"windows of {recipe.tokens} tokens exceed the checkpoint's {max_positions} positions"
         )
     objective = make_objective(model, checkpoint.tokenizer, files, recipe, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
     title = "An encoder fine-tuned for question answering"
     run = Run(title, source, [checkpoint], files, recipe, options)
     return finish_run(model, checkpoint.tokenizer, run)

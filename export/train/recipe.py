@@ -1,6 +1,6 @@
 """The recipes: the fields of a run's TOML file, which `recipe_files` reads."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -369,6 +369,56 @@ class FactoriseRecipe(DistillRecipe):
     """Batches of the first phase to which the first weights of the masked-LM head are fitted."""
 
 
+Target = Literal["query", "key", "value", "attention-output", "feed-forward-in", "feed-forward-out"]
+"""The linear layers of an encoder's layer, whatever a family calls them."""
+
+
+class LowRank(Table):
+    """Low-rank matrices beside frozen weights: ``W + (alpha / rank) B A``.
+
+    Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
+    """
+
+    rank: Annotated[int, Field(gt=0, le=1024)] = 8
+    alpha: Weight = 16.0
+    targets: Annotated[list[Target], Field(min_length=1)] = ["query", "value"]
+    """Layers with low-rank matrices."""
+
+    learning_rate: Rate = 1e-3
+    """Rate of the low-rank matrices. The heads have that of ``[optimisation]``.
+
+    Schulman et al. 2025, "LoRA Without Regret": ten times the best rate of all weights.
+    """
+
+
+class AdaptedRecipe(Recipe):
+    """The fields of a run that may learn low-rank matrices instead of all weights."""
+
+    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
+    dropout: Share = 0.1
+    lora: LowRank | None = None
+    """Low-rank matrices; none: all weights are learnt."""
+
+    def with_rank(self, rank: int | None) -> Self:
+        """Return the recipe with low-rank matrices of a rank; None: the recipe as it is."""
+        if rank is None:
+            return self
+        lora = (self.lora or LowRank()).model_copy(update={"rank": rank})
+        return self.model_copy(update={"lora": lora})
+
+    @property
+    def rates(self) -> Optimisation:
+        """The optimisation with the learning rate of the weights that are learnt."""
+        own = self.optimisation
+        if self.lora is None:
+            return own
+        changes = {
+            "learning_rate": self.lora.learning_rate,
+            "head_learning_rate": own.head_learning_rate or own.learning_rate,
+        }
+        return own.model_copy(update=changes)
+
+
 class QuestionsSettings(Table):
     """How questions become windows, and which are learnt."""
 
@@ -391,18 +441,15 @@ class QuestionsSettings(Table):
     """SQuAD 2.0: also learn from unanswerable questions."""
 
 
-class QuestionsRecipe(Recipe, QuestionsSettings):
+class QuestionsRecipe(AdaptedRecipe, QuestionsSettings):
     """``cloze train finetune-qa``."""
 
-    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     epochs: Count = 2
-    dropout: Share = 0.1
 
 
-class EmbedRecipe(Recipe):
+class EmbedRecipe(AdaptedRecipe):
     """``cloze train finetune-embed``."""
 
-    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     contrastive_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of SimCSE on unlabelled text; need dropout."""
 
@@ -425,4 +472,3 @@ class EmbedRecipe(Recipe):
     sequences: Size = 32
     tokens: Annotated[int, Field(ge=8)] = 128
     held_out: Share = 0.05
-    dropout: Share = 0.1

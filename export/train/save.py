@@ -1,23 +1,29 @@
-"""Writes a trained model as a Hugging Face checkpoint, and the model card of a run.
+"""Writes a trained model as a Hugging Face checkpoint, and an adapter as a folder of PEFT.
 
-Both `cloze.export.checkpoint` and transformers can read the checkpoint. A card has the licence,
-source, data, recipe, hardware and results of a run; a person adds the assessment of the model.
+`cloze.export.checkpoint` can read both, transformers the one, and PEFT the other.
 """
 
 import json
-import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
 from safetensors.torch import save
 from tokenizers import models, normalizers
+from torch import Tensor
 
+from cloze.export.adapter_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    ENCODER_DIGEST,
+    NO_TARGETS,
+    AdapterConfig,
+)
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint
-from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.checkpoint_files import read_settings
+from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
 from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
 from cloze.export.families.pruned import write_pruned
@@ -25,10 +31,7 @@ from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.progress import read_log
-from cloze.export.train.recipe import Recipe
-from cloze.export.train.run_dir import CHECKPOINT
-from cloze.export.train.run_options import RunOptions
+from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
 from cloze.model_store.plain_files import replacing
 
@@ -53,15 +56,131 @@ def save_checkpoint(
         embedding: recipe that makes the checkpoint a sentence-transformer; None: it is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    family, config = FAMILIES[model.config.family], model.config
-    _write_json(
-        folder / "config.json",
-        family.write_config(config)
-        | write_pruned(config)
-        | _head_settings(model)
-        | {"architectures": [_architecture(model)], "dtype": "float32"},
-    )
+    config, heads = model.config, _written_heads(model)
+    settings = FAMILIES[config.family].write_config(config) | write_pruned(config)
+    settings |= _head_settings(model)
+    settings |= {"architectures": [_architecture(config, heads)], "dtype": "float32"}
+    _write_json(folder / "config.json", settings)
     _write_weights(model, folder)
+    _write_tokenizer(model, tokenizer, folder)
+    if embedding is not None:
+        _write_sentence_transformer(folder, model.config, embedding)
+
+
+def save_adapter(
+    model: Model,
+    base: Checkpoint,
+    folder: Path,
+    *,
+    heads: Collection[str],
+    embedding: EmbeddingRecipe | None = None,
+) -> None:
+    """Write a folder that PEFT reads: low-rank matrices and heads, without the encoder of the base.
+
+    ``config.json`` has the labels of the head and the digest of the base's encoder; PEFT does not
+    read it.
+
+    Args:
+        base: the checkpoint whose encoder the model has.
+        folder: folder of the adapter; files of the same names are replaced.
+        heads: names of the heads that are written; with several, PEFT reads the first.
+        embedding: recipe of embeddings of a run that changed them; None: the base's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    family, config = FAMILIES[model.config.family], model.config
+    heads = [name for name in EXPORT_HEADS if name in heads]
+    # The class of an encoder without a head has no prefix before its names.
+    prefix = family.prefix if heads else ""
+    tensors = {
+        f"{prefix}{path}.lora_{letter}.weight": matrix
+        for path, pair in low_rank_matrices(model).items()
+        for letter, matrix in zip("AB", pair, strict=True)
+    }
+    targets = _suffixes({name.split(".lora_")[0] for name in tensors}, _modules(model, prefix))
+    own = {n: p for n, p in model.named_parameters() if n.partition(".")[0] in heads}
+    head_tensors = family.write(own, config, of_modules=True)
+    saved = sorted({_whole_module(name, family.prefix) for name in head_tensors})
+    lora = next((one for one in model.modules() if isinstance(one, LowRankLinear)), None)
+    adapter = AdapterConfig(
+        base_model_name_or_path=base.source.location
+        if base.source.kind == "hub"
+        else str(base.folder.resolve()),
+        revision=base.source.revision,
+        task_type=_TASK_TYPES[heads[0]] if heads else "FEATURE_EXTRACTION",
+        r=1 if lora is None else len(lora.lora_a),
+        lora_alpha=1 if lora is None else lora.scale * len(lora.lora_a),
+        target_modules=targets or NO_TARGETS,
+        modules_to_save=saved or None,
+    )
+    _write_json(folder / ADAPTER_CONFIG, adapter.model_dump())
+    settings = {
+        name: value
+        for name, value in read_settings(encoder_folder(base.folder) / "config.json").items()
+        if name not in _OF_LABELS
+    }
+    settings |= _head_settings(model)
+    settings["architectures"] = [_architecture(config, frozenset(heads))]
+    settings[ENCODER_DIGEST] = base.source.encoder_sha256
+    _write_json(folder / "config.json", settings)
+    prefixed = {f"{ADAPTER_PREFIX}{name}": one for name, one in (tensors | head_tensors).items()}
+    _write_tensors(prefixed, folder / ADAPTER_WEIGHTS)
+    if embedding is not None:
+        _write_tokenizer(model, base.tokenizer, folder)
+        _write_sentence_transformer(folder, config, embedding)
+
+
+_TASK_TYPES: Final = {
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "span": "QUESTION_ANS",
+}
+"""PEFT's names of tasks, by the name of the head; without such a head, it is its encoder's."""
+
+
+_OF_LABELS: Final = {"id2label", "label2id", "num_labels", "problem_type", HEAD_SECTIONS}
+"""Settings of ``config.json`` that describe the labels of a checkpoint."""
+
+
+def _whole_module(tensor: str, prefix: str) -> str:
+    """Return the name of the outermost module that only has tensors of a head.
+
+    For example ``classifier`` of ``classifier.dense.weight``, ``pooler`` of
+    ``bert.pooler.dense.weight``.
+    """
+    return tensor.removeprefix(prefix).partition(".")[0]
+
+
+def _modules(model: Model, prefix: str) -> set[str]:
+    """Return the names of transformers' modules of the encoder, and of all heads of the family."""
+    family = FAMILIES[model.config.family]
+    own = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith("encoder.") and ".lora_" not in name
+    }
+    written = family.write(own, model.config, of_modules=True)
+    names = {prefix + name.removeprefix(family.prefix) for name in written}
+    names |= {name for spec in family.heads.values() for name in spec.tensors}
+    modules: set[str] = set()
+    for name in names:
+        parts = name.split(".")[:-1]
+        modules |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    return modules
+
+
+def _suffixes(paths: set[str], modules: set[str]) -> list[str]:
+    """Return the shortest ends of some modules' names that no other module's name has."""
+    suffixes = set()
+    for path in paths:
+        parts = path.split(".")
+        ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        others = [f".{other}" for other in modules - paths]
+        suffixes.add(next(e for e in ends if not any(o.endswith(f".{e}") for o in others)))
+    return sorted(suffixes)
+
+
+def _write_tokenizer(model: Model, tokenizer: CheckpointTokenizer, folder: Path) -> None:
+    family, config = FAMILIES[model.config.family], model.config
     save_vocabulary(tokenizer.tokenizer, folder)
     is_wordpiece = isinstance(tokenizer.tokenizer.model, models.WordPiece)
     tokenizer_config = {
@@ -76,17 +195,14 @@ def save_checkpoint(
         | dict(tokenizer.special_tokens)
         | _normaliser_settings(tokenizer.tokenizer.normalizer),
     )
-    if embedding is not None:
-        _write_sentence_transformer(folder, config, embedding)
 
 
-def _architecture(model: Model) -> str:
-    """Return the class of transformers that has the model's heads, or else that of its encoder.
+def _architecture(config: EncoderConfig, heads: frozenset[str]) -> str:
+    """Return the class of transformers that has these heads, or else that of the encoder.
 
     A head whose tensors do not say what it is, such as a classifier, always has its class.
     """
-    family = FAMILIES[model.config.family]
-    heads = _written_heads(model)
+    family = FAMILIES[config.family]
     if heads in family.classes:
         return family.classes[heads]
     named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
@@ -127,15 +243,19 @@ def _head_settings(model: Model) -> dict[str, Any]:
 def _write_weights(model: Model, folder: Path) -> None:
     """Write ``model.safetensors`` atomically, so that a full disk leaves the previous weights."""
     parameters = {
-        name: parameter.detach().float().cpu()
+        name: parameter
         for name, parameter in model.named_parameters()
         if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.read is None
     }
     written = FAMILIES[model.config.family].write(parameters, model.config)
-    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
-    with replacing(folder / "model.safetensors") as new_file:
+    _write_tensors(written, folder / "model.safetensors")
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    floats = {name: one.detach().float().cpu().contiguous() for name, one in tensors.items()}
+    with replacing(file) as new_file:
         # safetensors' `save_file` would create a file that only its owner can read.
-        new_file.write_bytes(save(tensors, metadata={"format": "pt"}))
+        new_file.write_bytes(save(floats, metadata={"format": "pt"}))
 
 
 def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:
@@ -190,95 +310,8 @@ def _write_step(step: Step, folder: Path) -> None:
     settings, tensors = step.saved()
     if tensors:
         _write_json(folder / "config.json", settings)
-        plain = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
-        with replacing(folder / "model.safetensors") as new_file:
-            new_file.write_bytes(save({name: t.contiguous() for name, t in plain.items()}))
+        _write_tensors(tensors, folder / "model.safetensors")
 
 
 def _write_json(file: Path, data: Any) -> None:
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-CARD = "README.md"
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a card says about a run.
-
-    Attributes:
-        step: number of steps after which the run had the weights; None: all.
-        figures: further rows of the card's table.
-    """
-
-    title: str
-    source: str | None
-    origins: Sequence[Checkpoint]
-    files: Sequence[Path]
-    recipe: Recipe
-    options: RunOptions
-    step: int | None = None
-    figures: Mapping[str, str] = field(default_factory=dict)
-
-
-def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
-    """Return the licence that the cards of all checkpoints name; None if they do not agree."""
-    licenses = {checkpoint.license for checkpoint in checkpoints}
-    return licenses.pop() if len(licenses) == 1 else None
-
-
-def front_matter(license_name: str | None) -> str:
-    """Return the lines before the heading of a card, from which an export reads the licence."""
-    return f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
-
-
-def finish_run(
-    model: Model,
-    tokenizer: CheckpointTokenizer,
-    run: Run,
-    embedding: EmbeddingRecipe | None = None,
-) -> Path:
-    """Write the checkpoint of a run with its card, and return its folder; see `save_checkpoint`."""
-    checkpoint = run.options.run_dir / CHECKPOINT
-    save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
-    entries = read_log(checkpoint.parent)
-    last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
-    figures = {
-        name: value
-        for name, value in last_entry.items()
-        if name.startswith("held_out_") or name in ("loss", "accuracy")
-    }
-    rows = {
-        "from": run.source or "nothing: random weights",
-        "data": ", ".join(file.name for file in run.files),
-        "seed": str(run.recipe.seed),
-        "steps": f"{last_entry['step']:,}",
-        "tokens seen": f"{last_entry['tokens_seen']:,}",
-        "hours": f"{last_entry['seconds'] / 3600:.2f}",
-        "hardware": _hardware(run.options.device),
-        "torch": torch.__version__,
-    } | {name.replace("_", " "): f"{value:.4f}" for name, value in figures.items()}
-    rows |= run.figures
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    recipe_json = run.recipe.model_dump_json(indent=2)
-    license_name = run.options.license or common_license(run.origins)
-    heading = f"{front_matter(license_name)}# {run.title}"
-    (checkpoint / CARD).write_text(
-        f"{heading}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n",
-        encoding="utf-8",
-    )
-    return checkpoint
-
-
-def _hardware(device: torch.device) -> str:
-    """Return the name of the GPU, or the processor's name and the number of cores in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    model = platform.processor() or platform.machine()
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return f"{torch.get_num_threads()} cores of {model}"

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from cloze.export.train.recipe import (
+    AdaptedRecipe,
     Count,
     Optimisation,
     QuestionsSettings,
@@ -71,13 +72,13 @@ class _Run(Recipe):
         return self
 
 
-class LabelsRecipe(_Run, LabelSettings):
+class LabelsRecipe(_Run, AdaptedRecipe, LabelSettings):
     """``cloze train finetune-classify``."""
 
     epochs: Count = 4
 
 
-class TagsRecipe(_Run, TagSettings):
+class TagsRecipe(_Run, AdaptedRecipe, TagSettings):
     """``cloze train finetune-tokens``."""
 
     epochs: Count = 4

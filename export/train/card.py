@@ -1,0 +1,115 @@
+"""The model card of a run: licence, source, data, recipe, hardware and results.
+
+A person adds the assessment of the model.
+"""
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cloze.export.checkpoint import Checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.model import Model
+from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.progress import read_log
+from cloze.export.train.recipe import AdaptedRecipe, Recipe
+from cloze.export.train.run_dir import CHECKPOINT
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import save_adapter, save_checkpoint
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a card says about a run.
+
+    Attributes:
+        step: number of steps after which the run had the weights; None: all.
+        figures: further rows of the card's table.
+    """
+
+    title: str
+    source: str | None
+    origins: Sequence[Checkpoint]
+    files: Sequence[Path]
+    recipe: Recipe
+    options: RunOptions
+    step: int | None = None
+    figures: Mapping[str, str] = field(default_factory=dict)
+
+
+def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
+    """Return the licence that the cards of all checkpoints name; None if they do not agree."""
+    licenses = {checkpoint.license for checkpoint in checkpoints}
+    return licenses.pop() if len(licenses) == 1 else None
+
+
+def front_matter(license_name: str | None) -> str:
+    """Return the lines before the heading of a card, from which an export reads the licence."""
+    return f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
+
+
+def finish_run(
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    run: Run,
+    embedding: EmbeddingRecipe | None = None,
+) -> Path:
+    """Write the result of a run with its card, and return its folder.
+
+    The result is a checkpoint (`save_checkpoint`), or an adapter if the run learnt low-rank
+    matrices (`save_adapter`).
+    """
+    checkpoint = run.options.run_dir / CHECKPOINT
+    if isinstance(run.recipe, AdaptedRecipe) and run.recipe.lora:
+        learnt = {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+        heads = learnt & EXPORT_HEADS.keys()
+        save_adapter(model, run.origins[0], checkpoint, heads=heads, embedding=embedding)
+    else:
+        save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
+    entries = read_log(checkpoint.parent)
+    last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
+    figures = {
+        name: value
+        for name, value in last_entry.items()
+        if name.startswith("held_out_") or name in ("loss", "accuracy")
+    }
+    rows = {
+        "from": run.source or "nothing: random weights",
+        "data": ", ".join(file.name for file in run.files),
+        "seed": str(run.recipe.seed),
+        "steps": f"{last_entry['step']:,}",
+        "tokens seen": f"{last_entry['tokens_seen']:,}",
+        "hours": f"{last_entry['seconds'] / 3600:.2f}",
+        "hardware": _hardware(run.options.device),
+        "torch": torch.__version__,
+    } | {name.replace("_", " "): f"{value:.4f}" for name, value in figures.items()}
+    rows |= run.figures
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    recipe_json = run.recipe.model_dump_json(indent=2)
+    license_name = run.options.license or common_license(run.origins)
+    heading = f"{front_matter(license_name)}# {run.title}"
+    (checkpoint / CARD).write_text(
+        f"{heading}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n",
+        encoding="utf-8",
+    )
+    return checkpoint
+
+
+def _hardware(device: torch.device) -> str:
+    """Return the name of the GPU, or the processor's name and the number of cores in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    model = platform.processor() or platform.machine()
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return f"{torch.get_num_threads()} cores of {model}"

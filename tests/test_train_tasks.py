@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,14 @@ def test_one_bundle_serves_all_tasks(bert: Path, tmp_path: Path) -> None:
     assert {"who_accuracy", "several_macro_f1", "tags_entity_f1"} <= figures.keys()
     with pytest.raises(TrainError, match=r"no label set 'x' .*\(who, all\)"):
         measured("bundle:tasks", store, labelled=files["labelled"], label_set="x")
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(tmp_path / "several.jsonl", tmp_path / "other" / "who.jsonl")
+    names = measured("bundle:tasks", store, labelled=(tmp_path / "who.jsonl", other))
+    assert {f"{tmp_path.name}/who_accuracy", "other/who_macro_f1"} <= names.keys()
+    assert names[f"{tmp_path.name}/who_accuracy"] == figures["who_accuracy"]
+    assert names["other/who_macro_f1"] == figures["several_macro_f1"]
+    with pytest.raises(TrainError, match=r"two files to measure have the name .*/other/who;"):
+        measured("bundle:tasks", store, labelled=(other, other))
     _check_routes(store)
 
 

@@ -158,8 +158,9 @@ def evaluate(
     Shares are in [0, 1]; exact match and F1 are in percent.
 
     Raises:
-        TrainError: a file cannot be read, or holds nothing to measure.
+        TrainError: a file cannot be read, holds nothing to measure, or is given twice.
     """
+    names = _names(data)
     figures: dict[str, float] = {}
     if data.text and subject.heads & {MASKED_LM, NEXT_SENTENCE}:
         figures |= _measure_text(subject, data, folder, report)
@@ -177,15 +178,34 @@ def evaluate(
         )
     if MASKED_LM in subject.heads:
         for file in data.sentences:
-            figures |= _measure_sentences(subject, file, report)
+            figures |= _measure_sentences(subject, file, names[file], report)
     if data.questions and SPAN in subject.heads:
         figures |= _measure_questions(subject, data)
     measures = ((CLASSES, data.labelled, _measure_labelled), (TAGS, data.tagged, _measure_tagged))
     for head, files, measure in measures:
         for file in files if head in subject.heads else ():
             own = measure(subject, file, data.label_set)
-            figures |= {f"{file.name.partition('.jsonl')[0]}_{name}": own[name] for name in own}
+            figures |= {f"{names[file]}_{name}": value for name, value in own.items()}
     return figures
+
+
+def _names(data: EvaluationData) -> dict[Path, str]:
+    """Return the name of each file in figures, after the folders that tell it from the others."""
+    own = [(file, file.stem.replace("-", "_")) for file in data.sentences]
+    own += [(file, file.name.partition(".jsonl")[0]) for file in (*data.labelled, *data.tagged)]
+    paths = [file.resolve().with_name(name) for file, name in own]
+    names = {}
+    for (file, _), path in zip(own, paths, strict=True):
+        if paths.count(path) > 1:
+            raise TrainError(f"two files to measure have the name {path}; give each file once")
+        endings = (path.parts[first:] for first in range(-1, -len(path.parts) - 1, -1))
+        parts = next(
+            ending
+            for ending in endings
+            if sum(other.parts[-len(ending) :] == ending for other in paths) == 1
+        )
+        names[file] = "/".join(parts)
+    return names
 
 
 def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
@@ -374,7 +394,7 @@ def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> f
     return correct / len(pairs)
 
 
-def _measure_sentences(subject: Subject, file: Path, report: Report) -> dict[str, float]:
+def _measure_sentences(subject: Subject, file: Path, name: str, report: Report) -> dict[str, float]:
     """Report the first word for each sentence of a file.
 
     Returns:
@@ -384,7 +404,6 @@ def _measure_sentences(subject: Subject, file: Path, report: Report) -> dict[str
     for completion in completions:
         mark = "right" if completion.is_right else "wrong"
         report(f"{mark}: {completion.sentence.text} {completion.word}")
-    name = file.stem.replace("-", "_")
     return {
         name: sum(completion.is_right for completion in completions) / len(completions),
         f"{name}_repeats": sum(each.repeats for each in completions) / len(completions),

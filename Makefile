@@ -45,11 +45,10 @@ lint: install  ## Run ruff, mypy --strict, import-linter and codespell.
 	$(BIN)/codespell
 
 # Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
-# these tests skip. The files that only compute run side by side; the others measure times, so
-# they run one after another.
+# these tests skip. Three files run side by side, since many tests wait for servers. The servers
+# start sooner with compiled modules, also where the environment forbids to write them.
 test: lint  ## Run the linters and all tests except the slow ones.
-	$(BIN)/pytest -n 2 --dist loadfile -m 'computes and not slow and not gpu'
-	$(BIN)/pytest -m 'not computes and not slow and not gpu'
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 3 --dist loadfile
 
 test-slow: install  ## Run the tests that take minutes.
 	$(BIN)/pytest -m slow

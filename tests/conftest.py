@@ -3,7 +3,9 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,108 +30,10 @@ DATA_VARIABLE = "CLOZE_TEST_DATA"
 DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 
 
-COMPUTING = {
-    f"test_{name}.py"
-    for name in (
-        "answers",
-        "audit",
-        "awkward_lines",
-        "balancer",
-        "bulk",
-        "callers",
-        "checkpoint",
-        "cli",
-        "client",
-        "clients_page",
-        "crafted_bundles",
-        "default_models",
-        "deploy",
-        "doctor",
-        "embed_layers",
-        "embedding_space",
-        "families",
-        "fetch",
-        "fill_mask",
-        "fuzz",
-        "graph",
-        "growth",
-        "hub",
-        "image",
-        "int8",
-        "json_bodies",
-        "kubernetes",
-        "late_interaction",
-        "locks",
-        "long_text",
-        "main_job",
-        "memory_limit",
-        "memory_need",
-        "model_sources",
-        "monitoring",
-        "one_write",
-        "open_inference",
-        "openai",
-        "openapi",
-        "others_defects",
-        "outside_families",
-        "packed",
-        "packed_engine",
-        "page",
-        "pictures",
-        "pieces",
-        "probes",
-        "processes",
-        "readme",
-        "redact",
-        "released_clients",
-        "reload",
-        "repository",
-        "request_path",
-        "rerankers",
-        "schedules",
-        "score",
-        "security",
-        "sentence",
-        "served_models",
-        "settings",
-        "site",
-        "sparse",
-        "squad",
-        "store",
-        "tables",
-        "tei",
-        "tensors",
-        "text_classification",
-        "token_classification",
-        "tokenizer",
-        "tracing",
-        "train",
-        "train_bad_input",
-        "train_data",
-        "train_debias",
-        "train_families",
-        "train_tasks",
-        "train_kept",
-        "train_kinds",
-        "vectors",
-        "weights",
-        "wheel",
-        "zero_shot",
-    )
-}
-"""Files whose tests pass on a busy machine. `make test` runs them side by side."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-seconds", type=float, default=45.0, help="time of the slow fuzz tests, per target"
     )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.name in COMPUTING or "unit" in item.path.parts:
-            item.add_marker("computes")
 
 
 @pytest.fixture(scope="module")
@@ -244,15 +148,23 @@ def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str
     return root
 
 
-@pytest.fixture(
-    scope="session", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"]
-)
-def server(request: pytest.FixtureRequest, tiny_store: Path) -> "Iterator[Server]":
-    """Run a server on `tiny_store`."""
+@pytest.fixture(scope="session")
+def servers(tiny_store: Path) -> "Iterator[Callable[[tuple[str, ...]], Server]]":
+    """Return a function that returns the server of some arguments, which it starts once."""
     from tests.serving import running_server
 
-    with running_server(tiny_store, *request.param) as server:
-        yield server
+    with ExitStack() as running:
+        yield cache(lambda arguments: running.enter_context(running_server(tiny_store, *arguments)))
+
+
+@pytest.fixture(
+    scope="module", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"]
+)
+def server(
+    request: pytest.FixtureRequest, servers: "Callable[[tuple[str, ...]], Server]"
+) -> "Server":
+    """Return a server on `tiny_store`, which later modules use too."""
+    return servers(request.param)
 
 
 @pytest.fixture(scope="session")

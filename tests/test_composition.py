@@ -13,8 +13,6 @@ from cloze.service.logs import AccessLog
 from cloze.service.settings import Settings, load_settings
 from tests.fake_engine import FakeEngine
 
-pytestmark = pytest.mark.computes
-
 
 def fake(store: Path, **settings: object) -> Settings:
     return load_settings({"model_store": store, "model": "bert", **settings})

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cloze.model_store.installation import DISTRIBUTION
-from tests.conftest import COMPUTING, named_folder
+from tests.conftest import named_folder
 from tests.documents import DOCUMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,3 @@ def test_the_version_is_written_down_once_per_distribution() -> None:
 
 def test_the_installed_version_is_the_project_s() -> None:
     assert importlib.metadata.version(DISTRIBUTION) == VERSION, "run `make install` again"
-
-
-def test_the_files_that_run_side_by_side_exist() -> None:
-    assert {file.name for file in (ROOT / "tests").glob("test_*.py")} >= COMPUTING

@@ -88,7 +88,7 @@ def test_questions_are_learnt(source: Path, tmp_path: Path) -> None:
         question_tokens=14,
         held_out=0.2,
     )
-    questions = write_questions(tmp_path / "questions.json")
+    questions = write_questions(tmp_path / "questions.json", 8)
     trained = finetune_questions(str(source), [questions], recipe, run_options(tmp_path / "run"))
     checkpoint = load_checkpoint(str(trained))
     assert checkpoint.model.span is not None
@@ -97,7 +97,7 @@ def test_questions_are_learnt(source: Path, tmp_path: Path) -> None:
 
 
 def test_embeddings_are_learnt(source: Path, stories: Path, tmp_path: Path) -> None:
-    pairs = write_pairs(tmp_path / "pairs.csv")
+    pairs = write_pairs(tmp_path / "pairs.csv", 48)
     recipe = EmbedRecipe(
         optimisation=Optimisation(learning_rate=2e-3),
         contrastive_steps=2,

@@ -186,9 +186,9 @@ def test_tags_are_learnt_from_lines_and_columns(source: Path, tmp_path: Path) ->
     assert model.options["token_classification"].labels[:3] == ("O", "B-LOC", "I-LOC")
 
 
-def tasks(folder: Path, **settings: Any) -> TasksRecipe:
+def tasks(folder: Path, *, articles: int = 40, **settings: Any) -> TasksRecipe:
     """A recipe of four tasks, whose files are written to the folder."""
-    write_questions(folder / "questions.json")
+    write_questions(folder / "questions.json", articles)
     write_labelled(folder / "who.jsonl", "one")
     write_labelled(folder / "several.jsonl", "several")
     write_tagged(folder / "tags.jsonl")
@@ -362,7 +362,8 @@ def test_the_commands(bert: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_reads_and_writes_both_classifiers(family: str, tmp_path: Path) -> None:
     save(family, "masked_lm", tmp_path / "source", max_position_embeddings=66)
-    recipe = tasks(tmp_path, steps=4, optimisation=Optimisation(precision="fp32"))
+    precise = Optimisation(precision="fp32")
+    recipe = tasks(tmp_path, articles=8, steps=4, optimisation=precise)
     source = load_checkpoint(str(tmp_path / "source"))
     if any(head.architecture for head in FAMILIES[family].heads.values()):
         with pytest.raises(TrainError, match="says only by its class that it has a span head"):

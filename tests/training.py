@@ -66,11 +66,11 @@ def write_stories(file: Path) -> Path:
     return file
 
 
-def write_questions(file: Path) -> Path:
-    """Who did it? The person is in the paragraph."""
+def write_questions(file: Path, count: int = 40) -> Path:
+    """Who did it? The person is in the paragraph. Each article has six questions."""
     rng = np.random.default_rng(0)
     articles = []
-    for number in range(40):
+    for number in range(count):
         paragraphs = []
         for part in range(6):
             person, act, place = rng.choice(PEOPLE), rng.choice(ACTS), rng.choice(PLACES)
@@ -83,11 +83,11 @@ def write_questions(file: Path) -> Path:
     return file
 
 
-def write_pairs(file: Path) -> Path:
+def write_pairs(file: Path, count: int = 200) -> Path:
     """Sentences of one person are alike (5), of two are not (0)."""
     rng = np.random.default_rng(0)
     rows = []
-    for _ in range(200):
+    for _ in range(count):
         one, other = rng.choice(PEOPLE, 2)
         texts = [
             f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}."

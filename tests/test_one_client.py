@@ -64,7 +64,7 @@ def test_answers_have_no_more_memory_than_a_bound(
         "parameters": {"top_k": 1000, "max_answer_len": 64, **parameters},
     }
     data = orjson.dumps(body)
-    with httpx.Client(base_url=server.url, timeout=60) as client, polled(server.url) as health:
+    with httpx.Client(base_url=server.url, timeout=60) as client, polled(server) as health:
         few = body["parameters"] | {"top_k": 1}
         client.post("/qa", json=body | {"parameters": few}).raise_for_status()
         spent = cost(server, client, health, Body("", "/qa", data, lambda _: b"", b""), len(data))
@@ -75,7 +75,7 @@ def test_answers_have_no_more_memory_than_a_bound(
 def test_requests_of_a_pipeline_are_parsed_as_they_are_answered(server: Server) -> None:
     pid = server.process.pid
     host, port = server.url.removeprefix("http://").split(":")
-    with ExitStack() as stack, polled(server.url) as health:
+    with ExitStack() as stack, polled(server) as health:
         opened = [
             stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(20)
         ]
@@ -114,7 +114,7 @@ def test_the_openapi_document_is_written_once(server: Server) -> None:
         connection.close()
         return size
 
-    with polled(server.url) as health, ThreadPoolExecutor(20) as threads:
+    with polled(server) as health, ThreadPoolExecutor(20) as threads:
         assert min(threads.map(get, range(20))) > 50_000
     assert health.worst_s < 2 * MOST_WAIT_S
 

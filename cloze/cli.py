@@ -4,11 +4,14 @@ Each command parses its options, calls one package and prints the result. A know
 line on standard error.
 """
 
+import gc
 import json
 import os
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -276,11 +279,15 @@ def serve(**flags: Any) -> None:
     """
     try:
         from cloze.service.core import StartupError
-        from cloze.service.server import memory_problem, serve_in_one_process
+        from cloze.service.served_models import onnx_engine, open_bundles
         from cloze.service.settings import load_settings
-    except ModuleNotFoundError as error:
-        fail(f"serve needs {error.name}, which is not installed", code=2)
-    try:
+        from cloze.service.startup import (
+            begin,
+            memory_problem,
+            open_early,
+            warn_of_unknown_variables,
+        )
+
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
         models = bundles_to_serve(settings, report)
         settings = settings.model_copy(update={"model": models})
@@ -288,7 +295,19 @@ def serve(**flags: Any) -> None:
             from cloze.service.processes.supervisor import supervise  # which needs msgspec
 
             sys.exit(supervise(settings))
-        sys.exit(serve_in_one_process(settings))
+        begin(settings)
+        warn_of_unknown_variables()
+        gc.disable()  # what the start makes stays; `answer_http` collects, and enables it again
+        make_engine = onnx_engine(settings)  # imports what both threads need
+        importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server")
+        bundles = open_bundles(settings)
+        engines = open_early(settings, bundles, make_engine)
+        importing.result()
+        from cloze.service.server import serve_in_one_process
+
+        sys.exit(serve_in_one_process(settings, engines, bundles=bundles))
+    except ModuleNotFoundError as error:
+        fail(f"serve needs {error.name}, which is not installed", code=2)
     except Exception as error:
         if (problem := memory_problem(error)) is not None:
             fail(problem, code=2)

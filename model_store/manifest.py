@@ -294,15 +294,17 @@ class Manifest(BundleSpec):
     @property
     def digest(self) -> str:
         """The digest of the manifest, and through its hashes of all files of the bundle."""
-        return self._digest or _digest_of(self.to_bytes())
+        return self._digest or _digest(self._body())
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON.
 
         The last field, ``digest``, is the sha256 of the other fields.
         """
-        body = self.model_dump(mode="json", exclude=self._not_said())
-        return seal(body)
+        return seal(self._body())
+
+    def _body(self) -> "Body":
+        return self.model_dump(mode="json", exclude=self._not_said())
 
     def _not_said(self) -> dict[str, Any]:
         """Return the fields without a value that earlier releases do not know.
@@ -346,13 +348,9 @@ class Manifest(BundleSpec):
             manifest = cls.model_validate_json(json.dumps(unseal(body, data)))
         except ValidationError as error:
             raise ValueError(first_problem(error)) from None
-        if _digest_of(manifest.to_bytes()) != body["digest"]:  # it has fields of earlier releases
+        if _digest(manifest._body()) != body["digest"]:  # it has fields of earlier releases
             manifest._digest = str(body["digest"])
         return manifest
-
-
-def _digest_of(data: bytes) -> str:
-    return str(json.loads(data)["digest"])
 
 
 def _options_type(head: str) -> type[Frozen]:

@@ -13,6 +13,7 @@ from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
+from cloze.model_store import Bundle
 from cloze.service.application import PAGES, Snapshot, create_app, return_memory_later
 from cloze.service.batching.admission import Promises
 from cloze.service.core import (
@@ -74,14 +75,22 @@ def single_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
     registries: Registries = DEFAULT_REGISTRIES,
+    bundles: Sequence[Bundle] | None = None,
 ) -> "Service":
     """Return a service whose engines run in this process.
+
+    Args:
+        settings: the operator's settings.
+        make_engine: opens the engines; None selects `OnnxEngine`.
+        registries: the tasks and the protocols.
+        bundles: the bundles to serve; None: those that the settings name.
 
     Raises:
         StartupError: the store is empty, a bundle does not open, or the device is missing; or the
             keys or the certificate cannot be read.
     """
-    bundles = open_bundles(settings)
+    if bundles is None:
+        bundles = open_bundles(settings)
     # An error of the operator is found before the models take their time.
     Certificate(settings.tls_certificate, settings.tls_key).check()
     if settings.keys_file is not None:

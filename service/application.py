@@ -1,7 +1,6 @@
 """What a reload replaces: the served models of one state of the store, and their application."""
 
 import asyncio
-import ctypes
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import QueueState, ServiceError
+from cloze.service.freed_memory import return_freed_memory
 from cloze.service.http.gate import Gate, Paths
 from cloze.service.http.keys import Permission
 from cloze.service.http.pages import ASSETS, docs_handler, docs_paths, document, part_handlers
@@ -96,10 +96,7 @@ def return_memory_later() -> None:
 def _return_memory() -> None:
     """Return the memory of an old snapshot to the operating system."""
     gc.collect()
-    # The threads that opened its engine keep what they have freed.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
+    return_freed_memory()
 
 
 def create_app(

@@ -107,11 +107,11 @@ def in_default_order(store: Store) -> tuple[str, ...]:
     for reference in store.references():
         oldest.setdefault(reference.split("@")[0], reference)
 
-    def rank(name: str) -> tuple[int, datetime, str]:
-        shipped = SHIPPED_NAMES.index(name) if name in SHIPPED_NAMES else len(SHIPPED_NAMES)
-        return shipped, store.manifest(oldest[name]).created, name
+    def age(name: str) -> tuple[datetime, str]:
+        return store.manifest(oldest[name]).created, name
 
-    return tuple(sorted(oldest, key=rank))
+    shipped = [name for name in SHIPPED_NAMES if name in oldest]
+    return *shipped, *sorted(oldest.keys() - SHIPPED_NAMES, key=age)
 
 
 class LocalModels:

@@ -1,8 +1,6 @@
 """A process that answers HTTP: its signals, its drain and its exit code."""
 
 import asyncio
-import atexit
-import errno
 import gc
 import logging
 import os
@@ -10,24 +8,25 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 import uvloop
 
-from cloze.model_store.error_lines import first_line
+from cloze.model_store import Bundle
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
+from cloze.service.freed_memory import return_freed_memory
 from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
 from cloze.service.http.record import OF_ADMIN_SOCKET, accepted_hosts
 from cloze.service.http.server_protocol import ServerProtocol
-from cloze.service.logs import start_logging
 from cloze.service.protocols import operations
 from cloze.service.served_models import EngineFactory
-from cloze.service.settings import Settings, unknown_variables
+from cloze.service.settings import Settings
 from cloze.service.sockets import BACKLOG, bind, listen, listening_on_admin_socket
+from cloze.service.startup import exit_on_signal
 
 log = logging.getLogger("cloze")
 
@@ -52,9 +51,6 @@ _COLLECT_AFTER_CLOSED = 256
 _TICKS_PER_LOOK = 10
 """uvicorn's ticks, of 0.1 s, between looks at the files of keys and certificate."""
 
-_SIGNS_OF_LITTLE_MEMORY = ("std::bad_alloc", "can't start new thread", "MemoryError")
-"""Parts of errors of onnxruntime and of Python, which have no type of their own."""
-
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
 
@@ -62,42 +58,15 @@ _DRAIN_MARGIN_S = 5
 # ---- the process ---------------------------------------------------------------------------------
 
 
-def begin(settings: Settings) -> None:
-    """Set up signals and logging. Every process of a server calls this function first."""
-    # Linux does not deliver a signal without a handler to process 1 of a container.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit_on_signal)
-    # SIGHUP asks for a reload; a process that cannot reload must not end by it.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    start_logging(settings.log_level, settings.log_format)
-
-
-def warn_of_unknown_variables() -> None:
-    """Log a warning for each ``CLOZE_`` environment variable that is not a setting."""
-    for name in unknown_variables():
-        log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
-
-
-def memory_problem(error: Exception) -> str | None:
-    """Return a line that says what to do if a start lacked memory or threads; None if not."""
-    reason = first_line(error)
-    is_short = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
-    if not (is_short or any(sign in reason for sign in _SIGNS_OF_LITTLE_MEMORY)):
-        return None
-    return (
-        f"there is not enough memory to start ({reason}); raise the limit of memory (ulimit -v, "
-        "or the container's) or of processes (ulimit -u), or serve fewer models by --model"
-    )
-
-
 def serve_in_one_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
     registries: Registries = DEFAULT_REGISTRIES,
+    bundles: Sequence[Bundle] | None = None,
 ) -> int:
     """Serve until a signal, with the engines in this process. SIGHUP reloads the models.
+
+    `startup.begin` must come first. See `single_process` for the arguments.
 
     Returns:
         The exit code: 0 after a drain, 1 if an engine is dead.
@@ -105,11 +74,9 @@ def serve_in_one_process(
     Raises:
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
-    begin(settings)
-    warn_of_unknown_variables()
     listener = bind(settings)
     with listening_on_admin_socket(settings.admin_socket) as admin:
-        service = single_process(settings, make_engine, registries)
+        service = single_process(settings, make_engine, registries, bundles)
         listen(listener, settings)
         uvloop.run(answer_http(service, settings, [listener, *admin]))
     if service.dead is None:
@@ -148,7 +115,7 @@ def answer_http(
         # uvicorn raises the signal again after its shutdown. The handler ignores that second
         # signal, so that the process exits with 0 after a drain.
         if not server.started:
-            _exit_on_signal(number, frame)
+            exit_on_signal(number, frame)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -158,10 +125,14 @@ def answer_http(
 def _make_collections_rare() -> None:
     """Exclude the objects of the start from garbage collection, and make collections rarer.
 
+    What the start freed goes back to the operating system.
+
     A full collection otherwise takes 150 ms under load, and a request waits for it.
     """
     gc.collect()
+    return_freed_memory()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
@@ -180,16 +151,6 @@ def _connection_limit(most: int) -> int:
     if most > allowed:
         log.warning("max_connections is %d, but the open files allow %d", most, allowed)
     return min(most or allowed, allowed)
-
-
-def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
-    """End the process during the start, and delete its temporary folders.
-
-    SystemExit would not do: Python ignores exceptions of weak references' callbacks, and turns
-    those of `__set_name__` into a RuntimeError.
-    """
-    atexit._run_exitfuncs()
-    os._exit(128 + number)
 
 
 # ---- the server ----------------------------------------------------------------------------------

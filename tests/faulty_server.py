@@ -13,6 +13,7 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine import OnnxEngine
 from cloze.service.server import serve_in_one_process
 from cloze.service.settings import load_settings
+from cloze.service.startup import begin
 from tests.vocabulary import vocabulary
 
 FAULTS = ("moon", "river", "sun", "tree", "king", "war", "world")
@@ -63,4 +64,5 @@ class FaultyEngine(OnnxEngine):
 if __name__ == "__main__":
     names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
     settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
+    begin(settings)
     sys.exit(serve_in_one_process(settings, FaultyEngine))

@@ -20,6 +20,7 @@ from cloze.service.app import Registries
 from cloze.service.protocols import PROTOCOLS
 from cloze.service.server import serve_in_one_process
 from cloze.service.settings import load_settings
+from cloze.service.startup import begin
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import (
     NoParameters,
@@ -80,6 +81,7 @@ TOY = Task(
 def main() -> int:
     names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
     settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
+    begin(settings)
     registries = Registries({**TASKS, TOY.name: TOY}, PROTOCOLS)
     return serve_in_one_process(settings, registries=registries)
 

@@ -18,6 +18,7 @@ from cloze.bench.processes import RunningServer
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.processor import int8_advantage
 from tests.serving import Server, running_server
 
 TOKENS = 1_000_000
@@ -78,6 +79,9 @@ LARGEST = {
 }
 """Route, body, requests at once, and the most MB that they may add; see docs/reliability.md."""
 
+IDLE_MB = 250
+"""Most memory of an idle server with the default models; bench/results/start-and-memory.md."""
+
 SLOW = pytest.mark.slow
 
 
@@ -96,6 +100,9 @@ def test_the_largest_requests_at_once_stay_under_the_documented_memory(
         ThreadPoolExecutor(count) as pool,
     ):
         before = peaks_mb(server.process.pid)
+        if not mode and int8_advantage() is not None:
+            resident = RunningServer(server.url, server.process.pid, 0.0).rss_mb()
+            assert resident < IDLE_MB, "an idle server with the default models"
         data = orjson.dumps(body)
         answers = [
             pool.submit(httpx.post, server.url + route, content=data, timeout=150)

@@ -15,7 +15,7 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
 from cloze.service.graph_choice import check_memory, least_weight_bytes, memory_limit
-from cloze.service.server import memory_problem
+from cloze.service.startup import memory_problem
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")

@@ -5,16 +5,44 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.manifest import Precision
+from cloze.service import startup
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
-from cloze.service.served_models import LocalModels
-from cloze.service.settings import Settings
+from cloze.service.served_models import LocalModels, onnx_engine
+from cloze.service.settings import Settings, load_settings
+from cloze.service.startup import open_early
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
+
+
+def test_early_engines_are_used_once(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Store(tiny_store).open("bert")
+    settings = load_settings({"model_store": tiny_store, "device": "cpu", "precision": "fp32"})
+    made: list[Engine] = []
+    original = onnx_engine(settings)
+
+    def make(*arguments: Any) -> Engine:
+        made.append(original(*arguments))
+        return made[-1]
+
+    engines = open_early(settings, [bundle], make)
+    assert len(made) == 1
+    for number in range(2):
+        assert engines(bundle, Device.CPU, Precision.FP32) is made[number], "a reload opens another"
+    with pytest.raises(StartupError, match="bundle bert@1: its graph does not load"):
+        open_early(settings, [Bundle(bundle.manifest, tmp_path)], make)
+    monkeypatch.setattr(startup, "memory_limit", lambda: 10_000_000)
+    with pytest.raises(StartupError, match="the memory limit of this process is 10 MB"):
+        open_early(settings, [bundle], make)
+    assert len(made) == 2
 
 
 class LittleMemory(FakeEngine):

@@ -5,6 +5,7 @@
 import json
 import lzma
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import BertTokenizerFast
 
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer import load_tokenizer
-from cloze.model_store import Store
+from cloze.model_store import Bundle, Store
 from cloze.service.tokenizer import Tokenizer
 from tests.vocabulary import vocabulary
 
@@ -205,6 +206,23 @@ def test_a_wrong_tokenizer_gets_one_clear_line(
 @pytest.fixture(scope="module")
 def tokenizer(tiny_store: Path) -> Tokenizer:
     return Tokenizer(Store(tiny_store).open("bert"))
+
+
+def test_equal_files_have_one_vocabulary_in_memory(tiny_store: Path, tmp_path: Path) -> None:
+    bundle = Store(tiny_store).open("bert")
+    first = Tokenizer(bundle)
+    for file in bundle.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    second = Tokenizer(Bundle(bundle.manifest, tmp_path))
+    assert second._backend is first._backend
+    file = tmp_path / bundle.manifest.tokenizer.file
+    file.write_bytes(file.read_bytes() + b"\n")
+    third = Tokenizer(Bundle(bundle.manifest, tmp_path))
+    assert third._backend is not first._backend, "only the bytes decide"
+    assert third.ids(["the king"]) == first.ids(["the king"])
+    unused = weakref.ref(third._vocabulary)
+    del third
+    assert unused() is None, "a reload frees it"
 
 
 def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer) -> None:

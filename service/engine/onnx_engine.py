@@ -1,5 +1,6 @@
 """An engine that checks the golden outputs of a bundle's graph, and then runs batches with it."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,8 @@ from cloze.service.engine.session import (
     providers,
 )
 from cloze.service.graph_choice import GraphChoice, choose_graph
+
+log = logging.getLogger("cloze")
 
 OpenSession = Callable[[Bundle, Graph], Session]
 """Opens a session with a graph of a bundle."""
@@ -80,7 +83,8 @@ class OnnxEngine:
         else:
             choice, session = _open(bundle, device, precision, open_session)
         self._session = session
-        self._alone = session.alone if isinstance(session, CpuSession) else session
+        self._alone = session  # until `_try_alone`
+        self._untried = session.alone if isinstance(session, CpuSession) else None
         self.device = device
         self.precision = choice.graph.precision
         self.reason = choice.reason
@@ -91,8 +95,6 @@ class OnnxEngine:
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
-            if self._alone is not self._session:
-                self._check(self._goldens[0], self._alone)
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
                 f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "
@@ -101,6 +103,8 @@ class OnnxEngine:
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
+        if alone and self._untried is not None:
+            self._try_alone(self._untried)
         packed = self._codec.pack(batch)
         session = self._alone if alone else self._session
         outputs = session.run(packed.outputs, packed.feeds)
@@ -109,6 +113,20 @@ class OnnxEngine:
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""
         self._check(self._goldens[0], self._session)
+
+    def _try_alone(self, session: Session) -> None:
+        """Run lone batches in their own session from now on, if it agrees with a golden batch.
+
+        The session maps the weights a second time. An idle server, whose memory is read most often,
+        has not yet used it.
+        """
+        self._untried = None
+        try:
+            self._check(self._goldens[0], session)
+        except Exception as error:  # the runtime's errors have no common type
+            log.error("a lone request runs on one core: the golden outputs: %s", first_line(error))
+            return
+        self._alone = session
 
     def _check(self, golden: Golden, session: Session) -> None:
         """Run a golden batch; raise unless each output is within the manifest's tolerance."""

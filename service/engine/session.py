@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -36,6 +36,7 @@ from cloze.model_store.processor import (
     int8_settings,
 )
 from cloze.service.core import StartupError
+from cloze.service.freed_memory import return_freed_memory
 
 log = logging.getLogger("cloze")
 
@@ -57,7 +58,7 @@ _PREPARE = {
 }
 """Settings that write a graph with its weights packed for the kernels of this processor."""
 
-_PACKED = re.compile(rb"\w+\+\d+\|(\d+);")
+_PACKED = re.compile(rb"\w\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
 _ALIGNMENT = 256
@@ -152,13 +153,13 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
         for key, value in _PREPARE.items():
             options.add_session_config_entry(key, value)
         ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
-        _return_freed_memory()
+        return_freed_memory()
         if not is_aligned(prepared.read_bytes()):
             raise ValueError("its weights are packed, but not aligned")
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
-        _return_freed_memory()
+        return_freed_memory()
         alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
-        _return_freed_memory()
+        return_freed_memory()
         return CpuSession(side_by_side, alone)
 
 
@@ -169,12 +170,6 @@ def is_aligned(graph: bytes) -> bool:
     it. From other addresses, the kernels end the process.
     """
     return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED.findall(graph))
-
-
-def _return_freed_memory() -> None:
-    """Return the memory that opening a session took to the operating system; glibc keeps it."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _open_on_cpu(file: Path, options: ort.SessionOptions) -> Session:

@@ -25,10 +25,10 @@ import uvloop
 from pydantic import TypeAdapter
 
 from cloze.model_store import Bundle, Manifest
-from cloze.service import server
 from cloze.service.core import Changes, StartupError
 from cloze.service.metrics import forget_process, share_folder, write_as
 from cloze.service.settings import Settings
+from cloze.service.startup import begin, memory_problem
 
 log = logging.getLogger("cloze")
 
@@ -116,12 +116,12 @@ class ChildConfig:
 def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
     """Run this process as a child of the supervisor; return its exit code."""
     config = ChildConfig.from_arguments()
-    server.begin(config.settings)
+    begin(config.settings)
     write_as(config.name)
     try:
         uvloop.run(serve(config))
     except Exception as error:
-        problem = server.memory_problem(error)
+        problem = memory_problem(error)
         if problem is None and not isinstance(error, StartupError):
             raise
         sys.stderr.write(f"cloze: {problem or error}\n")

@@ -21,7 +21,6 @@ from types import FrameType
 
 from pydantic import TypeAdapter
 
-from cloze.service import server
 from cloze.service.core import (
     BUSY,
     Changes,
@@ -41,6 +40,7 @@ from cloze.service.processes.children import (
 from cloze.service.served_models import kept_reasons, open_bundles
 from cloze.service.settings import Settings
 from cloze.service.sockets import bind, listen, listening_on_admin_socket
+from cloze.service.startup import begin, warn_of_unknown_variables
 
 log = logging.getLogger("cloze")
 
@@ -325,8 +325,8 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
             f"gpus is {settings.gpus}, but the device is {settings.device}: "
             "set it to cuda, so that none runs on a CPU"
         )
-    server.begin(settings)
-    server.warn_of_unknown_variables()
+    begin(settings)
+    warn_of_unknown_variables()
     with (
         TemporaryDirectory(prefix="cloze-", ignore_cleanup_errors=True) as folder,
         bind(settings) as listener,

@@ -175,7 +175,7 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
         source=_source(described, weights, model),
         license=_license(card),
         card=card,
-        notes=(*FAMILY_PROBLEMS, *notes) if adapter.heads else base.notes,
+        notes=(*FAMILIES.problems, *notes) if adapter.heads else base.notes,
         broken_promise=_broken_promise(heads, family, settings),
     )
 

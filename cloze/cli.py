@@ -85,8 +85,8 @@ def cli() -> None:
     """
 
 
-def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
-    if not re.fullmatch(NAME_PATTERN, value):
+def _check_name(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(NAME_PATTERN, value):
         raise click.BadParameter(
             "1 to 64 of letters, digits, '.', '_', '-', a letter or digit first"
         )
@@ -97,9 +97,19 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
 @click.argument("source")
 @click.option(
     "--name",
-    required=True,
     callback=_check_name,
     help="Name of the bundle. The bundle gets the next version of this name.",
+)
+@click.option(
+    "--share",
+    metavar="NAME[@VERSION]",
+    help="Write no bundle but only the head, for the encoder of this bundle, or of any bundle of "
+    "the store (auto). Needs --out.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="With --share: the folder of the head, in the layout of a PEFT adapter.",
 )
 @click.option(
     "--task",
@@ -151,7 +161,9 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
 @store_option
 def export(
     source: str,
-    name: str,
+    name: str | None,
+    share: str | None,
+    out: Path | None,
     tasks: tuple[str, ...],
     precisions: tuple[str, ...],
     weights: str,
@@ -177,7 +189,10 @@ def export(
     Examples:
       cloze export ./my-bert --name my-bert
       cloze export google-bert/bert-base-uncased --name bert --revision main
+      cloze export ./my-labels --share auto --out my-labels-head
     """
+    if (name is None) == (share is None) or (share is None) != (out is None):
+        raise click.UsageError("give --name for a bundle, or --share and --out for a head alone")
     try:
         from cloze.export.errors import DataError, ExportError
         from cloze.export.evaluation.pairs import read_pairs
@@ -189,6 +204,12 @@ def export(
             f"{install_command('export')}"
         )
     try:
+        if share is not None and out is not None:
+            if len(tasks) > 1 or precisions or gate_pairs or revision:
+                raise click.UsageError("--share takes --task once, and no other option of a bundle")
+            _share(source, share, Store(model_store), out, tasks[0] if tasks else None)
+            return
+        assert name is not None
         options = ExportOptions(
             tasks=tasks,
             revision=revision,
@@ -205,6 +226,16 @@ def export(
         click.echo(json.dumps(bundle.manifest.model_dump(mode="json")))
     else:
         _print_exported(bundle)
+
+
+def _share(source: str, base: str, store: Store, out: Path, task: str | None) -> None:
+    from cloze.export.train.share import share
+
+    done = share(source, base, store, out, task=task, report=report)
+    click.echo(
+        f"{out}: {done.task}, {done.size / 1e6:.2f} MB; the encoder is that of {done.bundle}, "
+        f"which saves {done.saved / 1e6:.1f} MB"
+    )
 
 
 def _print_exported(bundle: Bundle) -> None:

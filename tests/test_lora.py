@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cloze.cli import cli
 from cloze.export.checkpoint import encoder_sha256, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
@@ -24,9 +25,11 @@ from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import LowRank, Optimisation, Target
 from cloze.export.train.run_options import RunOptions, Schedule
-from cloze.export.train.save import save_adapter
+from cloze.export.train.save import save_adapter, save_checkpoint
+from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsRecipe
 from cloze.model_store import Store
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.train import train
 from tests.test_train_tasks import (
     CPU,
@@ -45,6 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ALL: list[Target] = [
     "query", "key", "value", "attention-output", "feed-forward-in", "feed-forward-out"
 ]  # fmt: skip
+LABELLED = SequenceLabels(labels=("no", "yes"), problem_type="single_label_classification")
 PREFIX, HEAD = "base_model.model.", "sequence_classification"
 
 
@@ -194,7 +198,9 @@ def test_every_command_writes_an_adapter(command: str, bert: Path, tmp_path: Pat
         assert (folder / "1_Pooling/config.json").is_file()
         assert merged.model.masked_lm is not None, "the heads of the base stay"
     else:
-        assert merged.default_heads[0].task.endswith(("classification", "answering"))
+        assert [head.name for head in merged.default_heads] == [
+            {"classify": HEAD, "tokens": "token_classification", "qa": "span"}[command]
+        ]
 
 
 def test_several_tasks_at_once_take_no_adapter(bert: Path, tmp_path: Path) -> None:
@@ -214,6 +220,58 @@ def test_another_layer_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
     output = CliRunner().invoke(train, arguments).output
     assert "lora.targets.1" in output
     assert "'pooler'" in output
+
+
+# ---- a head alone
+
+
+def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> None:
+    base = load_checkpoint(str(bert))
+    torch.manual_seed(5)
+    tuned = start_from(base, [HEAD], dropout=0.0, seed=1, options={HEAD: LABELLED})
+    save_checkpoint(tuned, base.tokenizer, tmp_path / "tuned")
+    arguments = ["export", str(tmp_path / "tuned"), "--share", "auto"]
+    arguments += ["--out", str(tmp_path / "head"), "--model-store", str(tmp_path / "store")]
+    ran = CliRunner().invoke(cli, arguments)
+    assert ran.exit_code == 1
+    assert "no bundle has the encoder of tuned" in ran.output
+    export(str(bert), "base", Store(tmp_path / "store"))
+    ran = CliRunner().invoke(cli, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert "the encoder is that of base@1, which saves" in ran.output
+    named = ["another" if one == "auto" else one for one in arguments]
+    assert "another" in CliRunner().invoke(cli, named).output, "no such bundle"
+    config = json.loads((tmp_path / "head/adapter_config.json").read_text())
+    assert config["target_modules"] == "dummy-target-modules"
+    assert set(config["modules_to_save"]) == {"classifier", "pooler"}
+    assert {*learnt_tensors(tmp_path / "head")} == {
+        f"{PREFIX}{name}.{kind}"
+        for name in ("classifier", "bert.pooler.dense")
+        for kind in ("weight", "bias")
+    }
+    head, whole = (load_checkpoint(str(tmp_path / name)) for name in ("head", "tuned"))
+    ids = torch.tensor([[9, 10, 11]])
+    assert torch.equal(ours(head, HEAD, ids), ours(whole, HEAD, ids))
+    assert head.options == whole.options
+    assert head.source.encoder_sha256 == base.source.encoder_sha256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--share", "auto"], "give --name for a bundle, or --share and --out"),
+        (["--share", "auto", "--out", "x", "--precision", "int8"], "no other option"),
+        (["--share", "auto", "--out", "x"], "none for labels, tags or answers"),
+        (["--share", "auto", "--out", "x", "--task", "fill-mask"], "fill-mask cannot be shared"),
+    ],
+)
+def test_a_head_that_cannot_be_shared_is_refused(
+    arguments: list[str], message: str, bert: Path, tmp_path: Path
+) -> None:
+    store = ["--model-store", str(tmp_path)]
+    ran = CliRunner().invoke(cli, ["export", str(bert), *arguments, *store])
+    assert ran.exit_code
+    assert message in " ".join(ran.output.split())
 
 
 # ---- folders that do not fit

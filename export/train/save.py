@@ -58,7 +58,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     config, heads = model.config, _written_heads(model)
     settings = FAMILIES[config.family].write_config(config) | write_pruned(config)
-    settings |= _head_settings(model)
+    settings |= _head_settings(model.options)
     settings |= {"architectures": [_architecture(config, heads)], "dtype": "float32"}
     _write_json(folder / "config.json", settings)
     _write_weights(model, folder)
@@ -106,7 +106,7 @@ def save_adapter(
         if base.source.kind == "hub"
         else str(base.folder.resolve()),
         revision=base.source.revision,
-        task_type=_TASK_TYPES[heads[0]] if heads else "FEATURE_EXTRACTION",
+        task_type=TASK_TYPES[heads[0]] if heads else "FEATURE_EXTRACTION",
         r=1 if lora is None else len(lora.lora_a),
         lora_alpha=1 if lora is None else lora.scale * len(lora.lora_a),
         target_modules=targets or NO_TARGETS,
@@ -118,7 +118,7 @@ def save_adapter(
         for name, value in read_settings(encoder_folder(base.folder) / "config.json").items()
         if name not in _OF_LABELS
     }
-    settings |= _head_settings(model)
+    settings |= _head_settings({n: one for n, one in model.options.items() if n in heads})
     settings["architectures"] = [_architecture(config, frozenset(heads))]
     settings[ENCODER_DIGEST] = base.source.encoder_sha256
     _write_json(folder / "config.json", settings)
@@ -129,7 +129,7 @@ def save_adapter(
         _write_sentence_transformer(folder, config, embedding)
 
 
-_TASK_TYPES: Final = {
+TASK_TYPES: Final = {
     "sequence_classification": "SEQ_CLS",
     "token_classification": "TOKEN_CLS",
     "span": "QUESTION_ANS",
@@ -218,24 +218,24 @@ def _written_heads(model: Model) -> frozenset[str]:
     )
 
 
-def _head_settings(model: Model) -> dict[str, Any]:
+def _head_settings(options_by_head: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of ``config.json`` that describe the heads, such as labels.
 
     transformers' settings describe one head with one set of labels. With more, they describe the
     first head with all its labels, and a section of our own describes each.
     """
     settings: dict[str, Any] = {}
-    for name, options in reversed(model.options.items()):
+    for name, options in reversed(options_by_head.items()):
         if (write := EXPORT_HEADS[name].write_options) is not None:
             settings |= write(options)
     has_more = len(settings) and (
-        len(model.options) > 1
-        or any(options.further for options in model.options.values())
-        or any(each.temperature for options in model.options.values() for each in options.sets)
+        len(options_by_head) > 1
+        or any(options.further for options in options_by_head.values())
+        or any(each.temperature for options in options_by_head.values() for each in options.sets)
     )
     if has_more:
         settings[HEAD_SECTIONS] = {
-            name: options.model_dump(mode="json") for name, options in model.options.items()
+            name: options.model_dump(mode="json") for name, options in options_by_head.items()
         }
     return settings
 

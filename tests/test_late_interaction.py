@@ -288,7 +288,9 @@ def test_a_layer_moves_only_its_own_vectors(
     copied = shutil.copytree(folders["bge"], tmp_path / "bge")
     _tensors("sparse_linear.pt")(copied)
     described, changed = store.manifest("bge"), load_checkpoint(str(copied))
-    same = [t for t in own_recipes(described) if space(described, t) == space(described, t, changed)]
+    same = [
+        t for t in own_recipes(described) if space(described, t) == space(described, t, changed)
+    ]
     assert same == ["embed", "embed-all"]
 
 

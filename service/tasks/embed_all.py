@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 from pydantic import Field
 
 from cloze.model_store.embedding_space import tokens_recipe
-from cloze.model_store.manifest import Role
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
+from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept

@@ -209,7 +209,7 @@ class TextEncoder:
         """Add a text; return the (first, end) tokens of each of its encodings.
 
         The ids are without special tokens. The prompt is the start of the text, which each window
-        repeats. The text is None if the client sent its ids; its first ones are the prompt's tokens.
+        repeats. The text is None if the client sent its ids, which then begin with `prompt_tokens`.
         """
         if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
             return self._add_windows(at, ids, text, prompt, prompt_tokens)

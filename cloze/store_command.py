@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cloze.failing import fail
-from cloze.model_store.embedding_space import embedding_space, own_recipe
+from cloze.model_store.embedding_space import embedding_space, own_recipes
 from cloze.model_store.manifest import Architecture, Embedding, Gate, Manifest, Parity
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
@@ -160,7 +160,8 @@ def _describe(manifest: Manifest) -> str:
         rows[precision] = f"{measured(gate)}, beside the checkpoint as it came"
     if manifest.embedding is not None:
         rows["embedding"] = _describe_embedding(manifest.embedding)
-        rows["spaces"] = _describe_spaces(manifest)
+    if spaces := _describe_spaces(manifest):
+        rows["spaces"] = spaces
     return "\n".join(f"{title:<10} {text}" for title, text in rows.items())
 
 
@@ -186,17 +187,21 @@ def _describe_embedding(recipe: Embedding) -> str:
 
 
 def _describe_spaces(manifest: Manifest) -> str:
-    spaces = _spaces(manifest)
-    return ", ".join(f"{space or 'not named'} ({name})" for name, space in spaces.items())
+    described = []
+    for task, spaces in _spaces(manifest).items():
+        named = [f"{name or 'not named'} ({precision})" for precision, name in spaces.items()]
+        described.append(f"{task} {', '.join(named)}")
+    return "; ".join(described)
 
 
-def _spaces(manifest: Manifest) -> dict[str, str | None]:
-    """Return the name of the space of a bundle's own vectors, by the precision of the graph."""
-    if (recipe := own_recipe(manifest)) is None:
-        return {}
+def _spaces(manifest: Manifest) -> dict[str, dict[str, str | None]]:
+    """Return the names of the spaces of a bundle's own vectors, by task and precision."""
     graphs = [manifest.graph, *(lower.graph for lower in manifest.lower_precisions())]
     precisions = [str(graph.precision) for graph in graphs]
-    return {name: embedding_space(manifest, name, recipe) for name in precisions}
+    return {
+        task: {name: embedding_space(manifest, name, recipe) for name in precisions}
+        for task, recipe in own_recipes(manifest).items()
+    }
 
 
 def _or_fail(call: Callable[[], T]) -> T:

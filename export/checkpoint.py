@@ -126,7 +126,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         options=read_head_options(heads, settings)
         | {name: part.options for name, part in parts.items()},
         folder=files.folder,
-        source=_source(files, weights, model),
+        source=_source(files, weights, model, parts),
         license=_license(card),
         card=card,
         notes=(*FAMILIES.problems, *notes),
@@ -281,7 +281,9 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     return tuple(head.head for head in chosen if head.by_default)
 
 
-def _source(files: CheckpointFiles, weights: list[Path], model: Model) -> Source:
+def _source(
+    files: CheckpointFiles, weights: list[Path], model: Model, parts: Mapping[str, torch.nn.Module]
+) -> Source:
     # A set is written in order, since its own order differs between processes.
     settings = [_settings(model.config), describe_steps(files.folder)]
     written = json.dumps(settings, sort_keys=True, default=_plain)
@@ -292,7 +294,16 @@ def _source(files: CheckpointFiles, weights: list[Path], model: Model) -> Source
         weights_sha256=sha256_of(*weights),
         settings_sha256=hashlib.sha256(written.encode()).hexdigest(),
         encoder_sha256=encoder_sha256(model),
+        parts_sha256={name: _tensors_sha256(part) for name, part in parts.items()},
     )
+
+
+def _tensors_sha256(part: torch.nn.Module) -> str:
+    """Return the digest of a head's tensors: their shapes and their values in fp32, in order."""
+    digest = hashlib.sha256()
+    for tensor in part.state_dict().values():
+        digest.update(str(list(tensor.shape)).encode() + tensor.float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _settings(config: EncoderConfig) -> dict[str, Any]:

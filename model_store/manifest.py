@@ -325,8 +325,8 @@ class Manifest(BundleSpec):
             fields["architecture"] = unpruned
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
-        digests = ("settings_sha256", "encoder_sha256")
-        if unknown := {name for name in digests if getattr(self.source, name) is None}:
+        digests = ("settings_sha256", "encoder_sha256", "parts_sha256")
+        if unknown := {name for name in digests if not getattr(self.source, name)}:
             fields["source"] = unknown
         if self.embedding is not None and not self.embedding.further_poolings:
             fields["embedding"] = {"further_poolings"}

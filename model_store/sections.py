@@ -152,6 +152,11 @@ class Source(Frozen):
         description="digest of the encoder's settings and weights before rounding, without heads; "
         "adapters and shared heads name their base by it; null in bundles of earlier releases",
     )
+    parts_sha256: dict[str, Sha256] = Field(
+        {},
+        description="digest of the weights of each head outside the encoder's tensors, by head; "
+        "none in bundles of earlier releases",
+    )
 
 
 class TokenizerSpec(Frozen):

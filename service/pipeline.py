@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
-from cloze.model_store.embedding_space import VectorRecipe, embedding_space
+from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
 from cloze.service.abandonment import run_on_thread
 from cloze.service.batching.admission import PromiseKey, Promises
@@ -228,6 +228,11 @@ class Pipeline:
     def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
         """Return the name of the space of vectors, on the graph that runs; None for no vectors."""
         return self._spaces(self.model.precision(), recipe)
+
+    def own_spaces(self) -> dict[str, str | None]:
+        """Return the names of the spaces of requests without parameters, by task."""
+        recipes = own_recipes(self.manifest)
+        return {task: self.embedding_space(recipe) for task, recipe in recipes.items()}
 
     def _check_space(self, recipe: VectorRecipe | None, expected: str) -> None:
         """Raise `OtherEmbeddingSpace` for vectors that are not in the expected space."""

@@ -25,6 +25,7 @@ from cloze.model_store import Store
 from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Manifest, Weights
 from tests.serving import Server, running_server
+from tests.test_released_clients import run
 from tests.test_sentence import saved
 from tests.unit.service.tasks.model import manifest
 
@@ -278,6 +279,23 @@ def test_roles_choose_the_prompts_of_sentence_transformers(
     assert model["roles"][role]["embedding_space"] == answer.headers[HEADER]
     native = httpx.post(f"{server.url}/embed", json={"inputs": "the king", "input_type": word})
     np.testing.assert_allclose(native.json()[0], row["embedding"], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_voyages_released_client_chooses_roles(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A test that cannot install it skips and says why."""
+    environment, text = tmp_path / "environment", "the king"
+    found = run("voyage.py", "voyage.txt", environment, server.url, "roles", text)
+    theirs = SentenceTransformer(str(checkpoint), device="cpu")
+    for role, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        np.testing.assert_allclose(found[role], encode([text])[0], atol=1e-4)
+    np.testing.assert_allclose(found["None"], theirs.encode([text])[0], atol=1e-4)
+    assert np.abs(np.subtract(found["query"], found["document"])).max() > 0.01
+    assert len(found["short"]) == 8
+    assert "is not one of query, document" in found["error"]
 
 
 def test_a_ranking_by_embeddings_uses_both_roles(server: Server, checkpoint: Path) -> None:

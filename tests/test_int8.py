@@ -438,7 +438,7 @@ def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(minilm_in
     with running_server(minilm_int8, "--precision", "int8") as server:
         short, long = "A cat sat on the mat.", "Networks, 7 % and ROME! " * 30
         alone = embedded(short)[0]
-        beside = embedded(*[long] * 7, short, *[f"A dog {n} on it." for n in range(8)])[7]
+        beside = embedded(*[long] * 7, short, *[f"A dog {n} on the mat." for n in range(8)])[7]
         np.testing.assert_allclose(beside, alone, atol=1e-5)
         assert np.linalg.norm(alone - embedded("A cat sat on the hat.")[0]) > 0.01
         assert any(

@@ -7,7 +7,8 @@ them. The two differ in one point: PyLate drops unknown words if a word of its l
 
 import json
 import pickle
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from tokenizers import Tokenizer
 from transformers import AutoModel
 
-from cloze.export.checkpoint import load_checkpoint
+from cloze.cli import cli
+from cloze.client import Client
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.publish import ExportOptions, export
@@ -29,6 +33,7 @@ from cloze.export.session import open_session
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
+from cloze.model_store.embedding_space import embedding_space, own_recipes
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.multi_vector import MultiVectorRequest
 from cloze.model_store.layouts import Layout
@@ -51,6 +56,7 @@ KINDS: dict[str, Any] = {
     "stanford": (late_models.stanford, {}),
 }
 Floats = NDArray[np.float32]
+HEADER, EXPECTED = "x-embedding-space", "x-expect-embedding-space"
 
 
 @pytest.fixture(scope="module")
@@ -213,17 +219,131 @@ def test_offsets_and_roles_of_the_vectors(server: Server) -> None:
     assert "is not one of the model's roles (query, document)" in refused.text
 
 
+# ---- embedding spaces ----------------------------------------------------------------------------
+
+
+def _settings(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "config_sentence_transformers.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def _tensors(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / name
+        is_pickle = file.suffix == ".pt"
+        tensors = torch.load(file, weights_only=True) if is_pickle else load_file(file)
+        tensors[min(tensors)] += 0.01
+        if is_pickle:
+            torch.save(tensors, file)
+        else:
+            save_file(tensors, file, {"format": "pt"})
+
+    return edit
+
+
+MOVES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
+    "encoder": ("pylate", "embed-all", _tensors("model.safetensors")),
+    "layer": ("pylate", "embed-all", _tensors("1_Dense/model.safetensors")),
+    "query marker": ("pylate", "embed-all", _settings(query_prefix="[D] ")),
+    "document marker": ("pylate", "embed-all", _settings(document_prefix="[Q] ")),
+    "query length": ("pylate", "embed-all", _settings(query_length=13)),
+    "document length": ("pylate", "embed-all", _settings(document_length=19)),
+    "filling": ("pylate", "embed-all", _settings(do_query_expansion=False)),
+    "attention": ("pylate", "embed-all", _settings(attend_to_expansion_tokens=True)),
+    "skipped words": ("pylate", "embed-all", _settings(skiplist_words=[","])),
+    "layer in the encoder's file": ("stanford", "embed-all", _tensors("model.safetensors")),
+    "layer of its own": ("bge", "embed-all", _tensors("colbert_linear.pt")),
+    "layer of weights": ("bge", "embed-sparse", _tensors("sparse_linear.pt")),
+}
+
+
+def space(described: Manifest, task: str, checkpoint: Checkpoint | None = None) -> str | None:
+    """Return the space of a bundle, or of what an export of a checkpoint in its place would be."""
+    if checkpoint is not None:
+        changes = {"source": checkpoint.source, "heads": dict(checkpoint.options)}
+        described = described.model_copy(update=changes)
+    return embedding_space(described, "fp32", own_recipes(described)[task])
+
+
+@pytest.mark.parametrize("change", MOVES)
+def test_what_moves_their_vectors_changes_the_name_of_their_space(
+    store: Store, folders: dict[str, Path], tmp_path: Path, change: str
+) -> None:
+    model, task, edit = MOVES[change]
+    described, own = store.manifest(model), space(store.manifest(model), task)
+    assert own is not None
+    copied = shutil.copytree(folders[model], tmp_path / "under another name")
+    (copied / "README.md").write_text("another card")
+    assert space(described, task, load_checkpoint(str(copied))) == own, "the same checkpoint"
+    edit(copied)
+    assert space(described, task, load_checkpoint(str(copied))) != own
+
+
+def test_a_layer_moves_only_its_own_vectors(
+    store: Store, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    copied = shutil.copytree(folders["bge"], tmp_path / "bge")
+    _tensors("sparse_linear.pt")(copied)
+    described, changed = store.manifest("bge"), load_checkpoint(str(copied))
+    same = [
+        t for t in own_recipes(described) if space(described, t) == space(described, t, changed)
+    ]
+    assert same == ["embed", "embed-all"]
+
+
 @pytest.mark.parametrize(
-    ("route", "model"), [("/embed_all", next(iter(KINDS))), ("/embed_sparse", "bge")]
+    ("route", "model", "roles"),
+    [("/embed_all", "pylate", 2), ("/embed_all", "bge", 1), ("/embed_sparse", "bge", 1)],
 )
-def test_an_expected_space_is_never_ignored(server: Server, route: str, model: str) -> None:
-    """Their vectors have no named space, so no expectation of one can be met."""
-    body = {"inputs": "a red house", "model": model}
-    assert "x-embedding-space" not in httpx.post(server.url + route, json=body).headers
-    expecting = {"x-expect-embedding-space": "0123456789abcdef"}
-    refused = httpx.post(server.url + route, json=body, headers=expecting)
+def test_answers_and_models_name_the_space_and_another_one_is_refused(
+    server: Server, store: Store, route: str, model: str, roles: int
+) -> None:
+    task = {"/embed_all": "embed-all", "/embed_sparse": "embed-sparse"}[route]
+    own = str(space(store.manifest(model), task))
+    body, expecting = {"inputs": "a red house", "model": model}, {EXPECTED: own}
+    assert httpx.post(server.url + route, json=body, headers=expecting).headers[HEADER] == own
+    refused = httpx.post(server.url + route, json=body, headers={EXPECTED: "0123456789abcdef"})
     assert refused.status_code == 412
-    assert "one that its bundle does not name" in refused.json()["error"]
+    assert f"{model}@1 are in {own}" in refused.json()["error"]
+    by_role = [
+        httpx.post(server.url + route, json=body | {"input_type": role}).headers[HEADER]
+        for role in ("document", "query")
+    ]
+    assert by_role[0] == own
+    assert len(set(by_role)) == roles
+    infos = httpx.get(f"{server.url}/info").json()["models"]
+    [info] = [info for info in infos if info["name"] == model]
+    [row] = [
+        row
+        for row in httpx.get(f"{server.url}/v1/models").json()["data"]
+        if row["id"] == f"{model}@1"
+    ]
+    assert info["embedding_spaces"] == row["embedding_spaces"]
+    assert info["embedding_spaces"][task] == own
+    assert len(set(info["embedding_spaces"].values())) == len(info["embedding_spaces"])
+    shown = CliRunner().invoke(cli, ["store", "show", model, "--model-store", str(store.root)])
+    assert f"{task} {own} (fp32)" in shown.output
+    if model == "pylate":
+        assert info["embedding_space"] is None
+        assert info["roles"]["change_vectors"] is True
+        assert [info["roles"][r]["embedding_space"] for r in ("document", "query")] == by_role
+    with Client(server.url) as client:
+        ask = client.embed_all if task == "embed-all" else client.embed_sparse
+        answer = ask(["a red house"], model=model, expect_embedding_space=own)
+        assert getattr(answer, "embedding_space", None) or answer[0].embedding_space == own
+
+
+def test_a_bundle_of_an_earlier_release_has_no_name_for_them(store: Store) -> None:
+    described = store.manifest("bge")
+    source = described.source.model_copy(update={"parts_sha256": {}})
+    earlier = described.model_copy(update={"source": source})
+    spaces = {task: space(earlier, task) for task in own_recipes(earlier)}
+    assert spaces == {"embed": space(described, "embed"), "embed-all": None, "embed-sparse": None}
+    assert b"parts_sha256" not in earlier.to_bytes()
+    assert Manifest.from_bytes(described.to_bytes()).source == described.source
 
 
 def test_long_texts_are_cut_with_a_receipt_or_refused(server: Server) -> None:

@@ -235,9 +235,7 @@ def without_refusal(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("route", ["/token-classification", "/redact"])
-def test_a_label_of_a_text_is_never_the_label_of_its_tokens(
-    client: TestClient, route: str
-) -> None:
+def test_a_label_of_a_text_is_never_the_label_of_its_tokens(client: TestClient, route: str) -> None:
     text = "The king of France."
     for model in ({}, {"model": "classifier"}):
         refused = client.post(route, json={"inputs": text} | model)

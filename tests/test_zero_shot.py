@@ -169,6 +169,8 @@ def test_a_long_text_is_divided_beside_whole_labels(server: Server) -> None:
     ({"hypothesis_template": ""}, "hypothesis_template is empty; it needs at least 1 character"),
     ({"candidate_labels": []}, "candidate_labels is an empty list; it needs at least 1 label"),
     ({"candidate_labels": ["a", ""]}, "candidate_labels[1] is empty; it needs at least 1 character"),
+    ({"candidate_labels": ["a", " \u200b"]},
+     "candidate_labels[1] has no token, only spaces or control characters"),
     ({"candidate_labels": ["a", "b", "a"]},
      "candidate_labels[2] is 'a', as candidate_labels[0] is; a label is given once"),
     ({"candidate_labels": ["red " * 200]},

@@ -58,6 +58,12 @@ class LateInteraction(Frozen):
         return self.filling is not None and not self.attends_to_filling
 
     @property
+    def roles_differ(self) -> bool:
+        """Whether a text has other vectors as a query than as a document."""
+        as_query = self.query_marker, self.query_tokens, self.filling, ()
+        return as_query != (self.document_marker, self.document_tokens, None, self.skipped_ids)
+
+    @property
     def token_ids(self) -> Sequence[int]:
         """See `Frozen`."""
         others = (self.query_marker, self.document_marker, self.filling)

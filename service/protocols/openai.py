@@ -99,7 +99,8 @@ class EmbeddingList:
 class ModelRow:
     """One served model; ``created`` is in seconds since 1970.
 
-    ``embedding_space`` names the space of its vectors; null for a model that does not embed.
+    ``embedding_space`` names the space of the vectors of `/v1/embeddings`; null for a model that
+    does not embed. ``embedding_spaces`` has the names of all its vectors by task.
     """
 
     id: str
@@ -107,6 +108,7 @@ class ModelRow:
     created: int
     owned_by: str
     embedding_space: str | None
+    embedding_spaces: dict[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +210,9 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 def _row(pipeline: Pipeline) -> ModelRow:
     created = int(pipeline.manifest.created.timestamp())
-    space = pipeline.embedding_space(pipeline.context.own_vectors)
-    return ModelRow(pipeline.reference, "model", created, "cloze", space)
+    spaces = pipeline.own_spaces()
+    own = spaces.get(embed.TASK.name)
+    return ModelRow(pipeline.reference, "model", created, "cloze", own, spaces)
 
 
 PROTOCOL: Final = WireProtocol("openai", ("/v1/", _ALIAS), routes, write_error)

@@ -12,7 +12,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.model_store.embedding_space import own_recipe
+from cloze.model_store.embedding_space import own_recipe, tokens_recipe
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
 from cloze.service import core
@@ -27,7 +27,7 @@ from cloze.service.protocols.protocol import (
     answer_probe,
     json_response,
 )
-from cloze.service.tasks import embed, rerank, similarity
+from cloze.service.tasks import embed, late_interaction, rerank, similarity
 from cloze.service.tasks.task import ScoreKind
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
@@ -123,18 +123,22 @@ class _Operations:
 
 
 def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
-    """Return what the roles of texts change; None for a model that does not embed."""
+    """Return what the roles of texts change; None for a model without vectors for a search."""
     manifest, prompt_of = pipeline.manifest, pipeline.context.prompt_of
-    if (own := manifest.embedding) is None:
+    own, options = manifest.embedding, late_interaction.interaction(manifest)
+    if own is not None:
+        differ = own.roles_differ
+        rows = {role: (own.prompt_of(role), own_recipe(manifest, prompt_of(role))) for role in Role}
+    elif options is not None:
+        differ = options.roles_differ
+        rows = {role: (role.value, tokens_recipe(manifest, "", role)) for role in Role}
+    else:
         return None
-    described: dict[str, Any] = {
-        str(role): {
-            "prompt_name": own.prompt_of(role),
-            "embedding_space": pipeline.embedding_space(own_recipe(manifest, prompt_of(role))),
-        }
-        for role in Role
+    described = {
+        role.value: {"prompt_name": name, "embedding_space": pipeline.embedding_space(recipe)}
+        for role, (name, recipe) in rows.items()
     }
-    return {"change_vectors": own.roles_differ, **described}
+    return {"change_vectors": differ, **described}
 
 
 def _info(context: ProtocolContext) -> dict[str, Any]:
@@ -166,7 +170,8 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
                 "precision": pipeline.model.precision(),
                 "max_tokens": manifest.limits.max_tokens,
                 "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
-                "embedding_space": pipeline.embedding_space(pipeline.context.own_vectors),
+                "embedding_space": pipeline.own_spaces().get(embed.TASK.name),
+                "embedding_spaces": pipeline.own_spaces(),
                 "roles": _roles(pipeline),
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),

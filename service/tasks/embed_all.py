@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 
-from cloze.model_store.embedding_space import UNNAMED, VectorRecipe
+from cloze.model_store.embedding_space import tokens_recipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
+from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
@@ -60,7 +61,7 @@ def prepare(
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest("is a list of token ids, which have no offsets", at)
-    kept = None
+    kept, role = None, Role.DOCUMENT
     if late_interaction.interaction(context.manifest) is None:
         encoder = encode_texts(texts, parameters, context, _REQUEST)
     else:
@@ -77,15 +78,8 @@ def prepare(
             else late_interaction.places(texts, kept, encoder)
         )
     prepared = encoder.prepared(_State(places, kept), tokens)
-    if kept is not None:
-        return prepared._replace(vectors=UNNAMED)
-    recipe = VectorRecipe(
-        "tokens",
-        normalize=False,
-        dimensions=context.manifest.architecture.hidden_size,
-        prompt=parameters.prompt(context),
-    )
-    return prepared._replace(vectors=recipe)
+    prompt = parameters.prompt(context) if kept is None else ""
+    return prepared._replace(vectors=tokens_recipe(context.manifest, prompt, role))
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[Float32] | list[TokenVectors]:

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import Encoding
-from cloze.model_store.embedding_space import UNNAMED, VectorRecipe
+from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
@@ -87,13 +87,7 @@ def prepare(
     encodings = encoder.encodings if is_lexical else None
     state = _State(bool(parameters.return_tokens), top_k, encodings)
     prepared = encoder.prepared(state, len(texts) * top_k)
-    if is_lexical:
-        return prepared._replace(vectors=UNNAMED)
-    vocabulary = context.tokenizer.vocab_size
-    recipe = VectorRecipe(
-        "sparse", normalize=False, dimensions=vocabulary, prompt=parameters.prompt(context)
-    )
-    return prepared._replace(vectors=recipe)
+    return prepared._replace(vectors=words_recipe(context.manifest, parameters.prompt(context)))
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVectors:

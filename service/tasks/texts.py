@@ -199,28 +199,33 @@ class TextEncoder:
     window_tokens: int = 0
 
     def add(
-        self, at: Location, ids: Sequence[int], text: str | None, prompt: str = ""
+        self,
+        at: Location,
+        ids: Sequence[int],
+        text: str | None,
+        prompt: str = "",
+        prompt_tokens: int = 0,
     ) -> Sequence[Bounds]:
         """Add a text; return the (first, end) tokens of each of its encodings.
 
-        The ids are without special tokens. The text is None if the client sent its ids. The prompt
-        is the start of the text, which each window repeats.
+        The ids are without special tokens. The prompt is the start of the text, which each window
+        repeats. The text is None if the client sent its ids, which then begin with `prompt_tokens`.
         """
         if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
-            return self._add_windows(at, ids, text, prompt)
+            return self._add_windows(at, ids, text, prompt, prompt_tokens)
         tokenizer = self.context.tokenizer
         encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.rule.keep_end)
         self.add_encodings(at, [encoding], TextUsage(len(ids) + 2, len(encoding)))
         return [(0, len(encoding) - 2)]
 
     def _add_windows(
-        self, at: Location, ids: Sequence[int], text: str | None, prompt: str
+        self, at: Location, ids: Sequence[int], text: str | None, prompt: str, prompt_tokens: int
     ) -> Sequence[Bounds]:
         """Add the windows of a text; each begins with the prompt's tokens. See `add`."""
         tokenizer = self.context.tokenizer
         needs_places = text is not None and (prompt or self.rule.report)
         places = tokenizer.spans(text or "").offsets if needs_places else []
-        prefix = ids[: sum(start < len(prompt) for start, _ in places)]
+        prefix = ids[: prompt_tokens + sum(start < len(prompt) for start, _ in places)]
         own, room = ids[len(prefix) :], self.max_tokens - 2 - len(prefix)
         if room < 1:
             raise InvalidRequest(
@@ -360,7 +365,9 @@ def encode_texts(
         if isinstance(text, str):
             encoder.add(at, next(ids), prompt + text, prompt)
         else:
-            encoder.add(at, own_ids(text, at, tokenizer), None)
+            [before] = tokenizer.ids([prompt]) if prompt else [[]]
+            sent = own_ids(text, at, tokenizer)
+            encoder.add(at, [*before, *sent], None, prompt_tokens=len(before))
     return encoder
 
 

@@ -168,9 +168,11 @@ def _hypotheses(
     if (length := len(template) * len(labels)) > (most := limits.max_text_characters):
         problem = f"has {len(template)} characters, and with {len(labels)} labels {length}"
         raise InvalidRequest(f"{problem}; the limit is {most}", _TEMPLATE_PLACE)
-    hypotheses = context.tokenizer.ids([before + label + after for label in labels])
+    sentences = [before + label + after for label in labels]
+    without, *hypotheses = context.tokenizer.ids([before + after, *sentences])
     room = limits.max_tokens - context.tokenizer.special.pair_tokens
     for number, hypothesis in enumerate(hypotheses):
+        check_has_tokens(hypothesis if hypothesis != without else (), _LABELS.below(number))
         if len(hypothesis) >= room:
             raise InvalidRequest(
                 f"becomes a sentence of {len(hypothesis)} tokens; the model reads {room}, and at "

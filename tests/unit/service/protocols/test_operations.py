@@ -98,7 +98,9 @@ def test_what_is_said_of_the_models(service: Service) -> None:
     assert {name: described[name] for name in embedding} == embedding
     assert model.pop("source")["location"] == "x"
     roles = model.pop("roles")
-    own = model.pop("embedding_space")
+    own, spaces = model.pop("embedding_space"), model.pop("embedding_spaces")
+    assert spaces.keys() == {"embed", "embed-all", "embed-sparse"}
+    assert (spaces["embed"], len(set(spaces.values()))) == (own, 3)
     assert (len(own), roles["change_vectors"], roles["query"]["prompt_name"]) == (16, True, "query")
     assert roles["document"] == {"prompt_name": None, "embedding_space": own}
     assert roles["query"]["embedding_space"] != own

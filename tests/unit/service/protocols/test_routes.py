@@ -462,7 +462,8 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     assert rows["object"] == "list"
     assert [row["id"] for row in rows["data"]] == ["tiny@3", "small@1", "tiny@2"]
     one = {"id": "tiny@3", "object": "model", "created": 1_767_225_600, "owned_by": "cloze"}
-    one["embedding_space"] = rows["data"][0]["embedding_space"]
+    one |= {name: rows["data"][0][name] for name in ("embedding_space", "embedding_spaces")}
+    assert one["embedding_spaces"]["embed"] == one["embedding_space"]
     assert rows["data"][0] == one
     assert ok(service.get("/v1/models/tiny")) == one
     assert ok(service.get("/v1/models/tiny%403")) == one

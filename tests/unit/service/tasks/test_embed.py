@@ -112,6 +112,21 @@ def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
         prepared("embed", [""])
 
 
+def test_a_prompt_is_put_before_ids_as_before_a_text() -> None:
+    """Else the name of their space would name a prompt that no vector has."""
+    for parameters in ({"prompt_name": "query"}, {"input_type": "query"}):
+        request = prepared("embed", ["a b", ids("a b"), [CLS, *ids("a b"), SEP]], **parameters)
+        assert tokens(request) == ["[CLS] ask : a b [SEP]"] * 3
+    plain = prepared("embed", [ids("a b")])
+    assert tokens(plain) == ["[CLS] a b [SEP]"]
+    assert plain.vectors != request.vectors
+    long = prepared("embed", [NINE, ids(NINE)], prompt_name="query", long_text="window")
+    half = len(long.encodings) // 2
+    assert half > 1
+    assert tokens(long)[:half] == tokens(long)[half:]
+    assert all(part.startswith("[CLS] ask : ") for part in tokens(long))
+
+
 def test_long_texts_are_cut_where_the_recipe_says() -> None:
     request = prepared("embed", [NINE, NINE[:-2]], return_usage=True)
     assert tokens(request) == ["[CLS] a b c d e f g h [SEP]"] * 2

@@ -353,7 +353,7 @@ def test_a_named_prompt_replaces_the_default() -> None:
     both = {"prompts": {"q": "ask ", "d": "say "}, "default_prompt": "q"}
     model = context(embedding=recipe.model_dump() | both)
     assert tokens(prepared("embed", "a", model, prompt_name="d")) == ["[CLS] say a [SEP]"]
-    assert tokens(prepared("embed", ids("a"), model)) == ["[CLS] a [SEP]"]
+    assert tokens(prepared("embed", ids("a"), model)) == ["[CLS] ask a [SEP]"]
     with pytest.raises(InvalidRequest, match=r"'x{79} is not one"):
         prepared("embed", "a", model, prompt_name="x" * 100)
 

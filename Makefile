@@ -92,6 +92,7 @@ bench: install  ## Measure the default model: the engine alone and the server.
 docs: install  ## Renew the generated documents.
 	$(BIN)/python -m cloze.model_store.tensor_reference > docs/tensors.md
 	$(BIN)/python scripts/route-reference
+	$(BIN)/python scripts/family-reference
 	$(BIN)/python -m cloze.command_reference docs
 
 site: install  ## Build the documentation site in build/site.

@@ -4,7 +4,8 @@ python -m cloze.model_store.tensor_reference > docs/tensors.md
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.layouts import Layout
@@ -22,16 +23,39 @@ A graph has the inputs of the encoder, and the inputs and outputs of each head t
 The encoder computes `hidden`: one row of hidden states per token of the batch, `[T, H]`. `hidden`
 is not an output. Each head selects rows of `hidden` by their row numbers.
 
-| letter | size |
-|---|---|
-| B | sequences in the batch |
-| S | tokens of the longest sequence; in the dense layout all sequences have S tokens |
-| T | tokens of all sequences of the batch; in the dense layout T = B * S |
-| H | hidden size of the encoder |
+A letter has one meaning in all tensors. A head that no encoding asks for gets inputs with zero
+rows. "absent": the layout does not have the tensor.
 
-The other letters count what one head is asked for, for example M the masks to fill. A head that
-no encoding asks for gets inputs with zero rows. "absent": the layout does not have the tensor.
 """
+
+LETTERS: Final[Mapping[str, str]] = {
+    "B": "sequences in the batch",
+    "S": "tokens of the longest sequence; in the dense layout all sequences have S tokens",
+    "T": "tokens of all sequences of the batch; in the dense layout T = B * S",
+    "H": "hidden size of the encoder",
+    "A": "sequences with tokens to which no token attends",
+    "C": "sequences to classify",
+    "D": "numbers per embedding of a sequence",
+    "E": "sequences to embed",
+    "F": "numbers per vector of a token",
+    "G": "tokens whose hidden states are returned",
+    "I": "tokens of the longest sequence to embed",
+    "J": "weights per sparse vector",
+    "K": "predictions per mask",
+    "L": "labels of the model",
+    "M": "masks to fill",
+    "N": "requested logits",
+    "P": "pairs of texts",
+    "Q": "tokens to weigh",
+    "R": "tokens to classify",
+    "U": "sequences with a sparse vector",
+    "V": "tokens with a vector",
+    "W": "tokens of the longest sequence with a sparse vector",
+    "X": "vectors of layers",
+    "Y": "tokens of the longest sequence with a vector of layers",
+    "Z": "layers of the encoder, and 1 for the embeddings",
+}
+"""The sizes that the letters in shapes stand for."""
 
 _HEADER = """\
 | tensor | dtype | shape, dense | shape, packed | meaning |
@@ -41,7 +65,9 @@ _HEADER = """\
 
 def tensor_reference() -> str:
     """Return the text of `docs/tensors.md`."""
-    sections = [_INTRODUCTION, "## Encoder\n\nInputs:\n\n" + _table(TRUNK_INPUTS)]
+    letters = "".join(f"| {letter} | {size} |\n" for letter, size in LETTERS.items())
+    introduction = f"{_INTRODUCTION}| letter | size |\n|---|---|\n{letters}"
+    sections = [introduction, "## Encoder\n\nInputs:\n\n" + _table(TRUNK_INPUTS)]
     sections += [_head_section(head) for head in HEADS.values()]
     return "\n".join(sections)
 

@@ -18,6 +18,8 @@ class TensorSpec:
 
     Attributes:
         shape: the tensor's sizes; a letter stands for a size that differs per batch or per model.
+            A letter has one meaning in all tensors, see `tensor_reference.LETTERS`: onnxruntime
+            takes two sizes of one graph with the same letter for equal when it shares buffers.
         layout: the only layout that has the tensor; None: both layouts have the tensor.
         packed_shape: the shape in the packed layout, where that shape differs.
     """

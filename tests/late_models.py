@@ -42,7 +42,16 @@ def _encoder(folder: Path, *tokens: str) -> Path:
 
 def pylate(folder: Path, **settings: Any) -> Path:
     """Save a directory as PyLate saves one: an encoder and a ``Dense`` without bias."""
-    _encoder(folder, "[Q] ", "[D] ")
+    return _add_dense(_encoder(folder, "[Q] ", "[D] "), settings)
+
+
+def pylate_modernbert(folder: Path, **settings: Any) -> Path:
+    """Save a directory of PyLate whose encoder is a ModernBERT."""
+    return _add_dense(tiny.save_modernbert(folder, "[Q] ", "[D] "), settings)
+
+
+def _add_dense(folder: Path, settings: dict[str, Any]) -> Path:
+    """Add PyLate's ``Dense`` and settings to the directory of an encoder."""
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},

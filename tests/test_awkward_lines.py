@@ -32,7 +32,13 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service import tokenizer as service_tokenizer
 from cloze.service.tasks.task import TaskContext
 from tests.test_sentencepiece import MODELS
-from tests.tokenizer_kinds import byte_level, mpnet_wordpiece, unigram, wordpiece
+from tests.tokenizer_kinds import (
+    byte_level,
+    byte_level_with_brackets,
+    mpnet_wordpiece,
+    unigram,
+    wordpiece,
+)
 from tests.unit.service.tasks.model import LIMITS, decoded, manifest, prepared
 
 PARTS = [
@@ -195,6 +201,7 @@ KINDS: dict[str, Kind] = {
     "wordpiece-vocabulary": Kind(write_vocabulary, lambda: KINDS["wordpiece"].reference()),
     "wordpiece-mpnet": from_json(mpnet_wordpiece),
     "bytes": from_json(byte_level),
+    "bytes-brackets": from_json(byte_level_with_brackets),
     "bytes-merges": Kind(write_merges, lambda: KINDS["bytes"].reference()),
     "unigram": from_json(unigram),
     "unigram-marks": from_json(lambda: unigram(splits_first=False)),
@@ -259,7 +266,9 @@ def test_ids_of_2000_lines_are_those_of_the_reference(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("strategy", ["first", "average", "max"])
-@pytest.mark.parametrize("kind", ["bytes", "unigram", "unigram-marks", "xlm-roberta", "camembert"])
+@pytest.mark.parametrize(
+    "kind", ["bytes", "bytes-brackets", "unigram", "unigram-marks", "xlm-roberta", "camembert"]
+)
 def test_entities_are_whole_words_without_spaces(kind: str, strategy: str, tmp_path: Path) -> None:
     """Each token has a label of its own: a word takes one, and no entity is a part of a word."""
     KINDS[kind].write(tmp_path)

@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,13 @@ def test_only_families_name_families() -> None:
     """
     stems = {"bert", *FAMILIES, *(family.class_prefix.lower() for family in FAMILIES.values())}
     assert not places(sources(without="export/families/"), "|".join(sorted(stems)))
+
+
+def test_the_page_of_families_is_the_generated_one() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/family-reference", "--check"], timeout=120, check=False
+    )
+    assert done.returncode == 0, "run scripts/family-reference"
 
 
 def test_only_tokenizers_know_the_marks_of_words() -> None:

@@ -54,6 +54,7 @@ KINDS: dict[str, Any] = {
     "attending": (late_models.pylate, {"attend_to_expansion_tokens": True}),
     "unfilled": (late_models.pylate, {"do_query_expansion": False, "query_prefix": ""}),
     "stanford": (late_models.stanford, {}),
+    "modernbert": (late_models.pylate_modernbert, {}),
 }
 Floats = NDArray[np.float32]
 HEADER, EXPECTED = "x-embedding-space", "x-expect-embedding-space"
@@ -105,7 +106,7 @@ class Direct:
     def __init__(self, folder: Path) -> None:
         self.settings = json.loads((folder / "config_sentence_transformers.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.encoder = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+        self.encoder = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
         self.weight = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
 
     def id(self, token: str) -> int:
@@ -137,7 +138,7 @@ def max_sim(query: Floats, document: Floats) -> float:
     return float((query @ document.T).max(1).sum())
 
 
-@pytest.mark.parametrize("model", ["pylate", "attending", "stanford"])
+@pytest.mark.parametrize("model", ["pylate", "attending", "stanford", "modernbert"])
 def test_vectors_and_ranks_are_those_of_sentence_transformers(
     server: Server, folders: dict[str, Path], model: str
 ) -> None:
@@ -154,7 +155,7 @@ def test_vectors_and_ranks_are_those_of_sentence_transformers(
         assert scores == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-4)
 
 
-@pytest.mark.parametrize("model", ["pylate", "attending", "unfilled"])
+@pytest.mark.parametrize("model", ["pylate", "attending", "unfilled", "modernbert"])
 def test_vectors_are_those_of_pylates_ids(
     server: Server, folders: dict[str, Path], model: str
 ) -> None:
@@ -366,7 +367,7 @@ class M3:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.encoder = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+        self.encoder = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
         self.sparse, self.colbert = (
             torch.load(folder / f"{name}_linear.pt", weights_only=True)
             for name in ("sparse", "colbert")

@@ -36,7 +36,7 @@ from cloze.service.engine import OnnxEngine
 from cloze.service.tasks import TaskContext, TaskLimits
 from cloze.service.tasks.embed import EmbedParameters, decode, prepare
 from cloze.service.tokenizer import Tokenizer
-from tests.tiny import save_checkpoint
+from tests.tiny import save_checkpoint, save_modernbert
 from tests.tokenizer_kinds import unigram
 
 LIMITS = TaskLimits(
@@ -52,11 +52,14 @@ TEXTS = ["the king", "Paris is the capital of France!", "who? " * 20, "moon"]
 
 def saved(folder: Path, kind: str, *after: Any, max_tokens: int = 40, **options: Any) -> Path:
     """Save a sentence-transformer on a tiny encoder the way its users do."""
-    checkpoint = save_checkpoint(folder / "checkpoint", kind)
-    tokenizer = {"bert-plain": BertTokenizerFast, "distilbert": DistilBertTokenizerFast}[kind](
-        str(checkpoint / "vocab.txt")
-    )
-    tokenizer.save_pretrained(checkpoint)
+    if kind == "modernbert":
+        checkpoint = save_modernbert(folder / "checkpoint")
+    else:
+        checkpoint = save_checkpoint(folder / "checkpoint", kind)
+        tokenizer = {"bert-plain": BertTokenizerFast, "distilbert": DistilBertTokenizerFast}[kind](
+            str(checkpoint / "vocab.txt")
+        )
+        tokenizer.save_pretrained(checkpoint)
     transformer = Transformer(str(checkpoint), max_seq_length=max_tokens)
     SentenceTransformer(modules=[transformer, *after], device="cpu", **options).save(
         str(folder / "st")
@@ -99,6 +102,13 @@ def test_each_pooling(tmp_path: Path, mode: Any) -> None:
 
 def test_a_family_without_token_types(tmp_path: Path) -> None:
     assert_same(saved(tmp_path, "distilbert", Pooling(64, pooling_mode="mean")), tmp_path / "store")
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean"])
+def test_a_modernbert(tmp_path: Path, mode: Any) -> None:
+    """As gte-modernbert-base (the first token) and modernbert-embed-base (the mean, normalised)."""
+    after = [Pooling(64, pooling_mode=mode), *([Normalize()] if mode == "mean" else [])]
+    assert_same(saved(tmp_path, "modernbert", *after), tmp_path / "store")
 
 
 @pytest.mark.parametrize(

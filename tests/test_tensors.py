@@ -1,5 +1,6 @@
 """Graphs have exactly the inputs and outputs that their specifications and `docs/tensors.md` list."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -22,7 +23,7 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
-from cloze.model_store.tensor_reference import tensor_reference
+from cloze.model_store.tensor_reference import LETTERS, tensor_reference
 from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "tensors.md"
@@ -43,7 +44,7 @@ MODEL_SIZES = {
     sequence_classification.CLASS_LOGITS.name: {"L": 3},
     token_classification.TOKEN_LOGITS.name: {"L": 4},
     token_embedding.TOKEN_EMBEDDINGS.name: {"H": 16},
-    multi_vector.MULTI_VECTORS.name: {"D": 6},
+    multi_vector.MULTI_VECTORS.name: {"F": 6},
     layer_embedding.LAYER_SUMS.name: {"H": 16},
     layer_embedding.LAYER_MAXIMA.name: {"H": 16},
 }
@@ -66,6 +67,24 @@ def test_names_of_heads_tasks_and_tensors_are_unique() -> None:
     ):
         assert len(names) == len(set(names))
     assert all(name == head.name for name, head in HEADS.items())
+
+
+def letters(tensors: Iterable[TensorSpec]) -> set[str]:
+    layouts = (Layout.DENSE, Layout.PACKED)
+    sizes = [size for tensor in tensors for one in layouts for size in tensor.shape_in(one)]
+    return {size[0] for size in sizes if isinstance(size, str)}  # "B + 1" is of B
+
+
+def test_a_letter_has_one_meaning_in_all_tensors() -> None:
+    """onnxruntime takes two sizes with one letter for equal: two heads must not share a count.
+
+    The sizes of a model are the same for all heads, or numbers in the graph.
+    """
+    shared = letters(TRUNK_INPUTS) | {"H", "L"}
+    used = {name: letters((*head.inputs, *head.outputs)) for name, head in HEADS.items()}
+    counts = [letter for own in used.values() for letter in own - shared]
+    assert len(counts) == len(set(counts)), sorted(counts)
+    assert LETTERS.keys() == shared | set(counts)
 
 
 def all_heads_model(family: str) -> Model:

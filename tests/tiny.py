@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -13,9 +14,13 @@ from transformers import (
     DistilBertConfig,
     DistilBertForMaskedLM,
     DistilBertForQuestionAnswering,
+    ModernBertConfig,
+    ModernBertModel,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
+from tests.tokenizer_kinds import byte_level_with_brackets
 from tests.vocabulary import vocabulary
 
 
@@ -92,6 +97,34 @@ def save_checkpoint(folder: Path, kind: str, seed: int = 0, **sizes: object) -> 
     """``config.json``, ``model.safetensors`` and ``vocab.txt``, uncased."""
     make_model(kind, seed, **sizes).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
+    return folder
+
+
+def save_modernbert(folder: Path, *tokens: str) -> Path:
+    """Save a ModernBERT without a head, with random weights; its vocabulary ends with ``tokens``."""
+    tokenizer = byte_level_with_brackets()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    names = {name: f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    ids = {f"{name}_token_id": tokenizer.token_to_id(token) for name, token in names.items()}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 48}
+    settings = ModernBertConfig(
+        **sizes,
+        vocab_size=tokenizer.get_vocab_size(),
+        num_hidden_layers=4,
+        local_attention=8,
+        max_position_embeddings=160,
+        bos_token_id=ids["cls_token_id"],
+        eos_token_id=ids["sep_token_id"],
+        **ids,
+    )
+    torch.manual_seed(9)
+    network = ModernBertModel(settings)
+    with torch.no_grad():
+        for name, parameter in sorted(network.named_parameters()):
+            parameter.normal_(float("norm" in name), 0.2)
+    network.save_pretrained(folder)
+    given = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given).save_pretrained(folder)
     return folder
 
 

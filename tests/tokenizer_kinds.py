@@ -38,7 +38,8 @@ def byte_level() -> Tokenizer:
 def byte_level_with_brackets() -> Tokenizer:
     """As ModernBERT's: byte-level BPE, three special tokens in a pair, a mask that takes a space.
 
-    The special tokens stand after the pieces, as in GPT-NeoX's vocabulary.
+    As in GPT-NeoX's vocabulary, runs of spaces are tokens of their own, and special tokens stand
+    after the pieces.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -47,6 +48,7 @@ def byte_level_with_brackets() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_tokens([AddedToken(" " * count, normalized=True) for count in range(24, 1, -1)])
     names = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
     mask = AddedToken("[MASK]", lstrip=True, special=True, normalized=False)
     tokenizer.add_special_tokens([*names, mask])

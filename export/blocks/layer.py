@@ -239,7 +239,7 @@ def attend(
     mask: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return `F.scaled_dot_product_attention`, in fp32 on a CPU.
+    """Return `F.scaled_dot_product_attention`, on a CPU in fp32 at least.
 
     There, the backward pass of bf16 takes three times as long as that of fp32 (torch 2.13).
     Weights are not dropped, only hidden states: drawing them took half of a step on a CPU.
@@ -249,7 +249,7 @@ def attend(
         mask: what is added to the scores, or the keys that count; None: nothing, all.
         scale: the factor of the scores; None: that of the paper.
     """
-    if operands[0].device.type != "cpu":
+    if operands[0].device.type != "cpu" or operands[0].dtype is torch.float64:
         return F.scaled_dot_product_attention(*operands, mask, scale=scale)
     with torch.autocast("cpu", enabled=False):
         query, key, value = (operand.float() for operand in operands)

@@ -19,10 +19,10 @@ from cloze.model_store import tensors
 _ONE_BLOCK = 4
 """Sequences up to this many distances are one block.
 
-Milliseconds of one layer of 384 numbers, 6 heads and distance 64, one thread of a Zen 4, as one
-block and in blocks, measured with an earlier form of the graph: 0.21 and 0.36 for 128 tokens,
-0.66 and 0.69 for 256, 2.5 and 1.5 for 512, 52 and 8.9 for 2,048. The numbers with blocks of 128
-and of 256 queries are higher.
+Milliseconds of processor time of the attention of one layer, as one block and in blocks: 384
+numbers, 6 heads, distance 64, one thread of a Zen 5 that was busy otherwise, the least of 25 turns.
+0.72 and 1.21 for 128 tokens, 1.63 and 1.92 for 192, 2.67 and 2.52 for 256, 6.5 and 3.5 for 384, 12
+and 4.9 for 512.
 """
 
 

@@ -73,11 +73,11 @@ def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
             f"a packed graph has one pooling, not {' + '.join(recipe.poolings)}; "
             "leave out --precision fp16"
         )
-    sequences = graph.gather(embedding.POOL_ROWS)  # [E, L, H]
+    sequences = graph.gather(embedding.POOL_ROWS)  # [E, I, H]
     axis = g.weight("axis_1", np.array([1], np.int64))
     if recipe.pooling is Pooling.MAX:
         return g.op("ReduceMax", [sequences, axis], keepdims=0)
-    weights = g.op("Unsqueeze", [graph.input(embedding.POOL_WEIGHTS), axis])  # [E, 1, L]
+    weights = g.op("Unsqueeze", [graph.input(embedding.POOL_WEIGHTS), axis])  # [E, 1, I]
     return g.op("Squeeze", [g.op("MatMul", [weights, sequences]), axis])
 
 

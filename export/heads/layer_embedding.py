@@ -22,9 +22,9 @@ def _write(_: Any, graph: HeadGraph) -> None:
     """Add up the requested rows layer by layer, so that one layer at a time is in memory."""
     g = graph.g
     axis_1, axis_2 = (g.weight(f"axis_{n}", np.array([n], np.int64)) for n in (1, 2))
-    row_numbers = graph.input(layer_embedding.LAYER_ROWS)  # [E, L]
+    row_numbers = graph.input(layer_embedding.LAYER_ROWS)  # [X, Y]
     count = len(graph.states)
-    weights = g.op("Unsqueeze", [graph.input(layer_embedding.LAYER_WEIGHTS), axis_2])  # [E, N, 1]
+    weights = g.op("Unsqueeze", [graph.input(layer_embedding.LAYER_WEIGHTS), axis_2])  # [X, Z, 1]
     by_layer = g.op("Split", [weights], outputs=count, axis=1, num_outputs=count)
     total = ""
     for layer, states in enumerate(graph.states):

@@ -282,7 +282,7 @@ def _write(head: MultiVectorHead, graph: HeadGraph) -> None:
     rows = graph.gather(multi_vector.VECTOR_ROWS)
     for number, step in enumerate(head.steps):
         rows = cast(Step, step).write(graph.g, rows, f"multi_vector.{number}")
-    graph.output(rows, multi_vector.MULTI_VECTORS, D=head.options.dimensions)
+    graph.output(rows, multi_vector.MULTI_VECTORS, F=head.options.dimensions)
 
 
 def _reference(

@@ -22,14 +22,14 @@ EMBED_SEQUENCES: Final = TensorSpec(
 POOL_ROWS: Final = TensorSpec(
     "pool_rows",
     "int32",
-    ("E", "L"),
-    "rows of `hidden` per embedding, L for the longest",
+    ("E", "I"),
+    "rows of `hidden` per embedding, I for the longest",
     "packed",
 )
 POOL_WEIGHTS: Final = TensorSpec(
     "pool_weights",
     "float32",
-    ("E", "L"),
+    ("E", "I"),
     "row weights, 0 for padding; absent for max pooling",
     "packed",
 )

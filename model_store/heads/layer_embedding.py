@@ -18,19 +18,19 @@ from cloze.model_store.layouts import Feeds, Placement
 from cloze.model_store.tensors import TensorSpec
 
 LAYER_ROWS: Final = TensorSpec(
-    "layer_rows", "int32", ("E", "L"), "rows of `hidden` per vector, L for the longest sequence"
+    "layer_rows", "int32", ("X", "Y"), "rows of `hidden` per vector, Y for the longest sequence"
 )
 LAYER_ROW_WEIGHTS: Final = TensorSpec(
-    "layer_row_weights", "float32", ("E", "L"), "weights of the rows for sums, 0 for padding"
+    "layer_row_weights", "float32", ("X", "Y"), "weights of the rows for sums, 0 for padding"
 )
 LAYER_WEIGHTS: Final = TensorSpec(
-    "layer_weights", "float32", ("E", "N"), "weights of the embeddings, then of the N - 1 layers"
+    "layer_weights", "float32", ("X", "Z"), "weights of the embeddings, then of the Z - 1 layers"
 )
 LAYER_SUMS: Final = TensorSpec(
-    "layer_sums", "float32", ("E", "H"), "the weighted sum over rows and layers"
+    "layer_sums", "float32", ("X", "H"), "the weighted sum over rows and layers"
 )
 LAYER_MAXIMA: Final = TensorSpec(
-    "layer_maxima", "float32", ("E", "H"), "the maximum over rows of the weighted sum over layers"
+    "layer_maxima", "float32", ("X", "H"), "the maximum over rows of the weighted sum over layers"
 )
 
 
@@ -101,5 +101,5 @@ HEAD: Final = Head(
     pack=_pack,
     unpack=_unpack,
     largest_request=lambda _: LayerEmbeddingRequest([{0: 1.0}] * 4, Pooling.MEAN),
-    model_sizes=lambda sizes: {"H": sizes.hidden_size, "N": sizes.layers + 1},
+    model_sizes=lambda sizes: {"H": sizes.hidden_size, "Z": sizes.layers + 1},
 )

@@ -30,7 +30,7 @@ VECTOR_ROWS: Final = TensorSpec(
     "vector_rows", "int32", ("V",), "the rows of `hidden` to project: all rows of a sequence"
 )
 MULTI_VECTORS: Final = TensorSpec(
-    "multi_vectors", "float32", ("V", "D"), "one vector of D numbers per token, of length 1"
+    "multi_vectors", "float32", ("V", "F"), "one vector of F numbers per token, of length 1"
 )
 
 
@@ -96,7 +96,7 @@ def _pack(
 
 
 def _dimensions(options: Frozen | None) -> dict[str, int]:
-    return {"D": options.dimensions} if isinstance(options, LateInteraction) else {}
+    return {"F": options.dimensions} if isinstance(options, LateInteraction) else {}
 
 
 HEAD: Final = Head(

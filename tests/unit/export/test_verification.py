@@ -22,7 +22,7 @@ from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store.heads import HEADS, ArrayResult, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import Graph, Precision
+from cloze.model_store.manifest import Graph, Parity, Precision
 from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model
 from tests.unit.export.scorers import ByHand, gate_texts
 
@@ -97,6 +97,48 @@ def test_golden_outputs_are_of_two_sequences(tmp_path: Path) -> None:
         outputs = session.run(list(case["outputs"]), feeds)
         for actual, expected in zip(outputs, case["outputs"].values(), strict=True):
             np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def rounding_model(std: float) -> Model:
+    """Return a MobileBERT without normalisation, which multiplies the errors of rounding."""
+    made = model("mobilebert", layers=6)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in sorted(made.named_parameters()):
+            is_norm = "norm" in name and name.endswith("weight")
+            parameter.normal_(float(is_norm), std, generator=generator)
+    return made
+
+
+def verified(folder: Path, made: Model, written: Model | None = None) -> Parity:
+    """Verify the graph of one model against another, or against the same one."""
+    folder.mkdir(exist_ok=True)
+    recipe = EmbeddingRecipe()
+    graph: Graph = GraphWriter(written or made, recipe, TWO, folder).write(Precision.FP32)
+    return verify(folder, GraphUnderTest(graph, checkpoint(made, recipe), TWO, 20))
+
+
+def test_rounding_that_torch_shares_is_no_wrong_graph(tmp_path: Path) -> None:
+    """The error above 1e-4 is accepted, and the golden outputs are compared with as much."""
+    parity = verified(tmp_path, rounding_model(0.3))
+    assert 1e-4 < max(parity.max_error.values()) <= parity.tolerance < 0.03
+    assert verified(tmp_path / "other", rounding_model(0.2)).tolerance == 1e-4
+
+
+def test_a_wrong_graph_is_no_rounding(tmp_path: Path) -> None:
+    made, other = rounding_model(0.3), rounding_model(0.3)
+    with torch.no_grad():
+        other.encoder.layers[2].reduce.weight[3, 5] += 0.3  # type: ignore[operator, index, union-attr]
+    with pytest.raises(ExportError, match=r"parity: .* more than 1e-04; .* differs from fp64 by"):
+        verified(tmp_path, made, other)
+
+
+def test_a_model_that_rounding_alone_moves_far_is_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_MOST_ROUNDING", 1e-5)
+    with pytest.raises(ExportError, match=r"torch's own fp32 differs from fp64 by .* too much"):
+        verified(tmp_path, rounding_model(0.3))
 
 
 def test_short_models_are_verified_with_short_texts(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         options=read_head_options(heads, settings)
         | {name: part.options for name, part in parts.items()},
         folder=files.folder,
-        source=_source(files, weights, model, parts),
+        source=_source(files, weights, model),
         license=_license(card),
         card=card,
         notes=(*FAMILIES.problems, *notes),
@@ -281,12 +281,11 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     return tuple(head.head for head in chosen if head.by_default)
 
 
-def _source(
-    files: CheckpointFiles, weights: list[Path], model: Model, parts: Mapping[str, torch.nn.Module]
-) -> Source:
+def _source(files: CheckpointFiles, weights: list[Path], model: Model) -> Source:
     # A set is written in order, since its own order differs between processes.
     settings = [_settings(model.config), describe_steps(files.folder)]
     written = json.dumps(settings, sort_keys=True, default=_plain)
+    outside = {n: getattr(model, n, None) for n, head in EXPORT_HEADS.items() if head.read}
     return Source(
         kind=files.kind,
         location=files.location,
@@ -294,7 +293,7 @@ def _source(
         weights_sha256=sha256_of(*weights),
         settings_sha256=hashlib.sha256(written.encode()).hexdigest(),
         encoder_sha256=encoder_sha256(model),
-        parts_sha256={name: _tensors_sha256(part) for name, part in parts.items()},
+        parts_sha256={name: _tensors_sha256(part) for name, part in outside.items() if part},
     )
 
 

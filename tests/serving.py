@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 
 
 def bare_environment(**variables: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 LIMITS = SchedulerLimits(
     workers=2, max_batch_tokens=64, max_queue_tokens=10_000, stall_timeout_s=30.0
 )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-_LONGEST_WAIT_S = 20.0
+_LONGEST_WAIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], bool], longest_s: float = _LONGEST_WAIT_S) -> None:

@@ -188,7 +188,7 @@ def read_adapter(folder: Path, support: AdapterSupport, own: Mapping[str, Floats
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
     try:
-        return read_plain(folder / name, limit)
+        return read_plain((folder / name).resolve(), limit)  # a cache of the hub has links
     except OSError as error:
         raise AdapterError(f"{name} cannot be read ({error.strerror})") from None
     except ValueError as error:
@@ -270,7 +270,7 @@ def _low_rank(name: str, pair: Mapping[str, Floats], config: Mapping[str, Any]) 
         raise AdapterError(f"the layer {name!a} has lora_{min(pair)} only")
     a, b = pair["A"], pair["B"]
     rank = _of_pattern("rank_pattern", name, config, config["r"])
-    if a.ndim != 2 or b.ndim != 2 or not len(a) == b.shape[1] == rank:
+    if a.ndim != 2 or b.ndim != 2 or not len(a) == b.shape[1] == rank or not rank:
         raise AdapterError(
             f"the layer {name!a} has A {list(a.shape)} and B {list(b.shape)}; its rank is {rank}"
         )

@@ -135,6 +135,14 @@ def _check_name(_: click.Context, __: click.Parameter, value: str | None) -> str
     "arithmetic does not change.",
 )
 @click.option(
+    "--adapters",
+    metavar="LAYERS",
+    default="",
+    help="Linear layers that adapters of `cloze serve --adapter` may change: names like PEFT's "
+    "target_modules, separated by commas, for example query,value; or all-linear. The bundle gets "
+    "a second graph on the same weights.  [default: the bundle takes no adapters]",
+)
+@click.option(
     "--gate-pairs",
     multiple=True,
     type=click.Path(path_type=Path),
@@ -167,6 +175,7 @@ def export(
     tasks: tuple[str, ...],
     precisions: tuple[str, ...],
     weights: str,
+    adapters: str,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
     device: str,
@@ -218,6 +227,7 @@ def export(
             pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
             cuda=device == "cuda",
             reuse=not again,
+            adapters=tuple(filter(None, adapters.split(","))),
         )
         bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:
@@ -261,7 +271,7 @@ cli.add_command(keys)
 cli.add_command(store)
 
 
-_REPEATED = ("model", "default", "cors_origins", "allowed_hosts", "trusted_proxies")
+_REPEATED = ("model", "default", "adapter", "cors_origins", "allowed_hosts", "trusted_proxies")
 """Settings whose option may be repeated."""
 
 

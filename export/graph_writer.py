@@ -4,17 +4,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from cloze.export.adapters import ADAPTED_FILES, ADAPTED_WEIGHTS
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.graph.adapted import AdaptedFp32, AdaptedInt8, LowRankInputs
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
 from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadGraph, flat_rows
 from cloze.export.model import Model, head_module
+from cloze.model_store.adapter_section import HIDDEN, HIDDEN_ROWS
 from cloze.model_store.heads import Head
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision, Weights
@@ -63,8 +67,17 @@ class GraphWriter:
         self._stored: dict[str, StoredWeight] = {}
 
     @torch.no_grad()
-    def write(self, precision: Precision = Precision.FP32) -> Graph:
+    def write(
+        self,
+        precision: Precision = Precision.FP32,
+        adapted: Mapping[nn.Linear, int] | None = None,
+    ) -> Graph:
         """Write a graph of a precision, and its weights that are not stored yet.
+
+        Args:
+            precision: fp32 or int8 if the graph takes adapters.
+            adapted: the layers that adapters may change, with their places in the graph's inputs;
+                None: the graph takes no adapters.
 
         Returns:
             The manifest's description of the graph.
@@ -74,7 +87,9 @@ class GraphWriter:
         """
         config, layout = self._model.config, LAYOUTS[precision]
         g = GraphBuilder(half=self._weights is not Weights.FP32)
-        linear_ops = self._linear_ops(g, precision)
+        linear_ops = self._linear_ops(g, precision, is_adapted=adapted is not None)
+        if isinstance(linear_ops, AdaptedFp32 | AdaptedInt8):
+            linear_ops.low_rank = LowRankInputs(g, adapted or {})
         trunk = (PackedTrunk if layout is Layout.PACKED else DenseTrunk)(linear_ops)
         modules = {
             head.name: head_module(self._model, self._recipe, head.name) for head in self._heads
@@ -88,10 +103,11 @@ class GraphWriter:
         for name, module in modules.items():
             assert module is not None  # callers choose heads that the model has
             EXPORT_HEADS[name].write(module, graph)
-        file = GRAPH_FILES[precision]
-        self._stored |= g.save(
-            self._folder / file, self._folder / WEIGHTS_FILES[precision], self._stored
-        )
+        if adapted is not None:
+            graph.output(graph.gather(HIDDEN_ROWS), HIDDEN, H=config.hidden_size)
+        file = GRAPH_FILES[precision] if adapted is None else ADAPTED_FILES[precision]
+        weights_file = WEIGHTS_FILES[precision] if adapted is None else ADAPTED_WEIGHTS[precision]
+        self._stored |= g.save(self._folder / file, self._folder / weights_file, self._stored)
         return Graph(
             file=file,
             layout=layout,
@@ -101,17 +117,17 @@ class GraphWriter:
             operators=g.operators(),
         )
 
-    def _linear_ops(self, g: GraphBuilder, precision: Precision) -> LinearOps:
+    def _linear_ops(self, g: GraphBuilder, precision: Precision, *, is_adapted: bool) -> LinearOps:
         integers = self._weights is Weights.INT8
         stored = self._scales if integers else None
         match precision:
             case Precision.INT8:
-                return Int8(g, self._scales, integers=integers)
+                return (AdaptedInt8 if is_adapted else Int8)(g, self._scales, integers=integers)
             case Precision.FP16:
                 _check_head_size(self._model.config)
                 return Fp16(g, stored)
             case Precision.FP32:
-                return Fp32(g, stored)
+                return (AdaptedFp32 if is_adapted else Fp32)(g, stored)
 
 
 def _check_head_size(config: EncoderConfig) -> None:

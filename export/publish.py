@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cloze.export.adapters import ADAPTED_FILES, AdaptedModel
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError, Report
@@ -20,6 +21,7 @@ from cloze.export.model import Model, TorchScorer
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
+from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (
     Architecture,
@@ -53,6 +55,8 @@ class ExportOptions:
         pairs: scored sentence pairs, which a rounded graph must rank as well as the checkpoint.
         cuda: verify packed graphs on CUDA instead of in the reference.
         reuse: return the newest bundle of the name if it equals what the export would publish.
+        adapters: names of linear layers that adapters may change (`AdaptedModel.of`); empty: the
+            bundle takes no adapters.
     """
 
     tasks: tuple[str, ...] = ()
@@ -62,6 +66,7 @@ class ExportOptions:
     pairs: tuple[ScoredPair, ...] = ()
     cuda: bool = False
     reuse: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def lower_precisions(self) -> list[Precision]:
@@ -82,6 +87,7 @@ class _Job:
     heads: tuple[Head, ...]
     limits: Limits
     scales: dict[str, InputScale]
+    adapted: AdaptedModel | None
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -96,6 +102,14 @@ class _WrittenGraph:
     graph: Graph
     parity: Parity
     gate: Gate | None
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenGraphs:
+    """The graphs of an export by precision, and the section about those that take adapters."""
+
+    plain: dict[Precision, Graph]
+    adapters: AdapterSupport | None
 
 
 def export(
@@ -121,8 +135,10 @@ def export(
         if stored is not None:
             report(f"the store has this export as {stored.manifest.reference}; nothing is written")
             return stored
-        verified = {precision: _verify(job, folder, graph) for precision, graph in graphs.items()}
-        return store.publish(folder, _describe(name, job, verified))
+        verified = {
+            precision: _verify(job, folder, graph) for precision, graph in graphs.plain.items()
+        }
+        return store.publish(folder, _describe(name, job, verified, graphs.adapters))
 
 
 def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
@@ -191,11 +207,15 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     original = deepcopy((model, recipe)) if is_rounded else (model, recipe)
     if is_rounded:
         round_weights(model, recipe, options.weights, scales)
-    return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
+    adapted = AdaptedModel.of(model, options.adapters) if options.adapters else None
+    return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales, adapted)
 
 
-def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, Graph]:
-    """Write each graph; write the tokenizer and the model card to the same folder."""
+def _write_graphs(job: _Job, folder: Path, report: Report) -> _WrittenGraphs:
+    """Write each graph; write the tokenizer and the model card to the same folder.
+
+    Graphs that take adapters are compared with torch at once.
+    """
     checkpoint, options = job.checkpoint, job.options
     checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
     if checkpoint.card is not None:
@@ -208,7 +228,26 @@ def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, Gr
         tasks = ", ".join(head.task for head in job.heads)
         report(f"writing the {precision} graph for {tasks} and comparing it with torch")
         graphs[precision] = writer.write(precision)
-    return graphs
+    return _WrittenGraphs(graphs, _write_adapted(job, folder, writer, report))
+
+
+def _write_adapted(
+    job: _Job, folder: Path, writer: GraphWriter, report: Report
+) -> AdapterSupport | None:
+    """Write and verify the graphs that take adapters; None: the export asks for none."""
+    if job.adapted is None:
+        return None
+    graphs = {}
+    for precision in (Precision.FP32, *job.options.lower_precisions):
+        if precision not in ADAPTED_FILES:
+            continue
+        graph = writer.write(precision, job.adapted.numbers)
+        session = open_session(folder / graph.file, graph.layout)
+        subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
+        error = job.adapted.verify(session, subject.spec, graph)
+        report(f"the {precision} graph with adapters differs from torch by {error:.1e} at most")
+        graphs[precision] = graph
+    return job.adapted.describe(graphs, folder)
 
 
 def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
@@ -233,7 +272,12 @@ def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
     return _WrittenGraph(graph, parity, pass_gate(before, after, title, job.heads, texts))
 
 
-def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> BundleSpec:
+def _describe(
+    name: str,
+    job: _Job,
+    graphs: dict[Precision, _WrittenGraph],
+    adapters: AdapterSupport | None,
+) -> BundleSpec:
     fp32 = graphs[Precision.FP32]
     return BundleSpec(
         **_describe_model(name, job),
@@ -243,6 +287,7 @@ def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> B
         gate=fp32.gate,
         int8=_lower(graphs.get(Precision.INT8)),
         fp16=_lower(graphs.get(Precision.FP16)),
+        adapters=adapters,
     )
 
 

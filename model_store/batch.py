@@ -28,11 +28,13 @@ class Encoding:
         input_ids: [S] int32, with ``[CLS]`` and ``[SEP]``.
         token_type_ids: [S] int32.
         requests: requests to heads, by head name.
+        adapter: key of the adapter that the sequence runs with; "": the base alone.
     """
 
     input_ids: Int32
     token_type_ids: Int32
     requests: Mapping[str, HeadRequest] = field(default_factory=dict)
+    adapter: str = ""
 
     def __len__(self) -> int:
         return len(self.input_ids)

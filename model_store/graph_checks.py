@@ -11,6 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from cloze.model_store import adapter_section
+from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import MAX_GRAPH_BYTES
@@ -90,8 +92,11 @@ def _expect(spec: TensorSpec, layout: Layout, sizes: Mapping[str, int]) -> Expec
     return ExpectedTensor(spec, tuple(shape))
 
 
-def check_graph(bundle: Bundle, graph: Graph) -> None:
+def check_graph(bundle: Bundle, graph: Graph, adapters: AdapterSupport | None = None) -> None:
     """Check one graph of a bundle against the bundle's manifest.
+
+    Args:
+        adapters: the section of adapters, if the graph takes them.
 
     Raises:
         OSError: the graph's file cannot be read.
@@ -103,9 +108,25 @@ def check_graph(bundle: Bundle, graph: Graph) -> None:
     _check_operators(onnx)
     _check_places(onnx.weights, {name: file.size for name, file in manifest.files.items()})
     expected = expected_tensors(manifest, graph.layout)
+    if adapters is not None:
+        expected = _with_adapters(expected, adapters, manifest.architecture.hidden_size)
     _check_tensors("input", onnx.inputs, expected.inputs)
     _check_tensors("output", onnx.outputs, expected.outputs)
     _check_tables(onnx.weights, manifest)
+
+
+def _with_adapters(
+    expected: ExpectedTensors, adapters: AdapterSupport, hidden_size: int
+) -> ExpectedTensors:
+    """Return the inputs and outputs of a graph that takes adapters."""
+    rows = (adapter_section.LAYER_ROWS_IN, adapter_section.LAYER_ROWS_OUT)
+    tables = map(adapter_section.table, adapters.widths)
+    specs = (*rows, *tables, adapter_section.HIDDEN_ROWS)
+    hidden, sizes = adapter_section.HIDDEN, {"H": hidden_size}
+    return ExpectedTensors(
+        {**expected.inputs, **{spec.name: _expect(spec, Layout.DENSE, {}) for spec in specs}},
+        {**expected.outputs, hidden.name: _expect(hidden, Layout.DENSE, sizes)},
+    )
 
 
 def _check_operators(onnx: OnnxGraph) -> None:

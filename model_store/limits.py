@@ -19,6 +19,9 @@ MAX_GRAPH_BYTES: Final = 2 * _MIB
 MAX_FILE_BYTES: Final = 16 * 1024 * _MIB
 """Bytes of any other file, for example of weights; BERT-large takes 1.4 GB in fp32."""
 
+MAX_ADAPTER_BYTES: Final = 512 * _MIB
+"""Bytes of an adapter's tensors; rank 64 on all layers of BERT-large takes about 90 MiB in fp32."""
+
 MAX_FILES: Final = 64
 
 MAX_VOCABULARY: Final = 2_000_000

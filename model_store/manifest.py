@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.error_lines import first_problem
 from cloze.model_store.heads import (
     HEADS,
@@ -34,6 +35,7 @@ from cloze.model_store.heads.head import Frozen, ModelSizes
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import (
+    MAX_ADAPTER_BYTES,
     MAX_FILES,
     MAX_GOLDEN_BYTES,
     MAX_GRAPH_BYTES,
@@ -116,6 +118,9 @@ class BundleSpec(Frozen):
     )
     int8: LowerPrecision | None = None
     fp16: LowerPrecision | None = None
+    adapters: AdapterSupport | None = Field(
+        None, description="the graphs that take adapters; null: the bundle takes none"
+    )
     heads: dict[str, SerializeAsAny[Frozen]] = Field(
         {}, description="options of heads, such as their labels, by head name"
     )
@@ -280,6 +285,11 @@ class Manifest(BundleSpec):
         for section in sections:
             yield section.graph.file, MAX_GRAPH_BYTES
             yield section.parity.golden_file, MAX_GOLDEN_BYTES
+        if self.adapters is not None:
+            for graph in filter(None, (self.adapters.graph, self.adapters.int8)):
+                yield graph.file, MAX_GRAPH_BYTES
+            if self.adapters.tensors_file is not None:
+                yield self.adapters.tensors_file, MAX_ADAPTER_BYTES
 
     @property
     def reference(self) -> str:
@@ -317,8 +327,9 @@ class Manifest(BundleSpec):
             fields["heads"] = True
         elif isinstance(labels, SequenceLabels) and labels.raw_scores is None:
             fields["heads"] = {sequence_classification.HEAD.name: {"raw_scores"}}
-        if self.tables is None:
-            fields["tables"] = True
+        for section in ("tables", "adapters"):
+            if getattr(self, section) is None:
+                fields[section] = True
         architecture = self.architecture
         pruned = ("layer_heads", "layer_intermediate_sizes")
         if unpruned := {name for name in pruned if getattr(architecture, name) is None}:

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from starlette.types import Receive, Scope, Send
@@ -55,6 +56,7 @@ from cloze.service.served_models import (
 from cloze.service.settings import Settings
 from cloze.service.sockets import Certificate
 from cloze.service.tasks import TASKS, Task
+from cloze.service.tokenizer import Tokenizer
 from cloze.service.tracing import Tracing, make_tracing, with_spans
 
 log = logging.getLogger("cloze")
@@ -184,10 +186,12 @@ class Service:
             StartupError: a tokenizer cannot be read, or a setting does not fit the models.
         """
         settings, registries = self._settings, self._registries
-        pipelines = [
-            Pipeline(model, task_limits(settings, model.bundle.manifest), self._promises)
-            for model in served
-        ]
+        pipelines = []
+        tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
+        for model in served:
+            limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
+            pipelines.append(Pipeline(model, limits, self._promises, tokenizers.get(path)))
+            tokenizers[path] = pipelines[-1].context.tokenizer
         models = Models(pipelines, registries.tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
         context = ProtocolContext(
@@ -219,9 +223,11 @@ class Service:
 
     def _add_series(self, snapshot: Snapshot) -> None:
         """Create the metric series of a snapshot's models and routes, which start from zero."""
-        self._metrics.add_models(snapshot.by_name)
+        names = snapshot.metric_names()
+        self._metrics.names = names
+        self._metrics.add_models(dict.fromkeys(names.values()))
         for route in snapshot.routes:
-            references = [model.reference for model in route.models or ()]
+            references = [*dict.fromkeys(names[model.reference] for model in route.models or ())]
             self._metrics.create_request_series(route.path, references, STATUSES_FROM_ZERO)
 
     # ---- requests -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
+from cloze.service.adapters import AdapterBundle
 from cloze.service.core import QueueState, ServiceError
 from cloze.service.freed_memory import return_freed_memory
 from cloze.service.http.gate import Gate, Paths
@@ -36,6 +37,9 @@ _DESCRIPTION: Final = "Fill-mask, embeddings, next sentence and question answeri
 
 PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
 """Paths that the application answers besides the routes of protocols."""
+
+MOST_ADAPTER_SERIES = 32
+"""Most adapters with metrics of their own: each has about a hundred series."""
 
 _COLLECT_AFTER_S = 1.0
 """Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
@@ -66,10 +70,27 @@ class Snapshot:
         """The served models by their full names."""
         return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
 
+    def metric_names(self) -> dict[str, str]:
+        """Return the model in the metrics of each served model, by its full name.
+
+        Further adapters than `MOST_ADAPTER_SERIES` count as their base.
+        """
+        names, adapters = {}, 0
+        for pipeline in self.models.pipelines:
+            bundle, name = pipeline.model.bundle, pipeline.reference
+            if isinstance(bundle, AdapterBundle):
+                adapters += 1
+                if adapters > MOST_ADAPTER_SERIES:
+                    name = bundle.base.manifest.reference
+            names[pipeline.reference] = name
+        return names
+
     def model_infos(self) -> list[ModelInfo]:
         """Return the labels of each served model that never change."""
-        infos = []
+        infos, names = [], self.metric_names()
         for pipeline in self.models.pipelines:
+            if names[pipeline.reference] != pipeline.reference:
+                continue
             labels = {
                 "family": pipeline.manifest.architecture.family,
                 "precision": pipeline.model.precision(),
@@ -80,7 +101,8 @@ class Snapshot:
 
     def queues(self) -> dict[str, QueueState]:
         """Return the state of the queue of each model, by its full name."""
-        return {name: model.queue.state for name, model in self.by_name.items()}
+        names = self.metric_names()
+        return {n: model.queue.state for n, model in self.by_name.items() if names[n] == n}
 
     def close_unused(self, other: "Snapshot") -> None:
         """Close the models that another snapshot does not use."""

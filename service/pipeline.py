@@ -138,20 +138,25 @@ class Completions:
 class Pipeline:
     """Runs the task calls of one served model.
 
-    The promises say when refused requests of the process may come back.
+    The promises say when refused requests of the process may come back. Models with one tokenizer
+    may share it.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
     """
 
     def __init__(
-        self, model: ServedModel, limits: TaskLimits, promises: Promises | None = None
+        self,
+        model: ServedModel,
+        limits: TaskLimits,
+        promises: Promises | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.model = model
         self._promises = promises or Promises()
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
-        self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
+        self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
         self._completions = Completions()
         # Naming a space takes 10 us, and most requests have the same recipe.
         self._spaces = lru_cache(_SPACES)(

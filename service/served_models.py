@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
+from cloze.service.adapters import AdapterBundle, AdapterQueue, AdapterRegistry, open_adapters
 from cloze.service.batching.admission import Activity, SchedulerLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler
@@ -42,11 +44,13 @@ class ServedModel:
     """A bundle and the queue of its engine.
 
     `precision` returns the precision of the engine's graph, or "" while no engine runs.
+    `adapters` has the adapters of the engine; None: the engine takes none.
     """
 
     bundle: Bundle
     queue: Queue
     precision: Callable[[], str]
+    adapters: AdapterRegistry | None = None
 
 
 def close_models(models: Iterable[ServedModel]) -> None:
@@ -62,8 +66,10 @@ def close_models(models: Iterable[ServedModel]) -> None:
 def open_bundles(settings: Settings) -> list[Bundle]:
     """Open the bundles that the settings name, or the newest version of each name.
 
+    Adapters follow the bundles, so no adapter is the default of a task that a bundle serves.
+
     Raises:
-        StartupError: the store has no bundle, or a bundle does not open.
+        StartupError: the store has no bundle, or a bundle or an adapter does not open.
     """
     store = Store(settings.model_store)
     try:
@@ -73,9 +79,10 @@ def open_bundles(settings: Settings) -> list[Bundle]:
                 f"the model store {settings.model_store} has no bundle; "
                 "make one with `cloze export SOURCE --name NAME`"
             )
-        return [store.open(name) for name in names]
+        bundles = [store.open(name) for name in names]
     except StoreError as error:
         raise StartupError(str(error)) from error
+    return [*bundles, *open_adapters([Path(folder) for folder in settings.adapter], bundles)]
 
 
 def kept_reasons(settings: Settings) -> dict[str, str]:
@@ -161,12 +168,21 @@ class LocalModels:
             if (model := served.get(bundle.manifest.reference)) is not None
             and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
         }
-        check_memory(bundles, memory_limit(), self._settings.device, self._settings.precision)
+        for bundle in bundles:
+            if isinstance(bundle, AdapterBundle) and bundle.base.manifest.reference not in kept:
+                kept.pop(bundle.manifest.reference, None)
+        own_weights = [one for one in bundles if not isinstance(one, AdapterBundle)]
+        check_memory(own_weights, memory_limit(), self._settings.device, self._settings.precision)
         models = dict(kept)
         try:
             for bundle in bundles:
-                if bundle.manifest.reference not in kept:
-                    models[bundle.manifest.reference] = self._open(bundle)
+                if bundle.manifest.reference in kept:
+                    continue
+                if isinstance(bundle, AdapterBundle):
+                    model = _adapted(models[bundle.base.manifest.reference], bundle)
+                else:
+                    model = self._open(bundle)
+                models[bundle.manifest.reference] = model
         except BaseException:
             close_models(models[name] for name in models.keys() - kept.keys())
             raise
@@ -203,7 +219,17 @@ class LocalModels:
             engine.precision,
             engine.reason,
         )
-        return ServedModel(bundle, queue, lambda: engine.precision)
+        # Engines of tests have no adapters.
+        adapters = getattr(engine, "adapters", None)
+        return ServedModel(bundle, queue, lambda: engine.precision, adapters)
+
+
+def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:
+    """Return the served model of an adapter, with the engine of its base."""
+    assert base.adapters is not None
+    base.adapters.add(bundle.key, bundle.read)
+    queue = AdapterQueue(base.queue, bundle.key, base.adapters.forget)
+    return ServedModel(bundle, queue, base.precision)
 
 
 def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
@@ -231,6 +257,7 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
         settings.gpu_memory_limit_mb * 2**20,
         settings.intra_op_threads,
         min(cores, _MOST_ALONE_THREADS),
+        settings.adapter_memory_mb * 2**20 if settings.adapter else 0,
     )
     return partial(OnnxEngine, options=options)
 

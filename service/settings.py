@@ -74,6 +74,18 @@ class Settings(BaseSettings):
         "default: the first that serves the task, in the order of `model`, or else the bundled "
         "ones and then the oldest name",
     )
+    adapter: _Names = Field(
+        (),
+        description="adapters to serve, as PEFT writes them: a folder with adapter_config.json, or "
+        "a folder of such folders; each is a model with the name of its folder, on the first "
+        "bundle that takes it (`cloze export --adapters`); repeat the option, or separate folders "
+        "by commas in the environment; default: none",
+    )
+    adapter_memory_mb: _Positive = Field(
+        1024,
+        description="most memory of the adapters of a model, in MiB; an adapter is read when it is "
+        "first asked for, and the one that was not used for longest makes room",
+    )
     device: Device = Field(
         Device.AUTO,
         description="device to run on: auto, cpu or cuda; "
@@ -307,6 +319,12 @@ class Settings(BaseSettings):
     def _certificate_has_its_key(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_one_process(self) -> Self:
+        if self.adapter and (self.frontends or self.gpus > 1):
+            raise ValueError("adapters are served by one process: leave out frontends and gpus")
         return self
 
     @field_validator("trusted_proxies")

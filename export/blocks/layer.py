@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens each, H hidden size, I intermediate size, N attent
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -193,6 +193,8 @@ class SelfAttention(nn.Module):
         value = ops.matmul(values or entering, f"{name}.value", self.value)
         context = self._write_context(trunk, name, (query, key, value), bias)
         entering = ops.prepare_input(context, f"{name}.output")
+        # An adapter of the output reads the values with their bias.
+        entering = replace(entering, offset=self.value.bias)
         output = ops.matmul(entering, f"{name}.output", self.output)
         if self.output.bias is None:
             return output, None

@@ -69,12 +69,16 @@ class LinearInput:
         scale: the input's fixed scale; None: it has none.
         step: name of the size of one integer, float32: a value [..., 1] with a step per token, or
             a constant; empty if not quantised.
+        floats: name of the value before it was quantised, for graphs with adapters; else empty.
+        offset: what the value lacks [in], because a bias has the product with it; None: nothing.
     """
 
     value: str
     name: str = ""
     scale: InputScale | None = None
     step: str = ""
+    floats: str = ""
+    offset: Tensor | None = None
 
 
 class LinearOps(ABC):

@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from cloze.model_store import Bundle
+from cloze.model_store.adapter_section import HIDDEN_ROWS
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.goldens import Golden, read_goldens
@@ -14,11 +17,15 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.parity import output_errors
+from cloze.model_store.tensors import INPUT_IDS
 from cloze.service.core import Device, RequestedPrecision, StartupError
+from cloze.service.engine.adapters import AdaptedRuns, LoadedAdapters
 from cloze.service.engine.session import (
     CUDA,
+    AdaptedCpuSession,
     CpuSession,
     Session,
+    adapted_cpu_session,
     cpu_session,
     cuda_session,
     providers,
@@ -40,12 +47,14 @@ class SessionOptions:
         gpu_memory_limit: most bytes of the GPU's memory to use; 0 sets no limit.
         threads: intra-op threads per run on a CPU.
         alone_threads: the same for a batch that runs alone; see `cpu_session`.
+        adapter_bytes: most bytes of loaded adapters; 0: the engine takes no adapters.
     """
 
     device_id: int = 0
     gpu_memory_limit: int = 0
     threads: int = 1
     alone_threads: int = 0
+    adapter_bytes: int = 0
 
 
 _DEFAULT_OPTIONS = SessionOptions()
@@ -92,9 +101,21 @@ class OnnxEngine:
         self._codec = BatchCodec(bundle.manifest.graph_spec(choice.graph.layout))
         self._tolerance = choice.parity.tolerance
         self._goldens = _read_goldens(bundle, choice)
+        self._adapted: AdaptedRuns | None = None
+        if isinstance(session, AdaptedCpuSession):
+            assert bundle.manifest.adapters is not None
+            adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
+            pair = session.adapted
+            self._adapted = AdaptedRuns(adapters, self._codec, pair.side_by_side, pair.alone)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
+            if isinstance(session, AdaptedCpuSession) and self._adapted is not None:
+                golden = self._goldens[0]
+                sequences = len(golden.feeds[INPUT_IDS.name])
+                feeds = golden.feeds | self._adapted.feeds([None] * sequences)
+                feeds[HIDDEN_ROWS.name] = np.zeros(0, np.int32)
+                self._check(replace(golden, feeds=feeds), session.adapted)
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
                 f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "
@@ -103,12 +124,19 @@ class OnnxEngine:
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
+        if self._adapted is not None and any(encoding.adapter for encoding in batch):
+            return self._adapted.run(batch, alone=alone)
         if alone and self._untried is not None:
             self._try_alone(self._untried)
         packed = self._codec.pack(batch)
         session = self._alone if alone else self._session
         outputs = session.run(packed.outputs, packed.feeds)
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
+
+    @property
+    def adapters(self) -> LoadedAdapters | None:
+        """The loaded adapters; None: the engine takes none."""
+        return None if self._adapted is None else self._adapted.adapters
 
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""
@@ -174,8 +202,17 @@ def _available_device(requested: Device) -> Device:
 
 def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph: Graph) -> Session:
     file = bundle.file(graph.file)
+    adapters = bundle.manifest.adapters if options.adapter_bytes else None
     if device is Device.CUDA:
+        if adapters is not None:
+            raise StartupError("adapters run on a CPU only: set device to cpu")
         return cuda_session(file, options.device_id, options.gpu_memory_limit)
+    if adapters is not None:
+        adapted = adapters.graph_of(graph.precision)
+        check_graph(bundle, adapted, adapters)
+        return adapted_cpu_session(
+            file, bundle.file(adapted.file), options.threads, options.alone_threads
+        )
     return cpu_session(file, options.threads, options.alone_threads)
 
 

@@ -4,6 +4,7 @@ The module does not depend on bundles or encodings.
 """
 
 import ctypes
+import filecmp
 import logging
 import os
 import re
@@ -57,6 +58,8 @@ _PREPARE = {
     "session.save_external_prepacked_constant_initializers": "1",
 }
 """Settings that write a graph with its weights packed for the kernels of this processor."""
+
+_PREPARED = "graph.onnx"
 
 _PACKED = re.compile(rb"\w\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
@@ -147,20 +150,74 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
     no name any more when this function returns, so it ends with the process.
     """
     with TemporaryDirectory(prefix="cloze-", dir=folder, ignore_cleanup_errors=True) as name:
-        prepared = Path(name) / "graph.onnx"
-        options = _cpu_options(1)
-        options.optimized_model_filepath = str(prepared)
-        for key, value in _PREPARE.items():
-            options.add_session_config_entry(key, value)
-        ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
-        return_freed_memory()
-        if not is_aligned(prepared.read_bytes()):
-            raise ValueError("its weights are packed, but not aligned")
+        prepared = Path(name) / _PREPARED
+        _prepare(file, prepared)
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
         return_freed_memory()
         alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
         return_freed_memory()
         return CpuSession(side_by_side, alone)
+
+
+def _prepare(file: Path, prepared: Path) -> None:
+    """Write a graph with its weights packed for the kernels.
+
+    Raises:
+        ValueError: a packed weight is where the kernels cannot read it.
+    """
+    options = _cpu_options(1)
+    options.optimized_model_filepath = str(prepared)
+    for key, value in _PREPARE.items():
+        options.add_session_config_entry(key, value)
+    ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
+    return_freed_memory()
+    if not is_aligned(prepared.read_bytes()):
+        raise ValueError("its weights are packed, but not aligned")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedCpuSession(CpuSession):
+    """A `CpuSession`, and two further sessions of the graph that takes adapters."""
+
+    adapted: CpuSession
+
+
+def adapted_cpu_session(
+    file: Path, adapted: Path, threads: int = 1, alone_threads: int = 0
+) -> AdaptedCpuSession:
+    """Open two graphs of the same weights on the CPU, which share them in memory.
+
+    Raises:
+        StartupError: no folder for temporary files is on a disk.
+    """
+    folder = temporary_folder()
+    if folder is None:
+        raise StartupError(
+            "adapters need a folder for temporary files on a disk: set TMPDIR to one"
+        )
+    with TemporaryDirectory(prefix="cloze-", dir=folder, ignore_cleanup_errors=True) as name:
+        plain, other = Path(name, "plain"), Path(name, "adapted")
+        for graph, place in ((file, plain), (adapted, other)):
+            place.mkdir()
+            _prepare(graph, place / _PREPARED)
+        weights = _PREPARE["session.optimized_model_external_initializers_file_name"]
+        prepared = other / _PREPARED
+        if not (other / weights).exists():
+            log.debug("all weights are small, and each session has its own")
+        elif filecmp.cmp(plain / weights, other / weights, shallow=False):
+            prepared = prepared.rename(plain / "adapted.onnx")
+        else:
+            log.warning("the graph with adapters has weights of its own in memory")
+        pairs = []
+        for graph in (plain / _PREPARED, prepared):
+            side_by_side = _open_on_cpu(graph, _cpu_options(threads))
+            return_freed_memory()
+            alone = side_by_side
+            if alone_threads > threads:
+                alone = _open_on_cpu(graph, _cpu_options(alone_threads))
+                return_freed_memory()
+            pairs.append(CpuSession(side_by_side, alone))
+        return AdaptedCpuSession(pairs[0].side_by_side, pairs[0].alone, pairs[1])
 
 
 def is_aligned(graph: bytes) -> bool:

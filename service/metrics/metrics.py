@@ -173,6 +173,7 @@ class Metrics(Collector):
         in_flight: requests of this process that have arrived and are not answered.
         unready: returns why the server admits no request; None if it admits requests.
         model_infos: returns the labels of each served model; all have labels of the same names.
+        names: the model in the metrics of each served model, where it has another name.
         queues: returns the state of each queue of this process, by the model's full name.
         keys_readable: returns whether the keys file can be read; None if there is none.
         certificate_end: returns the end of the served certificate, as Unix time; None without TLS.
@@ -194,6 +195,7 @@ class Metrics(Collector):
         self._families = Families(None if shared else self._registry)
         # To look up a series by its labels costs more than to observe a value.
         self._series = functools.cache(_series)
+        self.names: Mapping[str, str] = {}
         self._models: set[str] = set()
         self.add_models(models)
         # (series, value, request id or "") of each observed value that its histogram does not have:
@@ -253,7 +255,8 @@ class Metrics(Collector):
 
     def observe_request(self, answered: AccessRecord) -> None:
         """Record an answered request: a result or an error."""
-        families, series, model = self._families, self._series, answered.model
+        families, series = self._families, self._series
+        model = self.names.get(answered.model, answered.model)
         if len(self._observed) > _MAX_UNWRITTEN:
             self._write_observed()
         series(families.requests, model, answered.route, answered.status).inc()

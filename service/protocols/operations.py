@@ -16,6 +16,7 @@ from cloze.model_store.embedding_space import own_recipe, tokens_recipe
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
 from cloze.service import core
+from cloze.service.adapters import AdapterBundle
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
 from cloze.service.http.record import OF_ADMIN_SOCKET
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
@@ -175,11 +176,18 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
                 "roles": _roles(pipeline),
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),
+                **_base(pipeline),
             }
             for pipeline in models.pipelines
             for manifest in (pipeline.manifest,)
         ],
     }
+
+
+def _base(pipeline: Pipeline) -> dict[str, str]:
+    """Return the base of an adapter; nothing for a bundle."""
+    bundle = pipeline.model.bundle
+    return {"base": bundle.base.manifest.reference} if isinstance(bundle, AdapterBundle) else {}
 
 
 def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:

@@ -239,6 +239,7 @@ def test_limits_of_bundles() -> None:
     sizes = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
     assert sizes == {
         "MAX_MANIFEST_BYTES": 4 * mib, "MAX_TOKENIZER_BYTES": 32 * mib,
+        "MAX_ADAPTER_BYTES": 512 * mib,
         "MAX_GOLDEN_BYTES": 16 * mib, "MAX_GRAPH_BYTES": 2 * mib,
         "MAX_FILE_BYTES": 16 * 1024 * mib, "MAX_FILES": 64, "MAX_VOCABULARY": 2_000_000,
         "MAX_POSITIONS": 16_384, "MAX_LAYERS": 128, "MAX_WIDTH": 65_536,

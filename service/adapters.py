@@ -1,0 +1,267 @@
+"""Adapters as served models: bundles that share the engine and the queue of their base."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from cloze.model_store import Bundle
+from cloze.model_store.error_lines import printable
+from cloze.model_store.heads import sequence_classification, token_classification
+from cloze.model_store.heads.head import Frozen
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.limits import MAX_ADAPTER_BYTES
+from cloze.model_store.manifest import NAME_PATTERN
+from cloze.model_store.peft import (
+    Adapter,
+    AdapterError,
+    Head,
+    check_head,
+    is_adapter,
+    read_adapter,
+)
+from cloze.model_store.plain_files import read_plain
+from cloze.model_store.safetensors_file import Tensors, parse_safetensors
+from cloze.service.core import (
+    BatchResult,
+    ExpectedWait,
+    Queue,
+    QueueState,
+    StartupError,
+    Submission,
+)
+
+ENCODER_DIGEST: Final = "cloze_encoder_sha256"
+"""The setting with the digest of the encoder that an adapter was trained on, if it is known."""
+
+_MOST_LABELS = 10_000
+
+
+class AdapterRegistry(Protocol):
+    """The adapters that an engine can load."""
+
+    def add(self, key: str, read: Callable[[], Adapter]) -> None:
+        """Make an adapter known, without reading it."""
+
+    def forget(self, key: str) -> None:
+        """Free an adapter that no request asks for any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBundle(Bundle):
+    """An adapter as a bundle: the manifest of its base, with the name and head of the adapter.
+
+    Attributes:
+        key: name and digest of the adapter, by which encodings refer to it.
+    """
+
+    base: Bundle
+    folder: Path
+    key: str
+
+    def read(self) -> Adapter:
+        """Read the adapter again.
+
+        Raises:
+            AdapterError: the folder is not what it was at the start or the last reload.
+        """
+        adapter = _read(self.folder, self.base)
+        if self.key != _key(self.manifest.name, adapter):
+            raise AdapterError(f"the adapter {self.manifest.name} was changed; reload the server")
+        return adapter
+
+
+class AdapterQueue:
+    """The queue of a base for one of its adapters: a `Queue` that marks every encoding.
+
+    All adapters wait in one queue, so clients share the engine as if they had one model.
+    """
+
+    def __init__(self, base: Queue, key: str, forget: Callable[[str], None]) -> None:
+        self._base, self._key, self._forget = base, key, forget
+
+    @property
+    def state(self) -> QueueState:
+        """Nothing: what waits is counted in the queue of the base."""
+        return QueueState(0, 0.0)
+
+    @property
+    def dead(self) -> str | None:
+        """Why no engine runs; None while one runs."""
+        return self._base.dead
+
+    @property
+    def draining(self) -> bool:
+        """Whether the queue refuses new requests."""
+        return self._base.draining
+
+    def submit(self, submission: Submission) -> Future[BatchResult]:
+        """See `Queue`."""
+        for encoding in submission.encodings:
+            encoding.adapter = self._key
+        return self._base.submit(submission)
+
+    def expected_wait(
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,
+        is_bulk: bool = False,
+    ) -> ExpectedWait:
+        """See `Queue`."""
+        return self._base.expected_wait(client, tokens, timeout_s, unsubmitted, is_bulk)
+
+    def drain(self) -> None:
+        """Do nothing: the base drains."""
+
+    def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002
+        """Free the adapter; requests that wait end with the base."""
+        self._forget(self._key)
+
+
+def open_adapters(folders: Sequence[Path], bundles: Sequence[Bundle]) -> list[AdapterBundle]:
+    """Read and check adapters, each for the served bundle that takes it.
+
+    Args:
+        folders: adapters, or folders of adapters.
+        bundles: the bundles that are served.
+
+    Raises:
+        StartupError: a folder is no adapter, fits no bundle or has the name of another model.
+    """
+    if not folders:
+        return []
+    bases = [bundle for bundle in bundles if bundle.manifest.adapters is not None]
+    if not bases:
+        names = ", ".join(bundle.manifest.reference for bundle in bundles)
+        raise StartupError(
+            f"no served bundle takes adapters ({names}); export one with: "
+            "cloze export CHECKPOINT --name NAME --adapters all-linear"
+        )
+    adapters = [_open(folder, bases) for folder in _adapter_folders(folders)]
+    taken = {bundle.manifest.name: f"the bundle {bundle.manifest.reference}" for bundle in bundles}
+    for adapter in adapters:
+        name = adapter.manifest.name
+        if name in taken:
+            raise StartupError(f"the adapter {adapter.folder} has the name of {taken[name]}")
+        taken[name] = f"the adapter {adapter.folder}"
+    return adapters
+
+
+def _adapter_folders(folders: Iterable[Path]) -> list[Path]:
+    found = []
+    for folder in folders:
+        if is_adapter(folder):
+            found.append(folder)
+            continue
+        try:
+            below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+        except OSError as error:
+            raise StartupError(f"adapter {folder}: {error.strerror}") from error
+        found += [entry for entry in below if is_adapter(entry)]
+    return found
+
+
+def _open(folder: Path, bases: Sequence[Bundle]) -> AdapterBundle:
+    """Return an adapter of the first bundle that takes it."""
+    name = folder.resolve().name
+    problems = []
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise StartupError(
+            f"adapter {folder}: its folder must have a name of 1 to 64 letters, digits, '.', '_' "
+            "or '-'"
+        )
+    for base in bases:
+        try:
+            return _of_base(name, folder, base, _read(folder, base))
+        except AdapterError as error:
+            shown = printable(str(error))
+            problems.append(shown if len(bases) == 1 else f"{base.manifest.reference}: {shown}")
+    raise StartupError(f"adapter {folder}: {'; '.join(problems)}")
+
+
+def _read(folder: Path, base: Bundle) -> Adapter:
+    support = base.manifest.adapters
+    assert support is not None
+    adapter = read_adapter(folder, support, _own_tensors(base))
+    ours, theirs = base.manifest.source.encoder_sha256, adapter.settings.get(ENCODER_DIGEST)
+    if None not in (ours, theirs) and ours != theirs:
+        raise AdapterError(
+            f"it was trained on another encoder ({str(theirs)[:12]!a}) than that of "
+            f"{base.manifest.reference} ({str(ours)[:12]})"
+        )
+    return adapter
+
+
+def _own_tensors(base: Bundle) -> Tensors:
+    """Return the tensors of the base's heads that adapters without them use."""
+    support = base.manifest.adapters
+    if support is None or support.tensors_file is None:
+        return {}
+    try:
+        return parse_safetensors(read_plain(base.file(support.tensors_file), MAX_ADAPTER_BYTES))
+    except (OSError, ValueError) as error:
+        raise StartupError(
+            f"bundle {base.manifest.reference}: {support.tensors_file} {error}"
+        ) from error
+
+
+def _of_base(name: str, folder: Path, base: Bundle, adapter: Adapter) -> AdapterBundle:
+    manifest = base.manifest
+    source = manifest.source
+    weights = hashlib.sha256(f"{source.weights_sha256} {adapter.digest}".encode()).hexdigest()
+    update: dict[str, Any] = {
+        "name": name,
+        "version": 1,
+        "adapters": None,
+        "source": source.model_copy(
+            update={"kind": "directory", "location": name, "revision": None}
+            | {"weights_sha256": weights}
+        ),
+    }
+    if adapter.head is not None:
+        task, labels = _labels(adapter.head, manifest.architecture.hidden_size, adapter.settings)
+        update |= {"tasks": (task,), "embedding": None, "heads": {adapter.head.name: labels}}
+    return AdapterBundle(
+        manifest.model_copy(update=update), base.path, base, folder, _key(name, adapter)
+    )
+
+
+def _key(name: str, adapter: Adapter) -> str:
+    return f"{name}@{adapter.digest[:16]}"
+
+
+def _labels(head: Head, hidden_size: int, settings: Mapping[str, Any]) -> tuple[str, Frozen]:
+    """Return the task of a head, and its section in a manifest.
+
+    Raises:
+        AdapterError: the labels are malformed, or not as many as the head's rows.
+    """
+    count = check_head(head, hidden_size)
+    if count > _MOST_LABELS:
+        raise AdapterError(f"its head has {count} labels; the limit is {_MOST_LABELS}")
+    by_id = settings.get("id2label")
+    if by_id is None:
+        by_id = {str(number): f"LABEL_{number}" for number in range(count)}
+    try:
+        named = {int(number): str(label) for number, label in by_id.items()}
+        labels = tuple(named[number] for number in range(len(named)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise AdapterError("config.json: id2label must name the labels 0 to N - 1") from None
+    if len(labels) != count:
+        raise AdapterError(f"config.json names {len(labels)} labels; the head has {count}")
+    if head.name == token_classification.HEAD.name:
+        return token_classification.HEAD.task, TokenLabels(labels=labels)
+    kind = settings.get("problem_type")
+    if kind is None:  # the default of transformers' pipeline
+        kind = "single_label_classification" if count > 1 else "multi_label_classification"
+    try:
+        options = SequenceLabels(labels=labels, problem_type=kind)
+    except ValueError:
+        raise AdapterError(f"config.json: problem_type {str(kind)[:80]!a} is unknown") from None
+    return sequence_classification.HEAD.task, options

@@ -1,0 +1,247 @@
+"""The loaded adapters of an engine, and the batches of sequences that ask for them.
+
+The matrices of all adapters are rows of a few tables, one per width. A table reserves addresses for
+as many bytes as adapters may have together; memory is taken as rows are written.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cloze.model_store import adapter_section
+from cloze.model_store.adapter_section import AdapterSupport
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.model_store.heads.head import ArrayResult, HeadRequest
+from cloze.model_store.layouts import Feeds, Int32
+from cloze.model_store.peft import Adapter, Head
+from cloze.service.engine.session import Session
+
+ReadAdapter = Callable[[], Adapter]
+"""Reads an adapter again; raises if it is not what was checked."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """An adapter in the tables.
+
+    Attributes:
+        rows: int32 [2, N, R], the rows of A and of B of each layer; 0 where the rank is lower.
+        owned: the rows by width, to be freed.
+        size: bytes.
+        users: number of batches that run with the adapter.
+    """
+
+    rows: Int32
+    owned: dict[int, list[int]]
+    head: Head | None
+    size: int
+    users: int = 0
+
+
+class LoadedAdapters:
+    """Adapters by key. They are read at their first use, and evicted by their last one.
+
+    Args:
+        most_bytes: most bytes of all loaded adapters.
+    """
+
+    def __init__(self, support: AdapterSupport, most_bytes: int) -> None:
+        self.layers, self._most_bytes = support.count, most_bytes
+        self.tables = {
+            width: np.zeros((1 + most_bytes // (4 * width), width), np.float32)
+            for width in support.widths
+        }
+        self._next = dict.fromkeys(self.tables, 1)
+        self._free: dict[int, list[int]] = {width: [] for width in self.tables}
+        self._readers: dict[str, ReadAdapter] = {}
+        self._loaded: dict[str, _Loaded] = {}  # the longest unused first
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """The bytes of the loaded adapters."""
+        return sum(one.size for one in self._loaded.values())
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the loaded adapters, the longest unused first."""
+        return list(self._loaded)
+
+    def add(self, key: str, read: ReadAdapter) -> None:
+        """Make an adapter known, without reading it."""
+        with self._lock:
+            self._readers[key] = read
+
+    def forget(self, key: str) -> None:
+        """Free an adapter that no request asks for any more."""
+        with self._lock:
+            self._readers.pop(key, None)
+            if (one := self._loaded.get(key)) is not None and not one.users:
+                self._drop(key)
+
+    @contextmanager
+    def using(self, keys: Sequence[str]) -> Iterator[list[_Loaded | None]]:
+        """Yield the adapter of each key, None for ""; they stay loaded meanwhile.
+
+        Raises:
+            ValueError: an adapter cannot be read, or they need more bytes than the limit.
+        """
+        used: list[_Loaded] = []
+        try:
+            with self._lock:
+                adapters = {}
+                for key in dict.fromkeys(keys):
+                    if key:
+                        adapters[key] = one = self._load(key)
+                        one.users += 1
+                        used.append(one)
+            yield [adapters.get(key) for key in keys]
+        finally:
+            with self._lock:
+                for one in used:
+                    one.users -= 1
+
+    def _load(self, key: str) -> _Loaded:
+        if (one := self._loaded.pop(key, None)) is None:
+            if key not in self._readers:
+                raise ValueError(f"the adapter {key} was removed")
+            one = self._place(self._readers[key]())
+        self._loaded[key] = one  # the last one used
+        return one
+
+    def _place(self, adapter: Adapter) -> _Loaded:
+        """Write an adapter into the tables, after others are evicted."""
+        for key in list(self._loaded):
+            if self.size + adapter.size <= self._most_bytes:
+                break
+            if not self._loaded[key].users:
+                self._drop(key)
+        if self.size + adapter.size > self._most_bytes:
+            raise ValueError(
+                f"the adapters of one batch need {self.size + adapter.size} bytes, more than the "
+                f"limit of {self._most_bytes}"
+            )
+        rows = np.zeros((2, self.layers, adapter.rank), np.int32)
+        owned: dict[int, list[int]] = {width: [] for width in self.tables}
+        placed: dict[int, list[int]] = {}  # layers of one matrix share their A
+        for number, layer in adapter.layers.items():
+            for side, matrix in enumerate((layer.a, layer.b)):
+                if id(matrix) not in placed:
+                    placed[id(matrix)] = self._write(matrix, owned)
+                rows[side, number, : len(matrix)] = placed[id(matrix)]
+        return _Loaded(rows, owned, adapter.head, adapter.size)
+
+    def _write(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
+        width = matrix.shape[1]
+        free, needed = self._free[width], len(matrix)
+        numbers = [free.pop() for _ in range(min(needed, len(free)))]
+        first = self._next[width]
+        numbers += range(first, first + needed - len(numbers))
+        self._next[width] = max(first, *(number + 1 for number in numbers))
+        self.tables[width][numbers] = matrix
+        owned[width] += numbers
+        return numbers
+
+    def _drop(self, key: str) -> None:
+        for width, numbers in self._loaded.pop(key).owned.items():
+            self._free[width] += numbers
+
+
+class AdaptedRuns:
+    """Runs batches in which a sequence has an adapter. The heads of adapters run in numpy.
+
+    A head is one or two small products per sequence, so the graph needs no tables of heads, and a
+    result does not depend on the batch.
+    """
+
+    def __init__(
+        self, adapters: LoadedAdapters, codec: BatchCodec, side_by_side: Session, alone: Session
+    ) -> None:
+        self.adapters = adapters
+        self._codec, self._side_by_side, self._alone = codec, side_by_side, alone
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool) -> list[HeadOutputs]:
+        """Return the results of each encoding; see `Engine.run`."""
+        session = self._alone if alone else self._side_by_side
+        with self.adapters.using([encoding.adapter for encoding in batch]) as adapters:
+            asked = [
+                _own_request(encoding, one) for encoding, one in zip(batch, adapters, strict=True)
+            ]
+            others = [
+                encoding if request is None else replace(encoding, requests=_without(encoding, one))
+                for encoding, one, request in zip(batch, adapters, asked, strict=True)
+            ]
+            packed = self._codec.pack(others)
+            starts = packed.placement.starts.tolist()
+            rows = [
+                _rows(one, starts[i], starts[i + 1]) if request is not None else range(0)
+                for i, (one, request) in enumerate(zip(adapters, asked, strict=True))
+            ]
+            names = packed.outputs if packed.requests else []
+            feeds = packed.feeds | self.feeds(adapters)
+            feeds[adapter_section.HIDDEN_ROWS.name] = np.array(
+                [row for some in rows for row in some], np.int32
+            )
+            *outputs, hidden = session.run([*names, adapter_section.HIDDEN.name], feeds)
+            results = packed.unpack(dict(zip(names, outputs, strict=True)))
+            return self._with_heads(results, adapters, rows, hidden)
+
+    def feeds(self, adapters: Sequence[_Loaded | None]) -> Feeds:
+        """Return the graph's inputs about the adapter of each sequence."""
+        rank = max((one.rows.shape[2] for one in adapters if one is not None), default=0)
+        rows = np.zeros((2, self.adapters.layers, len(adapters), rank), np.int32)
+        for sequence, one in enumerate(adapters):
+            if one is not None:
+                rows[:, :, sequence, : one.rows.shape[2]] = one.rows
+        feeds: dict[str, NDArray[Any]] = {
+            adapter_section.table(width).name: table
+            for width, table in self.adapters.tables.items()
+        }
+        feeds[adapter_section.LAYER_ROWS_IN.name] = rows[0]
+        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows[1]
+        return feeds
+
+    @staticmethod
+    def _with_heads(
+        results: list[HeadOutputs],
+        adapters: Sequence[_Loaded | None],
+        rows: Sequence[range],
+        hidden: NDArray[np.float32],
+    ) -> list[HeadOutputs]:
+        """Return the results, with those of the adapters' heads."""
+        first, complete = 0, list(results)
+        for sequence, (one, some) in enumerate(zip(adapters, rows, strict=True)):
+            if one is None or one.head is None or not some:
+                continue
+            logits = one.head.logits(hidden[first : first + len(some)])
+            first += len(some)
+            per_sequence = one.head.name == _PER_SEQUENCE
+            result = ArrayResult(logits[0] if per_sequence else logits)
+            complete[sequence] = {**results[sequence], one.head.name: result}
+        return complete
+
+
+_PER_SEQUENCE = "sequence_classification"
+
+
+def _own_request(encoding: Encoding, one: _Loaded | None) -> HeadRequest | None:
+    """Return what a sequence asks of its adapter's head, if anything."""
+    return None if one is None or one.head is None else encoding.requests.get(one.head.name)
+
+
+def _without(encoding: Encoding, one: _Loaded | None) -> dict[str, HeadRequest]:
+    """Return the requests to heads of the base."""
+    own = one.head.name if one is not None and one.head is not None else ""
+    return {name: request for name, request in encoding.requests.items() if name != own}
+
+
+def _rows(one: _Loaded | None, start: int, end: int) -> range:
+    """Return the rows of a sequence that the head of its adapter reads."""
+    assert one is not None
+    assert one.head is not None
+    return range(start, start + 1 if one.head.name == _PER_SEQUENCE else end)

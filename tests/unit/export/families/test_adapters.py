@@ -1,0 +1,33 @@
+"""Graphs with adapters of every family, on all linear layers, beside torch with merged weights."""
+
+from pathlib import Path
+
+import pytest
+
+from cloze.export.adapters import ALL_LAYERS, AdaptedModel
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.errors import ExportError
+from cloze.export.graph_writer import GraphWriter
+from cloze.export.session import open_session
+from cloze.export.verify import GraphUnderTest
+from tests.unit.export.families.test_against_transformers import OWN, save
+
+REFUSED = {"deberta-v2"}
+"""Families whose graphs have constants that depend on queries and keys."""
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_graph_with_adapters_computes_what_torch_does(family: str, tmp_path: Path) -> None:
+    save(family, "masked_lm", tmp_path / "checkpoint")
+    checkpoint = load_checkpoint(str(tmp_path / "checkpoint"))
+    adapted = AdaptedModel.of(checkpoint.model, [ALL_LAYERS])
+    writer = GraphWriter(checkpoint.model, EmbeddingRecipe(), checkpoint.heads, tmp_path)
+    graph = writer.write(adapted=adapted.numbers)
+    session = open_session(tmp_path / graph.file, graph.layout)
+    spec = GraphUnderTest(graph, checkpoint, checkpoint.heads, 32).spec
+    if family in REFUSED:
+        with pytest.raises(ExportError, match=f"a {family} with adapters .* leave out --adapters"):
+            adapted.verify(session, spec, graph)
+    else:
+        assert adapted.verify(session, spec, graph) < 1e-5

@@ -16,10 +16,13 @@ from cloze.bench.http_client import Request, post
 from cloze.bench.load import closed_loop
 from cloze.bench.processes import RunningServer
 from cloze.bench.texts import make_texts, words_of
+from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.processor import int8_advantage
+from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
+from tests.unit.export.families.test_against_transformers import save
 
 TOKENS = 1_000_000
 
@@ -114,6 +117,58 @@ def test_the_largest_requests_at_once_stay_under_the_documented_memory(
         after = peaks_mb(server.process.pid)
     growth = {pid: after[pid] - before[pid] for pid in after}
     assert max(growth.values()) < most_mb, growth
+
+
+LONG_TEXTS = {
+    "modernbert-2048": ("modernbert", 2048, 140),
+    "deberta-v2-512": ("deberta-v2", 512, 250),
+    "modernbert-8192": ("modernbert", 8192, 560),
+}
+"""Family, the most tokens of a text, and the most MB that two requests of one text each may add.
+
+The models have 12 heads. Without windows, the scores of one layer would be 192 MB for 2,048 tokens,
+and 3 GB for 8,192. Each request may run in a session of its own, which keeps its memory.
+"""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if "8192" in name else ()) for name in LONG_TEXTS]
+)
+def test_the_longest_text_of_a_family_needs_little_memory(name: str, tmp_path: Path) -> None:
+    """ModernBERT's grows with the length, not with its square."""
+    family, tokens, most_mb = LONG_TEXTS[name]
+    sizes = {"hidden_size": 48, "num_attention_heads": 12, "max_position_embeddings": tokens}
+    own = {"local_attention": 128} if family == "modernbert" else {"position_buckets": 256}
+    save(family, "masked_lm", tmp_path / "checkpoint", **sizes, **own)
+    bundle = export(str(tmp_path / "checkpoint"), family, Store(tmp_path / "store"))
+    tokenizer = Tokenizer(bundle)
+    mask = f"{bundle.manifest.tokenizer.mask_token} "
+    unit, masks = len(tokenizer.ids([WORDS])[0]), len(tokenizer.ids([mask])[0])
+    text = mask + WORDS * ((tokens - 2 - masks) // unit)
+    bodies = {
+        "/embed": {"long_text": "error", "return_usage": True},
+        "/fill-mask": {"parameters": {"long_text": "error", "return_usage": True}},
+    }
+    patience = {
+        "CLOZE_REQUEST_TIMEOUT_MS": "120000",
+        "CLOZE_MAX_QUEUE_WAIT_MS": "60000",
+        "CLOZE_STALL_TIMEOUT_MS": "60000",  # the rate is measured with one short text
+    }
+    with running_server(tmp_path / "store", **patience) as server:
+
+        def ask(text: str) -> list[int]:
+            answers = [
+                httpx.post(server.url + route, json={"inputs": text} | body, timeout=150)
+                for route, body in bodies.items()
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+            return [answer.json()["usage"][0]["used"] for answer in answers]
+
+        ask(mask + WORDS)
+        before = peaks_mb(server.process.pid)[server.process.pid]
+        assert min(ask(text)) > 0.9 * tokens
+        growth = peaks_mb(server.process.pid)[server.process.pid] - before
+    assert growth < most_mb
 
 
 def peaks_mb(pid: int) -> dict[int, float]:

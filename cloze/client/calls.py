@@ -183,6 +183,7 @@ def qa(
 def classify(
     texts: str | Pair | Sequence[str | Pair],
     *,
+    label_set: str | None = None,
     top_k: int | None = None,
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None,
     long_text: LongText | None = None,
@@ -193,14 +194,21 @@ def classify(
     Args:
         texts: a text, a pair of texts as a tuple, or a list of these. A list of two texts is two
             texts, and a tuple of two texts is one pair.
+        label_set: one of the model's label sets; None selects the first.
         top_k: number of labels per text; None selects all.
         function_to_apply: function from logits to scores; None selects the model's.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
     """
     inputs = texts_or_pairs_of("classify", texts)
-    read, options = partial(results, Label), {"top_k": top_k, "long_text": long_text}
     return json_call(
-        "/classify", inputs, read, model, function_to_apply=function_to_apply, **options
+        "/classify",
+        inputs,
+        partial(results, Label),
+        model,
+        label_set=label_set,
+        top_k=top_k,
+        function_to_apply=function_to_apply,
+        long_text=long_text,
     )
 
 
@@ -239,6 +247,7 @@ def token_classification(
     texts: str | Sequence[str],
     *,
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None,
+    label_set: str | None = None,
     stride: int | None = None,
     long_text: LongText | None = None,
     model: str | None = None,
@@ -247,6 +256,7 @@ def token_classification(
 
     Args:
         aggregation_strategy: how tokens form entities; None selects "simple".
+        label_set: one of the model's label sets; None selects the first.
         stride: number of tokens that neighbouring windows of a long text share; None cuts it.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
     """
@@ -260,6 +270,7 @@ def token_classification(
         read,
         model,
         aggregation_strategy=aggregation_strategy,
+        label_set=label_set,
         stride=stride,
         long_text=long_text,
     )
@@ -273,6 +284,7 @@ def redact(
     min_score: float | None = None,
     region: str | None = None,
     across_texts: bool | None = None,
+    label_set: str | None = None,
     model: str | None = None,
 ) -> Call[list[Redaction]]:
     """Return each text with placeholders in the place of its entities.
@@ -283,6 +295,7 @@ def redact(
         min_score: least score of an entity that is replaced.
         region: country of telephone numbers without +, in two letters.
         across_texts: whether a name has the same number in all texts of one request.
+        label_set: one of the model's label sets; None selects the first.
     """
 
     def read(item: Mapping[str, Any]) -> Redaction:
@@ -298,6 +311,7 @@ def redact(
         min_score=min_score,
         region=region,
         across_texts=across_texts,
+        label_set=label_set,
     )
 
 

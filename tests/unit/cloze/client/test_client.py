@@ -154,11 +154,11 @@ def test_answers_of_one_and_of_several() -> None:
 def test_labels_of_texts_and_pairs() -> None:
     recorded = answering([[{"label": "x", "score": 0.5}]] * 2)
     assert (
-        recorded.client.classify(["a", ("b", "c")], function_to_apply="none")
+        recorded.client.classify(["a", ("b", "c")], label_set="s", function_to_apply="none")
         == [[Label("x", 0.5)]] * 2
     )
     assert recorded.bodies[0]["inputs"] == ["a", {"text": "b", "text_pair": "c"}]
-    assert recorded.bodies[0]["parameters"] == {"function_to_apply": "none"}
+    assert recorded.bodies[0]["parameters"] == {"label_set": "s", "function_to_apply": "none"}
     recorded = answering([[]])
     recorded.client.classify(("b", "c"))
     assert recorded.bodies[0]["inputs"] == [{"text": "b", "text_pair": "c"}]
@@ -170,9 +170,9 @@ def test_entities_of_groups_and_of_tokens() -> None:
     recorded = answering(
         [[place | {"entity_group": "PER"}, place | {"entity": "B-PER", "index": 1}]]
     )
-    result = recorded.client.token_classification("a", aggregation_strategy="none", stride=2)
+    result = recorded.client.token_classification("a", label_set="s", stride=2)
     assert result == [[Entity("PER", 0.5, "w", 1, 2), Entity("B-PER", 0.5, "w", 1, 2)]]
-    assert recorded.bodies[0]["parameters"] == {"aggregation_strategy": "none", "stride": 2}
+    assert recorded.bodies[0]["parameters"] == {"label_set": "s", "stride": 2}
     assert recorded.requests[0].url.path == "/token-classification"
 
 

@@ -314,10 +314,10 @@ class _Dispatcher:
         if len(served) == 1:
             return served[0]
         addresses = " or ".join(task.route for task in _CLASSIFYING)
-        kinds = "both" if served else "neither"
+        kinds = "both of them are" if served else "neither of them is"
         raise InvalidRequest(
-            f"without a mask and with parameters may be for {addresses}, and {kinds} of them "
-            "is served; send the request to the route of its task",
+            f"without a mask and with parameters may be for {addresses}, and {kinds} "
+            "served; send the request to the route of its task",
             INPUTS,
         )
 

@@ -261,7 +261,7 @@ def test_bodies_that_fit_no_task(service: Service) -> None:
     assert (status, message) == (
         422,
         "inputs without a mask and with parameters may be for /classify or "
-        "/token-classification, and both of them is served; send the request to the route of its "
+        "/token-classification, and both of them are served; send the request to the route of its "
         "task",
     )
     assert refused(service.post("/", {}))[1] == "inputs: Field required"

@@ -19,6 +19,7 @@ from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.distill import Distillation, check_lengths
 from cloze.export.train.documents import fingerprint
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.factors import fit_masked_lm, with_rank
 from cloze.export.train.importance import choose, importance, without_others
 from cloze.export.train.loop import train
@@ -133,6 +134,9 @@ def prune(source: str, files: list[Path], recipe: PruneRecipe, options: RunOptio
         ExportError: the checkpoint cannot be loaded.
     """
     job = _open(source, files, recipe, options)
+    if recipe.next_sentence and job.whole.model.next_sentence is not None:
+        pairs = recipe.pretraining.model_copy(update={"sentence": SentenceObjective.NSP})
+        job = replace(job, recipe=recipe.model_copy(update={"pretraining": pairs}))
     sizes = job.whole.model.config
     if not FAMILIES[sizes.family].is_prunable:
         raise TrainError(f"a {sizes.family} cannot be pruned: its layers do not have own sizes")

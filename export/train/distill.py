@@ -122,7 +122,8 @@ class Distillation(nn.Module):
         """Return the weighted sum of the losses, and figures.
 
         The losses are: soft targets at the chosen tokens, masked tokens, the cosine distance of
-        every real token's hidden states and, if the recipe asks, that of the sentence embeddings.
+        every real token's hidden states, the divergence of the next-sentence probabilities in a
+        batch of pairs and, if the recipe asks, the cosine distance of the sentence embeddings.
         """
         teacher, recipe = self._teacher[0], self._recipe
         assert self.model.masked_lm is not None
@@ -157,10 +158,23 @@ class Distillation(nn.Module):
         )
         agreement = (logits.argmax(1) == teacher_logits.argmax(1)).float().mean()
         figures |= {"soft_loss": soft_loss, "cosine_loss": cosine_loss, "agreement": agreement}
+        if len(batch.next_labels):
+            sentence_loss = figures["sentence_loss"] = self._sentence_loss(hidden, teacher_hidden)
+            loss = loss + sentence_loss
         if self._kept_embeddings is not None:
             cosine = figures["embedding_cosine"] = self._kept_embeddings.cosine(self.model, batch)
             loss = loss + recipe.pretraining.embedding_weight * (1 - cosine)
         return loss, figures
+
+    def _sentence_loss(self, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+        """Return the divergence of the next-sentence probabilities from the teacher's, in nats."""
+        student, teacher = self.model.next_sentence, self._teacher[0].next_sentence
+        assert student is not None
+        assert teacher is not None
+        with torch.no_grad():
+            expected = teacher(teacher_hidden[:, 0]).float().log_softmax(-1)
+        actual = student(hidden[:, 0]).float().log_softmax(-1)
+        return F.kl_div(actual, expected, reduction="batchmean", log_target=True)
 
 
 def distill(

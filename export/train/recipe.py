@@ -357,6 +357,11 @@ class PruneRecipe(DistillRecipe):
     importance_batches: Count = 16
     """Batches of the first phase over which importance is summed."""
 
+    next_sentence: bool = True
+    """Learn from pairs of texts, and also the whole model's probabilities of the next sentence, if
+    the checkpoint has that head.
+    """
+
 
 class FactoriseRecipe(DistillRecipe):
     """``cloze train factorise``."""

@@ -30,6 +30,7 @@ from cloze.export.train.importance import (
     layers_of,
     without_others,
 )
+from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import (
     DistilledText,
     FactoriseRecipe,
@@ -220,6 +221,20 @@ def test_a_pruned_checkpoint_becomes_a_smaller_bundle(
     weights_of = [bundle.path.joinpath("weights.bin").stat().st_size for bundle in (whole, small)]
     assert weights_of[1] < weights_of[0]
     assert b"layer_heads" not in whole.path.joinpath("manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_pruned_model_learns_the_next_sentence_of_the_whole_one(
+    checkpoints: dict[str, Path], stories: Path, tmp_path: Path, learns: bool
+) -> None:
+    recipe = short(PruneRecipe, importance_batches=1, next_sentence=learns)
+    folder = prune(str(checkpoints["bert"]), [stories], recipe, run_options(tmp_path / "run"))
+    before, after = (load_checkpoint(str(f)).model for f in (checkpoints["bert"], folder))
+    assert before.next_sentence is not None
+    assert after.next_sentence is not None
+    weights = zip(before.next_sentence.parameters(), after.next_sentence.parameters(), strict=True)
+    assert [torch.equal(one, other) for one, other in weights] == [not learns] * 4
+    assert ("held_out_sentence_loss" in read_log(tmp_path / "run")[-1]) is learns
 
 
 def test_a_student_of_a_pruned_teacher_has_the_sizes_of_the_layers_that_it_keeps() -> None:

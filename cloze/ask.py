@@ -174,7 +174,7 @@ def ask(
       cloze ask fill-mask "Paris is the [MASK] of France."
       cloze ask classify "I love it" "I do not"
       cloze ask classify --pair "A man sleeps." "Somebody rests."
-      cloze ask zero-shot-classification "The room was loud." --label hotels --label sport
+      cloze ask zero-shot-classification "The team won the final." --label sport --label politics
       cloze ask redact "Ada Lovelace, ada@example.org" --pattern EMAIL
       cloze ask qa "Who died?" "The king was dead."
       cloze ask similarity "The king was dead." "The old king died." "A ship left."

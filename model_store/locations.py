@@ -12,7 +12,7 @@ from cloze.model_store.installation import DISTRIBUTION
 
 SHIPPED_ROOT = Path(__file__).resolve().parent / "bundles"
 
-SHIPPED_NAMES = ("cloze-bert", "cloze-bert-qa", "cloze-distilbert")
+SHIPPED_NAMES = ("cloze-bert", "cloze-bert-tasks", "cloze-distilbert")
 """The bundles that the package ships, in the order in which they are the default of a task."""
 
 

@@ -181,7 +181,10 @@ def cpu_image() -> Iterator[str]:
 def every_task_store(
     tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
 ) -> Path:
-    """A store with a model of every task; the model of the examples has most of them."""
+    """A store with a model of every task; the model of the examples has most of them.
+
+    The classifier has two of the label sets of a default model.
+    """
     from transformers import BertForSequenceClassification, BertForTokenClassification
 
     from cloze.export.publish import ExportOptions, export
@@ -189,17 +192,24 @@ def every_task_store(
     from tests import tiny
 
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
-    for kind, model, labels in (
-        (
-            "bert-classifier",
-            BertForSequenceClassification,
-            ["contradiction", "neutral", "entailment"],
-        ),
-        ("bert-tagger", BertForTokenClassification, ["O", "B-PER", "I-PER"]),
+    single = {"problem_type": "single_label_classification"}
+    inference = {"labels": ["contradiction", "neutral", "entailment"], **single}
+    sets = {
+        "sequence_classification": {
+            "name": "sentiment",
+            "labels": ["negative", "positive"],
+            "further": [{"name": "inference", **inference}],
+            **single,
+        }
+    }
+    for kind, model, labels, settings in (
+        ("bert-classifier", BertForSequenceClassification, list("abcde"), {"cloze_heads": sets}),
+        ("bert-tagger", BertForTokenClassification, ["O", "B-PER", "I-PER"], {}),
     ):
         tiny.CLASSES[kind] = model
         named = dict(enumerate(labels))
-        export(str(tiny.save_checkpoint(folder / kind, kind, id2label=named)), kind, Store(root))
+        checkpoint = tiny.save_checkpoint(folder / kind, kind, id2label=named, **settings)
+        export(str(checkpoint), kind, Store(root))
     tasks = ("fill-mask", "nsp", "embed", "embed-all", "embed-layers", "sparse")
     most = ExportOptions(tasks=tasks)
     export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)

@@ -43,7 +43,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    models = ("--model", "cloze-bert-qa", "--model", "cloze-bert")
+    models = ("--model", "cloze-bert-tasks", "--model", "cloze-bert")
     patience = {"CLOZE_REQUEST_TIMEOUT_MS": "120000"}  # a busy machine needs longer than 30 s
     with running_server(DEFAULT_ROOT, *models, **RETURNING_MEMORY, **patience) as running:
         httpx.get(f"{running.url}/openapi.json").raise_for_status()

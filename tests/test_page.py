@@ -25,7 +25,7 @@ Browse = Callable[[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """The default models, which have no classes and no entities."""
+    """The default models, which serve every panel."""
     with running_server(DEFAULT_ROOT) as server:
         yield server
 
@@ -49,16 +49,22 @@ def panels(browse: Browse, server: Server) -> dict[str, Any]:
     return browse("panels", server.url)
 
 
-def test_every_panel_answers_or_says_what_it_needs(panels: dict[str, Any]) -> None:
-    for panel in ("token-classification", "text-classification"):
-        assert f"No served model does {panel}." in panels["text"][panel]
-        assert f"cloze export CHECKPOINT --name NAME --task {panel}" in panels["text"][panel]
-    for panel in ("fill-mask", "embed", "nsp", "qa", "score"):
-        text = panels["text"][panel]
+def test_every_panel_answers(panels: dict[str, Any]) -> None:
+    assert len(panels["text"]) == 10
+    for text in (panels["text"][panel] for panel in panels["text"].keys() - {"live"}):
         assert "Answer" in text
         assert "ms in the browser. In the server: tokenizing" in text
         assert "curl http" in text
         assert "from cloze.client import Client" in text
+
+
+def test_a_panel_says_what_it_needs(browse: Browse, tiny_store: Path) -> None:
+    with running_server(tiny_store) as server:
+        seen = browse("needs", server.url)
+    assert len(seen) == 2
+    for panel, text in seen.items():
+        assert f"No served model does {panel}." in text
+        assert f"cloze export CHECKPOINT --name NAME --task {panel}" in text
 
 
 def test_the_page_is_accessible(panels: dict[str, Any]) -> None:
@@ -112,19 +118,24 @@ def test_answers_are_those_of_the_routes(browse: Browse, server: Server) -> None
     assert "".join(seen["tokens"]) == "Heopenedthedoorandwalkedintothesky."
 
 
-def test_entities_and_classes(browse: Browse, every_task: Server) -> None:
-    seen = browse("labels", every_task.url)
+def test_entities_and_classes(browse: Browse, server: Server) -> None:
+    seen = browse("labels", server.url)
     assert seen["messages"] == []
-    text = "Ada Lovelace was born in London."
-    entities = httpx.post(f"{every_task.url}/token-classification", json={"inputs": text}).json()
-    assert entities, "the tagger finds something in this text"
-    expected = [(text[e["start"] : e["end"]], e["entity_group"]) for e in entities]
-    for shown, (word, kind) in zip(seen["entities"], expected, strict=True):
-        assert shown.startswith(f"{word}{kind}")
-    classes = httpx.post(
-        f"{every_task.url}/classify", json={"inputs": "The room was loud and the staff unfriendly."}
-    ).json()[0]
-    assert seen["classes"] == [label["label"] for label in classes]
+    for shown, expected in zip(seen["entities"], ("Ada LovelacePER ", "LondonLOC "), strict=True):
+        assert shown.startswith(expected)
+    assert (seen["classes"][0], len(seen["classes"])) == ("negative", 3)
+    body = {
+        "inputs": "Book a table for two at eight.",
+        "parameters": {"label_set": "intents", "top_k": 2},
+    }
+    [labels] = httpx.post(f"{server.url}/classify", json=body).json()
+    assert seen["intents"] == [each["label"] for each in labels]
+    # The shown commands repeat the request.
+    for command in (seen["code"][0], [sys.executable, "-c", seen["code"][1]]):
+        done = subprocess.run(
+            command, shell=isinstance(command, str), capture_output=True, text=True, check=True
+        )
+        assert seen["intents"][0] in done.stdout
 
 
 def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse, server: Server) -> None:

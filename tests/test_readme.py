@@ -30,7 +30,15 @@ def default_server() -> Iterator[Server]:
 
 
 def test_there_is_an_example_of_each_task() -> None:
-    assert [route for route, _, _ in EXAMPLES] == ["/embed", "/fill-mask", "/nsp", "/qa"]
+    assert [route for route, _, _ in EXAMPLES] == [
+        "/embed",
+        "/fill-mask",
+        "/nsp",
+        "/qa",
+        "/classify",
+        "/token-classification",
+        "/zero-shot-classification",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_memory_returns(serve: Start, tmp_path: Path) -> None:
 
     The first size may count a model that was just replaced, but no more.
     """
-    sources = [DEFAULT_ROOT / name for name in ("cloze-bert", "cloze-bert-qa")]
+    sources = [DEFAULT_ROOT / name for name in ("cloze-bert", "cloze-bert-tasks")]
     store = tmp_path / "store"
     store.mkdir()
     (store / sources[1].name).symlink_to(sources[1])
@@ -417,7 +417,7 @@ def test_refused_reloads_leave_no_memory(tmp_path: Path) -> None:
     """In one process: a model of 26 MB opens five times, and the next one fails."""
     store = tmp_path / "store"
     store.mkdir()
-    (store / "cloze-bert-qa").symlink_to(DEFAULT_ROOT / "cloze-bert-qa")
+    (store / "cloze-bert-tasks").symlink_to(DEFAULT_ROOT / "cloze-bert-tasks")
     with start()(store) as server:
         add_good_and_wrong(store, DEFAULT_ROOT / "cloze-bert" / "1")
         reload(server, 409)

@@ -26,7 +26,7 @@ from tests.serving import bare_environment, running_server
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
-SHIPPED = ["cloze-bert", "cloze-bert-qa", "cloze-distilbert"]
+SHIPPED = ["cloze-bert", "cloze-bert-tasks", "cloze-distilbert"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,9 +140,16 @@ export const PANELS = [
     task: "text-classification",
     title: "Classes",
     route: "/classify",
-    fields: [{ name: "text", label: "Text", value: "The room was loud and the staff unfriendly.", rows: 4 }],
-    body: ({ text }) => ({ inputs: text }),
-    python: ({ text }) => `client.classify(${python(text)})`,
+    fields: [
+      { name: "text", label: "Text", value: "The room was loud and the staff unfriendly.", rows: 4 },
+      { name: "top", label: "Labels", value: "5", kind: "number" },
+      { name: "set", label: "Label set, if not the first", value: "", kind: "text" },
+    ],
+    body: ({ text, top, set }) => ({
+      inputs: text, parameters: { top_k: Number(top), ...(set && { label_set: set }) },
+    }),
+    python: ({ text, top, set }) =>
+      `client.classify(${python(text)}, top_k=${Number(top)}${set && `, label_set=${python(set)}`})`,
     show: ([labels]) => [bars(labels.map(({ label, score }) => ({ name: label, share: score })))],
   },
   {
@@ -151,8 +158,8 @@ export const PANELS = [
     title: "Own labels",
     route: "/zero-shot-classification",
     fields: [
-      { name: "text", label: "Text", value: "The room was loud and the staff unfriendly.", rows: 4 },
-      { name: "labels", label: "Labels, one per line", value: "hotels\nsport\npolitics", rows: 4 },
+      { name: "text", label: "Text", value: "The parliament passed the law.", rows: 4 },
+      { name: "labels", label: "Labels, one per line", value: "politics\nsport\ncooking", rows: 4 },
     ],
     body: ({ text, labels }) => ({ inputs: text, parameters: { candidate_labels: lines(labels) } }),
     python: ({ text, labels }) => `client.zero_shot_classification(${python(text)}, ${python(lines(labels))})`,

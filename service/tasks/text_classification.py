@@ -191,9 +191,9 @@ TASK: Final = Task(
     scores=_scores,
     examples={
         "One text": {"inputs": "The room was loud and the staff unfriendly."},
-        "A pair, its best label": {
+        "A pair, its best label of one of several sets": {
             "inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
-            "parameters": {"top_k": 1},
+            "parameters": {"label_set": "inference", "top_k": 1},
         },
     },
 )

@@ -271,8 +271,8 @@ TASK: Final = Task(
     scores=lambda *_: "probability",
     examples={
         "One text": {
-            "inputs": "The room was loud and the staff unfriendly.",
-            "parameters": {"candidate_labels": ["hotels", "sport", "politics"]},
+            "inputs": "The parliament passed the law.",
+            "parameters": {"candidate_labels": ["politics", "sport", "cooking"]},
         },
         "Several labels may fit": {
             "inputs": ["The room was loud and the staff unfriendly."],

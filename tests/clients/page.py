@@ -18,7 +18,9 @@ PANELS = (
     "nsp",
     "qa",
     "token-classification",
+    "redact",
     "text-classification",
+    "zero-shot-classification",
     "score",
     "live",
 )
@@ -106,18 +108,27 @@ def answers(browser: Browser, address: str) -> dict[str, Any]:
 
 
 def labels(browser: Browser, address: str) -> dict[str, Any]:
-    """The panels that the default models have nothing for."""
+    """The entities of a text, its labels, and those of another label set."""
     watched = Watched(browser)
     page = watched.open(address, "token-classification")
-    entities = page.locator("mark").all_inner_texts()
-    text = page.inner_text("p.text") if entities else page.inner_text("main")
+    seen = {"entities": page.locator("mark").all_inner_texts()}
     page = watched.open(address, "text-classification")
-    seen = {
-        "entities": entities,
-        "text": text,
-        "classes": page.locator(".bars .name").all_inner_texts(),
-    }
+    names = page.locator(".bars .name")
+    seen["classes"] = names.all_inner_texts()
+    page.get_by_label("Label set").fill("intents")
+    page.get_by_label("Labels", exact=True).fill("2")
+    page.get_by_label("Text", exact=True).fill("Book a table for two at eight.")
+    page.get_by_role("button", name="Ask").click()
+    expect(names).to_have_count(2)
+    seen["intents"], seen["code"] = names.all_inner_texts(), page.locator("pre").all_inner_texts()
     return seen | {"messages": watched.messages}
+
+
+def needs(browser: Browser, address: str) -> dict[str, Any]:
+    """What the page says of tasks that no model serves."""
+    watched = Watched(browser)
+    panels = ("token-classification", "text-classification")
+    return {panel: watched.open(address, panel).inner_text("main") for panel in panels}
 
 
 def mistakes(browser: Browser, address: str) -> dict[str, Any]:
@@ -229,7 +240,18 @@ def docs(browser: Browser, address: str) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
     function.__name__: function
-    for function in (panels, layout, answers, labels, mistakes, overload, live, pictures, docs)
+    for function in (
+        panels,
+        layout,
+        answers,
+        labels,
+        needs,
+        mistakes,
+        overload,
+        live,
+        pictures,
+        docs,
+    )
 }
 
 if __name__ == "__main__":

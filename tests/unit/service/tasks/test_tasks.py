@@ -11,6 +11,8 @@ from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import PreparedRequest, Task, TaskLimits
 from tests.unit.service.tasks.model import context
 
+LABELLED = {"labels": ["a", "b", "c"], "problem_type": "single_label_classification"}
+INFERENCE = {"name": "inference", **LABELLED}
 WIDE = context(
     TaskLimits(
         max_tokens=128,
@@ -23,6 +25,8 @@ WIDE = context(
     limits={"max_tokens": 128},
     architecture=context().manifest.architecture.model_dump() | {"max_positions": 128},
     embedding=context().manifest.embedding.model_dump() | {"max_tokens": 128},  # type: ignore[union-attr]
+    heads=context().manifest.model_dump(mode="json")["heads"]
+    | {"sequence_classification": {"name": "sentiment", "further": [INFERENCE], **LABELLED}},
 )
 
 

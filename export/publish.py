@@ -228,26 +228,26 @@ def _write_graphs(job: _Job, folder: Path, report: Report) -> _WrittenGraphs:
         tasks = ", ".join(head.task for head in job.heads)
         report(f"writing the {precision} graph for {tasks} and comparing it with torch")
         graphs[precision] = writer.write(precision)
-    return _WrittenGraphs(graphs, _write_adapted(job, folder, writer, report))
+    if job.adapted is None:
+        return _WrittenGraphs(graphs, None)
+    return _WrittenGraphs(graphs, _write_adapted(job, job.adapted, folder, writer, report))
 
 
 def _write_adapted(
-    job: _Job, folder: Path, writer: GraphWriter, report: Report
-) -> AdapterSupport | None:
-    """Write and verify the graphs that take adapters; None: the export asks for none."""
-    if job.adapted is None:
-        return None
+    job: _Job, adapted: AdaptedModel, folder: Path, writer: GraphWriter, report: Report
+) -> AdapterSupport:
+    """Write and verify the graphs that take adapters."""
     graphs = {}
     for precision in (Precision.FP32, *job.options.lower_precisions):
         if precision not in ADAPTED_FILES:
             continue
-        graph = writer.write(precision, job.adapted.numbers)
+        graph = writer.write(precision, adapted.numbers)
         session = open_session(folder / graph.file, graph.layout)
         subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
-        error = job.adapted.verify(session, subject.spec, graph)
+        error = adapted.verify(session, subject.spec, graph)
         report(f"the {precision} graph with adapters differs from torch by {error:.1e} at most")
         graphs[precision] = graph
-    return job.adapted.describe(graphs, folder)
+    return adapted.describe(graphs, folder)
 
 
 def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:

@@ -124,6 +124,11 @@ class AdapterQueue:
         self._forget(self._key)
 
 
+def with_engines(bundles: Iterable[Bundle]) -> list[Bundle]:
+    """Return the bundles that have an engine of their own: all but adapters."""
+    return [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
+
+
 def open_adapters(folders: Sequence[Path], bundles: Sequence[Bundle]) -> list[AdapterBundle]:
     """Read and check adapters, each for the served bundle that takes it.
 

@@ -12,7 +12,13 @@ from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.service.adapters import AdapterBundle, AdapterQueue, AdapterRegistry, open_adapters
+from cloze.service.adapters import (
+    AdapterBundle,
+    AdapterQueue,
+    AdapterRegistry,
+    open_adapters,
+    with_engines,
+)
 from cloze.service.batching.admission import Activity, SchedulerLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler
@@ -171,8 +177,8 @@ class LocalModels:
         for bundle in bundles:
             if isinstance(bundle, AdapterBundle) and bundle.base.manifest.reference not in kept:
                 kept.pop(bundle.manifest.reference, None)
-        own_weights = [one for one in bundles if not isinstance(one, AdapterBundle)]
-        check_memory(own_weights, memory_limit(), self._settings.device, self._settings.precision)
+        own, settings = with_engines(bundles), self._settings
+        check_memory(own, memory_limit(), settings.device, settings.precision)
         models = dict(kept)
         try:
             for bundle in bundles:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import first_line
+from cloze.service.adapters import with_engines
 from cloze.service.core import Device, Engine, RequestedPrecision
 from cloze.service.graph_choice import check_memory, memory_limit
 from cloze.service.logs import start_logging
@@ -73,8 +74,9 @@ def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactor
     Raises:
         StartupError: an engine does not open, or the memory cannot suffice.
     """
-    check_memory(bundles, memory_limit(), settings.device, settings.precision)
-    opened = {b.manifest.reference: make(b, settings.device, settings.precision) for b in bundles}
+    own = with_engines(bundles)
+    check_memory(own, memory_limit(), settings.device, settings.precision)
+    opened = {b.manifest.reference: make(b, settings.device, settings.precision) for b in own}
 
     def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:
         early = opened.pop(bundle.manifest.reference, None)

@@ -12,6 +12,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,12 @@ def processor_seconds(run: Callable[[], object]) -> float:
     return time.thread_time() - before
 
 
+def run_apart(engine: OnnxEngine, batch: list[Encoding]) -> None:
+    """Run each sequence of a batch alone."""
+    for encoding in batch:
+        engine.run([encoding])
+
+
 def main() -> None:
     """Measure, and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -94,8 +101,7 @@ def main() -> None:
     assert loaded is not None
     own = random_adapter(support, options.rank, 0).size
     for number in range(max(COUNTS)):
-        adapter = random_adapter(support, options.rank, number)
-        loaded.add(f"adapter-{number}", lambda adapter=adapter: adapter)
+        loaded.add(f"adapter-{number}", partial(random_adapter, support, options.rank, number))
     engine.run(encodings(head, 1, 16, 0))
     start = resident_bytes()
     print(
@@ -112,10 +118,10 @@ def main() -> None:
         plain = encodings(head, count, tokens, 0)
         adapted = encodings(head, count, tokens, 100)
         ways: list[Callable[[], object]] = [
-            lambda batch=plain: engine.run(batch),
-            lambda batch=adapted: engine.run(batch),
-            lambda batch=adapted: [engine.run([one]) for one in batch],
-            lambda batch=plain: [engine.run([one]) for one in batch],
+            partial(engine.run, plain),
+            partial(engine.run, adapted),
+            partial(run_apart, engine, adapted),
+            partial(run_apart, engine, plain),
         ]
         seconds = np.median([[processor_seconds(way) for way in ways] for _ in range(TURNS)], 0)
         ratios = " | ".join(f"{one / seconds[0]:.2f}" for one in seconds[1:])

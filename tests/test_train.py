@@ -50,7 +50,7 @@ from cloze.export.evaluation.stereotypes import (
     read_stereotypes,
     stereotype_preference,
 )
-from cloze.export.heads import SPAN
+from cloze.export.heads import NEXT_SENTENCE, SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average
@@ -1080,6 +1080,24 @@ def test_an_average_is_the_mean_of_the_weights(trained: Path, tmp_path: Path) ->
     assert not (folder / "modules.json").exists()
     _, report = theirs(folder, BertForQuestionAnswering)
     assert not report["missing_keys"]
+
+
+def test_an_average_keeps_the_heads_that_only_the_first_checkpoint_has(
+    trained: Path, tmp_path: Path
+) -> None:
+    checkpoint = load_checkpoint(str(trained))
+    for seed, heads in enumerate(([SPAN], [SPAN, NEXT_SENTENCE])):
+        model = start_from(checkpoint, heads, dropout=0.0, seed=seed)
+        save_checkpoint(model, checkpoint.tokenizer, tmp_path / str(len(heads)))
+    with pytest.raises(TrainError, match="other sizes or other heads"):
+        average([str(tmp_path / "1"), str(tmp_path / "2")], tmp_path / "average")
+    folder = average([str(tmp_path / "2"), str(tmp_path / "1")], tmp_path / "average")
+    one, two, mean = (
+        load_file(each / "model.safetensors") for each in (tmp_path / "1", tmp_path / "2", folder)
+    )
+    for name, tensor in two.items():
+        torch.testing.assert_close(mean[name], (tensor + one.get(name, tensor)) / 2)
+    assert {"qa_outputs.weight", "cls.seq_relationship.weight"} <= mean.keys()
 
 
 def test_only_checkpoints_of_one_kind_have_an_average(trained: Path, tmp_path: Path) -> None:

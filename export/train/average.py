@@ -20,6 +20,10 @@ from cloze.export.train.save import save_checkpoint
 def average(sources: Sequence[str], folder: Path, license_name: str | None = None) -> Path:
     """Write the mean of the weights of two or more checkpoints as a new checkpoint.
 
+    It has the heads of the first one. Each weight is the mean over the checkpoints that have it, so
+    the mean of a fine-tuned model and the one that it started from (Wortsman et al. 2022, "Robust
+    fine-tuning of zero-shot models") keeps the heads that only the first one has.
+
     Args:
         license_name: its licence; None: the one that all checkpoints name, if they do.
 
@@ -27,8 +31,8 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
         The folder.
 
     Raises:
-        TrainError: there is only one checkpoint; or they differ in their sizes, heads, labels or
-            tokens; or they have dense layers after their pooling.
+        TrainError: there is only one checkpoint; or one has a head that the first one lacks; or they
+            differ in their sizes, labels or tokens; or have dense layers after their pooling.
         ExportError: a checkpoint cannot be loaded.
     """
     if len(sources) < 2:
@@ -38,19 +42,21 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
     if first.recipe.steps:
         raise TrainError(f"{sources[0]} has dense layers after its pooling, which are not averaged")
     vocabulary = first.tokenizer.tokenizer.get_vocab()
-    sums = {name: tensor.double() for name, tensor in first.model.state_dict().items()}
+    given = {name: [tensor.double()] for name, tensor in first.model.state_dict().items()}
     for source, other in zip(sources[1:], others, strict=True):
         weights = other.model.state_dict()
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        if shapes != {name: tensor.shape for name, tensor in sums.items()}:
+        if any(
+            name not in given or tensor.shape != given[name][0].shape
+            for name, tensor in weights.items()
+        ):
             raise TrainError(f"{source} has other sizes or other heads than {sources[0]}")
-        if other.model.options != first.model.options:
+        if not other.model.options.items() <= first.model.options.items():
             raise TrainError(f"{source} has other labels than {sources[0]}")
         if other.tokenizer.tokenizer.get_vocab() != vocabulary:
             raise TrainError(f"{source} has another vocabulary than {sources[0]}")
         for name, tensor in weights.items():
-            sums[name] += tensor
-    means = {name: (tensor / len(sources)).float() for name, tensor in sums.items()}
+            given[name].append(tensor.double())
+    means = {name: torch.stack(tensors).mean(0).float() for name, tensors in given.items()}
     first.model.load_state_dict(means)
     embeds = EMBEDDING in {head.name for head in first.default_heads}
     recipe = first.recipe if embeds else None

@@ -31,8 +31,8 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
         The folder.
 
     Raises:
-        TrainError: there is only one checkpoint; or one has a head that the first one lacks; or they
-            differ in their sizes, labels or tokens; or have dense layers after their pooling.
+        TrainError: there is only one checkpoint; or one has a head that the first one lacks; or
+            they differ in their sizes, labels or tokens; or have dense layers after their pooling.
         ExportError: a checkpoint cannot be loaded.
     """
     if len(sources) < 2:

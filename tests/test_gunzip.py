@@ -56,6 +56,8 @@ def content_of(data: bytes) -> bytes:
         (extra(20), b""),
         (stored(MB), b""),
     ],
+    # Names of the cases, since a member's bytes hold the time at which it was made.
+    ids=["nothing", "empty", "one", "four", "most", "large", "named", "extra", "stored"],
 )
 def test_the_content_is_that_of_all_members(data: bytes, content: bytes) -> None:
     assert content_of(data) == content

@@ -65,12 +65,15 @@ _SMALL_FILES = (
     "sparse_linear.pt",
     "README.md",
     "adapter_config.json",
-    "adapter_model.safetensors",
 )
 
 _WEIGHTS = tuple(
     re.compile(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?")
-    for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin"))
+    for stem, ending in (
+        ("model", "safetensors"),
+        ("pytorch_model", "bin"),
+        ("adapter_model", "safetensors"),
+    )
 )
 
 
@@ -153,7 +156,8 @@ def _cached(repository: str, revision: str | None) -> CheckpointFiles:
 def _choose_files(names: list[str]) -> list[str]:
     """Return the files to download.
 
-    Of the weights in each folder, choose safetensors files, or else PyTorch's files.
+    Of the weights in each folder, choose safetensors files, or else PyTorch's files, or else
+    those of an adapter.
     """
     chosen = []
     for folder in {str(Path(name).parent) for name in names if name.count("/") <= 1}:

@@ -162,7 +162,9 @@ def read_adapter(folder: Path, support: AdapterSupport, own: Mapping[str, Floats
     """
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / TENSORS_FILE).exists():
-            raise AdapterError(f"{name} is a pickle, which is never loaded; save {TENSORS_FILE}")
+            raise AdapterError(
+                f"{name} is never loaded, since it can run code; save {TENSORS_FILE}"
+            )
     data, labels = _read(folder, TENSORS_FILE, MAX_ADAPTER_BYTES), b"{}"
     config_data = _read(folder, CONFIG_FILE, MAX_MANIFEST_BYTES)
     if (folder / LABELS_FILE).exists():

@@ -126,7 +126,7 @@ def test_errors_are_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("export", "x"), "Missing option '--name'"),
+        (("export", "x"), "give --name for a bundle"),
         (("export", "x", "--name", "../x"), "1 to 64 of letters"),
         (("export", "x", "--name", "x", "--task", "translate"), "'translate' is not one of"),
         (("nonsense",), "No such command 'nonsense'"),

@@ -13,6 +13,7 @@ from cloze.export.errors import ExportError
 from cloze.export.rounding import _random_tokens, _record_largest
 from cloze.export.verify import TOLERANCES, _Case, _compare, _sizes
 from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Precision
 from cloze.model_store.sequences import SpecialTokens
 from tests.unit.export.scorers import CLS, MASK, SEP, VOCABULARY
 
@@ -76,15 +77,16 @@ class _Session:
 
 
 def test_the_largest_errors_are_kept_and_too_large_ones_refused() -> None:
-    case = _Case({"embeddings": np.zeros(2, np.float32)}, {"embeddings": np.zeros(2, np.float32)})
+    zeros = {"embeddings": np.zeros(2, np.float32)}
+    case, cell = _Case([], zeros, zeros), "batch 1 x 3 tokens"
+    subject: Any = SimpleNamespace(graph=SimpleNamespace(precision=Precision.INT8))
     worst: dict[str, float] = {}
-    for off in (0.25, 0.5, 0.125):
+    for off in (0.125, 0.25, 0.0625):
         session: Any = _Session(off)
-        _compare(session, case, "batch 1 x 3 tokens", 0.5, worst)
-    assert worst == {"embeddings": 0.5}
+        assert _compare(session, subject, case, cell, worst) == 0.25
+    assert worst == {"embeddings": 0.25}
     too_far: Any = _Session(0.75)
     with pytest.raises(
         ExportError, match=r"embeddings at batch 1 x 3 tokens differs from torch by 7.5"
     ):
-        _compare(too_far, case, "batch 1 x 3 tokens", 0.5, worst)
-    assert worst == {"embeddings": 0.75}
+        _compare(too_far, subject, case, cell, worst)

@@ -98,6 +98,7 @@ def test_transformers_computes_the_same_with_the_matrices_of_every_family(
     network = save(family, HEAD, tmp_path / "base")
     base = load_checkpoint(str(tmp_path / "base"))
     learnt = load_checkpoint(str(tmp_path / "base"))
+    torch.manual_seed(0)
     add_low_rank(learnt.model, LowRank(rank=2, targets=targets), [HEAD])
     disturb(learnt.model)
     save_adapter(learnt.model, base, tmp_path / "adapter", heads=[HEAD])

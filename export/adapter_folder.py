@@ -15,17 +15,17 @@ from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.model import Model
 from cloze.model_store.error_lines import first_problem
-
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-ADAPTER_PREFIX: Final = "base_model.model."
-"""The first part of the names of tensors; the rest is the name of a module of transformers."""
+from cloze.model_store.peft import (
+    CONFIG_FILE,
+    LABELS_FILE,
+    NAME_PREFIX,
+    TENSORS_FILE,
+    AdapterError,
+    check_config,
+)
 
 NO_TARGETS: Final = "dummy-target-modules"
 """PEFT's name of no module, in an adapter that has only heads."""
-
-ENCODER_DIGEST: Final = "cloze_encoder_sha256"
-"""The setting of ``config.json`` with the digest of the base's encoder."""
 
 _CLASSES: Final = {
     "SEQ_CLS": "ForSequenceClassification",
@@ -39,7 +39,7 @@ _LAST_LAYERS: Final = ("classifier.weight", "out_proj.weight")
 
 
 class AdapterConfig(BaseModel):
-    """The fields of PEFT's ``LoraConfig`` that change a number, or that a reader needs."""
+    """The fields of PEFT's ``LoraConfig`` that a merge reads, and that `save_adapter` writes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -93,21 +93,25 @@ def read_adapter(folder: Path) -> Adapter:
     Raises:
         ExportError: the folder is damaged or has what is not supported.
     """
+    written = read_settings(folder / CONFIG_FILE)
     try:
-        config = AdapterConfig.model_validate(read_settings(folder / ADAPTER_CONFIG))
+        check_config(written)
+        config = AdapterConfig.model_validate(written)
+    except AdapterError as error:
+        raise ExportError(str(error)) from None
     except ValidationError as error:
-        raise ExportError(f"{ADAPTER_CONFIG}: {first_problem(error)}") from None
-    file = folder / ADAPTER_WEIGHTS
+        raise ExportError(f"{CONFIG_FILE}: {first_problem(error)}") from None
+    file = folder / TENSORS_FILE
     if not file.is_file():
-        raise ExportError(f"{folder} holds no {ADAPTER_WEIGHTS}")
+        raise ExportError(f"{folder} holds no {TENSORS_FILE}")
     matrices: dict[str, dict[str, Tensor]] = {}
     heads = {}
     for name, tensor in read_tensors([file]).items():
-        if not name.startswith(ADAPTER_PREFIX):
-            raise ExportError(f"{name} does not begin with {ADAPTER_PREFIX}")
+        if not name.startswith(NAME_PREFIX):
+            raise ExportError(f"{name} does not begin with {NAME_PREFIX}")
         if not torch.isfinite(tensor).all():
             raise ExportError(f"{name} holds NaN or infinity")
-        path = name.removeprefix(ADAPTER_PREFIX)
+        path = name.removeprefix(NAME_PREFIX)
         module, found, part = path.rpartition(".lora_")
         if not found:
             heads[path] = tensor.float()
@@ -118,7 +122,7 @@ def read_adapter(folder: Path) -> Adapter:
     if alone := [module for module, pair in matrices.items() if len(pair) == 1]:
         raise ExportError(f"{alone[0]} has only one of lora_A and lora_B")
     pairs = {module: (pair["A"], pair["B"]) for module, pair in matrices.items()}
-    return Adapter(config, pairs, heads, read_settings(folder / "config.json"))
+    return Adapter(config, pairs, heads, read_settings(folder / LABELS_FILE))
 
 
 @torch.no_grad()

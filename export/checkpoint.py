@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from cloze.export.adapter_folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    ENCODER_DIGEST,
-    add_products,
-    read_adapter,
-)
+from cloze.export.adapter_folder import add_products, read_adapter
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint_files import (
@@ -46,6 +40,7 @@ from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_ca
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
+from cloze.model_store.peft import CONFIG_FILE, ENCODER_DIGEST, TENSORS_FILE
 from cloze.model_store.plain_files import sha256_of
 
 _PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
@@ -89,7 +84,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         ExportError: the checkpoint cannot be loaded completely.
     """
     files = locate(source, revision)
-    if (files.folder / ADAPTER_CONFIG).is_file():
+    if (files.folder / CONFIG_FILE).is_file():
         return _load_merged(files)
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
@@ -159,7 +154,7 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
     heads = tuple(
         head for name, head in EXPORT_HEADS.items() if head_module(model, recipe, name) is not None
     )
-    weights = [*weight_files(encoder_folder(base.folder)), files.folder / ADAPTER_WEIGHTS]
+    weights = [*weight_files(encoder_folder(base.folder)), files.folder / TENSORS_FILE]
     described = files if own else replace(files, folder=base.folder)
     card = _read_card(files.folder) or base.card
     return replace(

@@ -29,10 +29,15 @@ TENSORS_FILE: Final = "adapter_model.safetensors"
 LABELS_FILE: Final = "config.json"
 """Optional: the settings of the fine-tuned model, with its labels."""
 
+ENCODER_DIGEST: Final = "cloze_encoder_sha256"
+"""Its setting with the digest of the encoder that the adapter was trained on, if it is known."""
+
+NAME_PREFIX: Final = "base_model.model."
+"""The first part of the names of tensors; the rest is the name of a module of transformers."""
+
 MAX_RANK: Final = 512
 
 _PICKLES: Final = ("adapter_model.bin", "adapter_model.pt")
-_ROOT: Final = "base_model.model."
 _HEADS: Final = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
 _WITHOUT_HEAD: Final = (None, "FEATURE_EXTRACTION")
 _MATRIX: Final = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
@@ -254,9 +259,9 @@ def _split(
     matrices: dict[str, dict[str, Floats]] = {}
     others: Tensors = {}
     for full_name, tensor in tensors.items():
-        if not full_name.startswith(_ROOT):
-            raise AdapterError(f"the tensor {full_name[:120]!a} does not begin with {_ROOT}")
-        name = full_name.removeprefix(_ROOT)
+        if not full_name.startswith(NAME_PREFIX):
+            raise AdapterError(f"the tensor {full_name[:120]!a} does not begin with {NAME_PREFIX}")
+        name = full_name.removeprefix(NAME_PREFIX)
         prefix = next((p for p in support.prefixes if name.startswith(p)), "")
         name = name.removeprefix(prefix)
         if match := _MATRIX.fullmatch(name):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import printable
@@ -17,6 +17,7 @@ from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.limits import MAX_ADAPTER_BYTES
 from cloze.model_store.manifest import NAME_PATTERN
 from cloze.model_store.peft import (
+    ENCODER_DIGEST,
     Adapter,
     AdapterError,
     Head,
@@ -34,9 +35,6 @@ from cloze.service.core import (
     StartupError,
     Submission,
 )
-
-ENCODER_DIGEST: Final = "cloze_encoder_sha256"
-"""The setting with the digest of the encoder that an adapter was trained on, if it is known."""
 
 _MOST_LABELS = 10_000
 

@@ -308,6 +308,8 @@ def change(folder: Path, **settings: Any) -> None:
         ({"peft_type": "IA3"}, "peft_type"),
         ({"alpha_pattern": {"query": 3}}, "alpha_pattern"),
         ({"r": 0}, "r: "),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),  # it changes the base
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"base_model_name_or_path": "/nowhere"}, "no directory /nowhere"),
     ],
 )

@@ -12,14 +12,7 @@ from safetensors.torch import save
 from tokenizers import models, normalizers
 from torch import Tensor
 
-from cloze.export.adapter_folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_PREFIX,
-    ADAPTER_WEIGHTS,
-    ENCODER_DIGEST,
-    NO_TARGETS,
-    AdapterConfig,
-)
+from cloze.export.adapter_folder import NO_TARGETS, AdapterConfig
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.checkpoint_files import read_settings
@@ -33,6 +26,7 @@ from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
+from cloze.model_store.peft import CONFIG_FILE, ENCODER_DIGEST, NAME_PREFIX, TENSORS_FILE
 from cloze.model_store.plain_files import replacing
 
 _AS_SAVED = "PreTrainedTokenizerFast"
@@ -112,7 +106,7 @@ def save_adapter(
         target_modules=targets or NO_TARGETS,
         modules_to_save=saved or None,
     )
-    _write_json(folder / ADAPTER_CONFIG, adapter.model_dump())
+    _write_json(folder / CONFIG_FILE, adapter.model_dump())
     settings = {
         name: value
         for name, value in read_settings(encoder_folder(base.folder) / "config.json").items()
@@ -122,8 +116,8 @@ def save_adapter(
     settings["architectures"] = [_architecture(config, frozenset(heads))]
     settings[ENCODER_DIGEST] = base.source.encoder_sha256
     _write_json(folder / "config.json", settings)
-    prefixed = {f"{ADAPTER_PREFIX}{name}": one for name, one in (tensors | head_tensors).items()}
-    _write_tensors(prefixed, folder / ADAPTER_WEIGHTS)
+    prefixed = {f"{NAME_PREFIX}{name}": one for name, one in (tensors | head_tensors).items()}
+    _write_tensors(prefixed, folder / TENSORS_FILE)
     if embedding is not None:
         _write_tokenizer(model, base.tokenizer, folder)
         _write_sentence_transformer(folder, config, embedding)

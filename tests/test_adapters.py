@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -310,6 +312,16 @@ def test_a_server_answers_by_adapters_in_every_protocol_and_reloads_them(
         texts = {"inputs": "the film was good", "model": "stars"}
         scores = post(f"{server.url}/classify", json=texts).json()
         assert {row["label"] for row in scores[0]} == set(LABELS)
+        tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [texts["inputs"]]}
+        inferred = post(
+            f"{server.url}/v2/models/stars.text-classification/infer", json={"inputs": [tensor]}
+        ).json()
+        rows = {one["name"]: one["data"] for one in inferred["outputs"]}
+        assert dict(zip(rows["label"], rows["score"], strict=True)) == pytest.approx(
+            {row["label"]: row["score"] for row in scores[0]}, abs=1e-6
+        )
+        predicted = post(f"{server.url}/predict", json=texts).json()
+        assert {row["label"] for row in predicted} == set(LABELS)
         own, adapted = (
             post(f"{server.url}/v1/embeddings", json={"input": "a text", "model": model}).json()
             for model in ("base", "vectors")
@@ -325,15 +337,35 @@ def test_a_server_answers_by_adapters_in_every_protocol_and_reloads_them(
         info = {m["name"]: m for m in httpx.get(f"{server.url}/info").json()["models"]}
         assert info["stars"]["base"] == "base@1"
         assert info["base"]["embedding_space"] != info["vectors"]["embedding_space"]
-        shutil.copytree(folders["topics"], served / "topics")
-        assert ask_reload(server).json()["added"] == ["topics@1"]
-        assert post(f"{server.url}/classify", json=texts | {"model": "topics"}).status_code == 200
-        (served / "topics" / "adapter_model.safetensors").write_bytes(b"x" * 64)
-        refused = ask_reload(server)
-        assert refused.status_code == 409
-        assert "topics" in refused.text
-        shutil.rmtree(served / "topics")
-        assert ask_reload(server).json()["removed"] == ["topics@1"]
+        ended = threading.Event()
+
+        def ask() -> list[Any]:
+            """Return the answers by one adapter until the reloads have ended."""
+            answers = []
+            while not ended.is_set():
+                answers.append(post(f"{server.url}/classify", json=texts).json())
+            return answers
+
+        with ThreadPoolExecutor(2) as clients:
+            asking_on = [clients.submit(ask) for _ in range(2)]
+            try:
+                shutil.copytree(folders["topics"], served / "topics")
+                assert ask_reload(server).json()["added"] == ["topics@1"]
+                assert (
+                    post(f"{server.url}/classify", json=texts | {"model": "topics"}).status_code
+                    == 200
+                )
+                (served / "topics" / "adapter_model.safetensors").write_bytes(b"x" * 64)
+                refused = ask_reload(server)
+                assert refused.status_code == 409
+                assert "topics" in refused.text
+                shutil.rmtree(served / "topics")
+                assert ask_reload(server).json()["removed"] == ["topics@1"]
+            finally:
+                ended.set()
+        for client in asking_on:
+            assert client.result()
+            assert all(answer == scores for answer in client.result()), "one was lost"
         assert post(f"{server.url}/classify", json=texts).json() == scores
 
 

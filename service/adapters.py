@@ -127,15 +127,19 @@ def with_engines(bundles: Iterable[Bundle]) -> list[Bundle]:
     return [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
 
 
-def open_adapters(folders: Sequence[Path], bundles: Sequence[Bundle]) -> list[AdapterBundle]:
+def open_adapters(
+    folders: Sequence[Path], bundles: Sequence[Bundle], most_mb: int
+) -> list[AdapterBundle]:
     """Read and check adapters, each for the served bundle that takes it.
 
     Args:
         folders: adapters, or folders of adapters.
         bundles: the bundles that are served.
+        most_mb: most memory of the adapters of one base, in MiB.
 
     Raises:
-        StartupError: a folder is no adapter, fits no bundle or has the name of another model.
+        StartupError: a folder is no adapter, fits no bundle, has the name of another model, or
+            needs more memory.
     """
     if not folders:
         return []
@@ -146,7 +150,7 @@ def open_adapters(folders: Sequence[Path], bundles: Sequence[Bundle]) -> list[Ad
             f"no served bundle takes adapters ({names}); export one with: "
             "cloze export CHECKPOINT --name NAME --adapters all-linear"
         )
-    adapters = [_open(folder, bases) for folder in _adapter_folders(folders)]
+    adapters = [_open(folder, bases, most_mb) for folder in _adapter_folders(folders)]
     taken = {bundle.manifest.name: f"the bundle {bundle.manifest.reference}" for bundle in bundles}
     for adapter in adapters:
         name = adapter.manifest.name
@@ -170,7 +174,7 @@ def _adapter_folders(folders: Iterable[Path]) -> list[Path]:
     return found
 
 
-def _open(folder: Path, bases: Sequence[Bundle]) -> AdapterBundle:
+def _open(folder: Path, bases: Sequence[Bundle], most_mb: int) -> AdapterBundle:
     """Return an adapter of the first bundle that takes it."""
     name = folder.resolve().name
     problems = []
@@ -181,7 +185,12 @@ def _open(folder: Path, bases: Sequence[Bundle]) -> AdapterBundle:
         )
     for base in bases:
         try:
-            return _of_base(name, folder, base, _read(folder, base))
+            adapter = _read(folder, base)
+            if adapter.size > most_mb * 2**20:
+                raise AdapterError(
+                    f"it needs {adapter.size / 2**20:.1f} MiB; CLOZE_ADAPTER_MEMORY_MB is {most_mb}"
+                )
+            return _of_base(name, folder, base, adapter)
         except AdapterError as error:
             shown = printable(str(error))
             problems.append(shown if len(bases) == 1 else f"{base.manifest.reference}: {shown}")

@@ -88,7 +88,8 @@ def open_bundles(settings: Settings) -> list[Bundle]:
         bundles = [store.open(name) for name in names]
     except StoreError as error:
         raise StartupError(str(error)) from error
-    return [*bundles, *open_adapters([Path(folder) for folder in settings.adapter], bundles)]
+    folders = [Path(folder) for folder in settings.adapter]
+    return [*bundles, *open_adapters(folders, bundles, settings.adapter_memory_mb)]
 
 
 def kept_reasons(settings: Settings) -> dict[str, str]:

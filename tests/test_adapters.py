@@ -76,7 +76,7 @@ def opened(
     """Return an engine with adapters, and the adapters by name."""
     options = SessionOptions(adapter_bytes=mib * 2**20, alone_threads=2)
     engine = OnnxEngine(base, Device.CPU, precision, options=options)
-    adapters = {a.manifest.name: a for a in open_adapters(list(folders.values()), [base])}
+    adapters = {a.manifest.name: a for a in open_adapters(list(folders.values()), [base], mib)}
     assert engine.adapters is not None
     for adapter in adapters.values():
         engine.adapters.add(adapter.key, adapter.read)
@@ -251,7 +251,7 @@ def test_a_bad_adapter_is_refused_by_name(
         folder / "adapter_model.safetensors",
     )
     with pytest.raises(StartupError) as raised:
-        open_adapters([folder], [base])
+        open_adapters([folder], [base], 64)
     assert message in str(raised.value)
     assert str(folder) in str(raised.value)
 
@@ -264,22 +264,31 @@ def test_files_that_are_no_adapters_are_refused(
     with pytest.raises(
         StartupError, match=r"adapter_model.bin is never loaded, since it can run code"
     ):
-        open_adapters([pickled], [base])
+        open_adapters([pickled], [base], 64)
     cut = Path(shutil.copytree(folders["stars"], tmp_path / "cut"))
     data = (cut / "adapter_model.safetensors").read_bytes()
     (cut / "adapter_model.safetensors").write_bytes(data[:-8])
     with pytest.raises(StartupError, match=r"adapter_model\.safetensors: "):
-        open_adapters([cut], [base])
+        open_adapters([cut], [base], 64)
     other = Path(shutil.copytree(folders["stars"], tmp_path / "other"))
     digest = {"cloze_encoder_sha256": "0" * 64}
     (other / "config.json").write_text(json.dumps(digest))
     with pytest.raises(StartupError, match="was trained on another encoder"):
-        open_adapters([other], [base])
+        open_adapters([other], [base], 64)
     with pytest.raises(StartupError, match=r"no served bundle takes adapters \(bert@1\)"):
-        open_adapters([folders["stars"]], [Store(tiny_store).open("bert")])
+        open_adapters([folders["stars"]], [Store(tiny_store).open("bert")], 64)
     same = Path(shutil.copytree(folders["stars"], tmp_path / "base"))
     with pytest.raises(StartupError, match="has the name of the bundle base@1"):
-        open_adapters([same], [base])
+        open_adapters([same], [base], 64)
+
+
+def test_an_adapter_that_needs_more_than_all_may_have_is_refused(
+    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
+) -> None:
+    recipe = Recipe(1, rank=512, targets=("query", "key", "value"))
+    folder = write(tmp_path / "large", recipe, base_model)
+    with pytest.raises(StartupError, match=r"it needs .* MiB; CLOZE_ADAPTER_MEMORY_MB is 1$"):
+        open_adapters([folder], [base], 1)
 
 
 def test_a_base_takes_adapters_only_on_the_layers_that_it_was_exported_for(
@@ -288,7 +297,7 @@ def test_a_base_takes_adapters_only_on_the_layers_that_it_was_exported_for(
     store = Store(tmp_path)
     narrow = export(str(checkpoints["bert"]), "narrow", store, ExportOptions(adapters=("value",)))
     with pytest.raises(StartupError, match="adapters of this base change the layers value"):
-        open_adapters([folders["stars"]], [narrow])
+        open_adapters([folders["stars"]], [narrow], 64)
     with pytest.raises(ExportError, match=r"--adapters q: no linear layer .* \(there: dense, key"):
         export(str(checkpoints["bert"]), "wrong", store, ExportOptions(adapters=("q",)))
 

@@ -45,7 +45,6 @@ TENSORS_FILE: Final = "adapter-heads.safetensors"
 _HEADS: Final = ("sequence_classification", "token_classification")
 _DEFAULT_ACTIVATION: Final = "tanh"
 
-_TOLERANCES: Final = {Precision.FP32: 1e-4, Precision.INT8: 0.25}
 _RANK, _TOKENS = 4, 16
 
 
@@ -54,8 +53,8 @@ class AdaptedModel:
     """The linear layers of a model that adapters may change.
 
     Attributes:
-        parts: by name in a checkpoint of the family, without the prefix, the layers that the
-            checkpoint stores as one, in the order of their rows.
+        parts: by name of a module of transformers, without the prefix, the layers that it has as
+            one, in the order of their rows.
     """
 
     model: Model
@@ -68,7 +67,11 @@ class AdaptedModel:
         Raises:
             ExportError: a target names no linear layer of the encoder.
         """
-        parts = _packed_layers(model)
+        family = FAMILIES[model.config.family]
+        parts = {
+            family.without_prefix(theirs): tuple(_linear(model, name) for name in names)
+            for theirs, names in packed_layers(model).items()
+        }
         chosen: dict[str, tuple[nn.Linear, ...]] = {}
         for target in targets:
             matching = {
@@ -132,7 +135,7 @@ class AdaptedModel:
         return tensors
 
     @torch.no_grad()
-    def verify(self, session: Session, spec: GraphSpec, graph: Graph) -> float:
+    def verify(self, session: Session, spec: GraphSpec, tolerance: float) -> float:
         """Compare a graph with torch for sequences of three adapters and of none, in one batch.
 
         torch runs each sequence with the low-rank product merged into its weights.
@@ -160,10 +163,10 @@ class AdaptedModel:
         (hidden,) = session.run([adapter_section.HIDDEN.name], feeds)
         wanted = np.concatenate(expected)
         error = float(np.abs(hidden - wanted).max() / max(1.0, np.abs(wanted).max()))
-        if not error <= (tolerance := _TOLERANCES[graph.precision]):
+        if not error <= tolerance:
             raise ExportError(
                 f"a {self.model.config.family} with adapters on these layers differs from torch by "
-                f"{error:.1e}, more than {tolerance:.0e} ({graph.precision}): leave out --adapters"
+                f"{error:.1e}, more than {tolerance:.0e}: leave out --adapters"
             )
         return error
 
@@ -213,20 +216,27 @@ class AdaptedModel:
         return feeds
 
 
-def _packed_layers(model: Model) -> dict[str, tuple[nn.Linear, ...]]:
-    """Return the encoder's linear layers, by their names in a checkpoint without the prefix."""
+def _linear(model: Model, name: str) -> nn.Linear:
+    return cast(nn.Linear, model.get_submodule(name))
+
+
+def packed_layers(model: Model) -> dict[str, list[str]]:
+    """Return the names of transformers' linear modules -> our names of the layers packed in each.
+
+    Adapters name modules, not the tensors of files, which some families name otherwise. A layer
+    that stands twice has its first name.
+    """
     family, config = FAMILIES[model.config.family], model.config
-    layers = {
-        f"{name}.weight": module
+    rows = {
+        f"{name}.weight": torch.empty(module.out_features, 0)
         for name, module in model.encoder.named_modules(prefix="encoder")
         if isinstance(module, nn.Linear)
     }
-    names = family.write({name: layer.weight.detach() for name, layer in layers.items()}, config)
     return {
-        family.without_prefix(theirs).removesuffix(".weight"): tuple(
-            layers[target.name] for target in family.read(theirs, config)
-        )
-        for theirs in names
+        theirs.removesuffix(".weight"): [
+            target.name.removesuffix(".weight") for target in family.read(theirs, config)
+        ]
+        for theirs in family.write(rows, config, of_modules=True)
     }
 
 

@@ -20,7 +20,7 @@ from cloze.export.heads import EMBEDDING
 from cloze.export.model import Model, TorchScorer
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, pass_gate, verify
+from cloze.export.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (
@@ -244,7 +244,7 @@ def _write_adapted(
         graph = writer.write(precision, adapted.numbers)
         session = open_session(folder / graph.file, graph.layout)
         subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
-        error = adapted.verify(session, subject.spec, graph)
+        error = adapted.verify(session, subject.spec, TOLERANCES[precision])
         report(f"the {precision} graph with adapters differs from torch by {error:.1e} at most")
         graphs[precision] = graph
     return adapted.describe(graphs, folder)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cloze.cli import cli
+from cloze.export.adapters import ALL_LAYERS, AdaptedModel
 from cloze.export.checkpoint import encoder_sha256, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
@@ -110,6 +111,12 @@ def test_transformers_computes_the_same_with_the_matrices_of_every_family(
     assert same(ours(merged, HEAD, ids), mine)
     assert merged.options[HEAD].labels == ("a", "b", "c")
     assert merged.source.encoder_sha256 != base.source.encoder_sha256
+    served = AdaptedModel.of(base.model, (ALL_LAYERS,)).parts.keys()
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    modules = {
+        name.removeprefix(PREFIX).partition(".lora_")[0] for name in written if "lora_" in name
+    }
+    assert {FAMILIES[family].without_prefix(name) for name in modules} <= served
 
 
 def recipe(**changes: Any) -> LabelsRecipe:

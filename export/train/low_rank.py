@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cloze.export.adapters import packed_layers
 from cloze.export.families import FAMILIES
 from cloze.export.model import Model
 from cloze.export.train.recipe import LowRank, Target
@@ -74,19 +75,6 @@ def add_low_rank(model: Model, recipe: LowRank, heads: Collection[str]) -> None:
             parent, _, last = name.rpartition(".")
             linear = LowRankLinear(linears[name], lora_a, recipe.alpha / recipe.rank)
             setattr(model.get_submodule(parent), last, linear)
-
-
-def packed_layers(model: Model) -> dict[str, list[str]]:
-    """Return the names of transformers' linear layers -> our names of the layers packed in each."""
-    family, config, linears = FAMILIES[model.config.family], model.config, _linears(model)
-    rows = {f"{name}.weight": torch.empty(one.out_features, 0) for name, one in linears.items()}
-    names = family.write(rows, config, of_modules=True)
-    return {
-        theirs.removesuffix(".weight"): [
-            target.name.removesuffix(".weight") for target in family.read(theirs, config)
-        ]
-        for theirs in names
-    }
 
 
 def low_rank_matrices(model: Model) -> dict[str, tuple[Tensor, Tensor]]:

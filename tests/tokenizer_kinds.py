@@ -1,5 +1,8 @@
 """Small tokenizers of the kinds that families use, trained on the texts of the quality gate."""
 
+import json
+import math
+
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -63,7 +66,9 @@ def byte_level_with_brackets() -> Tokenizer:
 def unigram(*, splits_first: bool = True) -> Tokenizer:
     """As XLM-R's: Unigram with marks at the start of words, four special tokens in a pair.
 
-    Many files of older converters do not split at white space first.
+    Many files of older converters do not split at white space first. Letters that were not learnt
+    get scores in the order of a randomly seeded hash map, 0.0001 apart: rounding makes them equal,
+    or each process would learn other ids.
     """
     tokenizer = Tokenizer(models.Unigram())
     marks = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -74,6 +79,10 @@ def unigram(*, splits_first: bool = True) -> Tokenizer:
         vocab_size=300, special_tokens=_SPECIAL, unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(TEXT, trainer)
+    learnt = json.loads(tokenizer.to_str())["model"]["vocab"][len(_SPECIAL) :]
+    pieces = sorted((-math.floor(100 * score) / 100, piece) for piece, score in learnt)
+    vocabulary = [(token, 0.0) for token in _SPECIAL] + [(piece, -cost) for cost, piece in pieces]
+    tokenizer.model = models.Unigram(vocabulary, unk_id=_SPECIAL.index("<unk>"))
     tokenizer.add_special_tokens([_MASK])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>",
@@ -96,15 +105,28 @@ def mpnet_wordpiece() -> Tokenizer:
 def wordpiece(
     special: tuple[str, ...] = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
 ) -> Tokenizer:
-    """As BERT's: WordPiece, three special tokens in a pair, two token types."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    """As BERT's: WordPiece, three special tokens in a pair, two token types.
+
+    The trainer reads characters in the order of a randomly seeded hash map: they are given first
+    and in order, or each process would learn another vocabulary.
+    """
+    normalizer, words = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    alphabet = sorted(
+        {letter for text in TEXT for letter in normalizer.normalize_str(text)} - {" "}
+    )
+    first = [*special, *alphabet, *(f"##{letter}" for letter in alphabet)]
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer, learner.pre_tokenizer = normalizer, words
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=first, show_progress=False)
+    learner.train_from_iterator(TEXT, trainer)
+    tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=300, special_tokens=list(special), show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens(list(special))
     if "[CLS]" in special:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",

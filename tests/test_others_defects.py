@@ -1,7 +1,8 @@
 """Defects that users report of other servers: each test fails on a server that has one of them.
 
-int8 vectors that depend on their batch are in `test_int8`, and queries of late interaction without
-marker or filling in `test_late_interaction`.
+int8 vectors that depend on their batch are in `test_int8`, queries of late interaction without marker
+or filling in `test_late_interaction`, and vectors of null for numbers that overflow in
+`unit/service/engine/test_engine`.
 """
 
 from collections.abc import Iterator

@@ -336,8 +336,12 @@ class Scheduler:
             outputs = self._engine.run(encodings, alone=alone)
         except Exception as error:  # the runtime's errors have no common type
             if len(batch) == 1:
-                message = f"the engine cannot run this input ({type(error).__name__})"
-                self._finish(batch[0].request, EngineFailed(message))
+                [queued] = batch
+                count, which = len(queued.request.outputs), "this input"
+                if count > 1:
+                    which = f"sequence {queued.position + 1} of {count} of this request"
+                message = f"the engine cannot run {which} ({type(error).__name__})"
+                self._finish(queued.request, EngineFailed(message))
                 self._probe()
                 return
             middle = len(batch) // 2

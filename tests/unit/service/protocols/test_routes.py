@@ -303,6 +303,47 @@ def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
             assert status == (200 if tasks == ["text-classification"] else 404)
 
 
+PAIR = {"source_sentence": "a", "sentences": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/fill-mask", {"inputs": "a [MASK]"}, "probability"),
+        ("/nsp", {"inputs": {"text": "a", "next": "b"}}, "probability"),
+        ("/qa", {"inputs": {"question": "a", "context": "b"}}, "probability"),
+        ("/token-classification", {"inputs": "a"}, "probability"),
+        ("/redact", {"inputs": "a"}, "probability"),
+        ("/classify", {"inputs": "a"}, "probability"),
+        ("/classify", {"inputs": "a", "parameters": {"function_to_apply": "none"}}, "raw score"),
+        ("/similarity", {"inputs": PAIR}, "cosine"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, "cosine"),
+        ("/score", {"inputs": "a"}, "log-probability"),
+        ("/embed", {"inputs": "a"}, None),
+        ("/v2/embed", {"texts": ["a"], "model": "tiny", "input_type": "query"}, None),
+    ],
+)
+def test_scores_say_what_they_are(
+    service: Service, path: str, body: dict[str, Any], kind: str | None
+) -> None:
+    response = service.post(path, body)
+    ok(response)
+    assert response.headers.get("x-score-kind") == kind
+    if "parameters" not in body:
+        [tiny, *_] = ok(service.get("/info"))["models"]
+        named = {task.route: name for name, task in TASKS.items()} | {"/rerank": "rerank"}
+        assert tiny["scores"].get(named.get(path)) == kind
+
+
+def test_every_task_with_scores_is_among_them(service: Service) -> None:
+    """Those of own labels need a classifier of inferences: see ``tests/test_zero_shot.py``."""
+    [tiny, *_] = ok(service.get("/info"))["models"]
+    assert tiny["scores"].keys() == {
+        "fill-mask", "nsp", "qa", "token-classification", "redact", "text-classification",
+        "similarity", "rerank", "score",
+    }  # fmt: skip
+
+
 # ---- text-embeddings-inference -----------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch
 from onnx import TensorProto
 
 from cloze.export.blocks.config import Convolution, RelativePositions
+from cloze.export.blocks.window import _write_raised
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
@@ -115,10 +116,27 @@ def test_the_grid_has_the_edges_of_a_window_and_no_batch_of_very_long_texts() ->
     assert (8, 512) in grid(512, None)
 
 
+def test_keys_outside_a_window_have_weights_that_are_tiny_but_normal_numbers(
+    tmp_path: Path,
+) -> None:
+    g, none = GraphBuilder(), -np.inf
+    scores = g.input("scores", TensorProto.FLOAT, ["R", 3])
+    weights = g.op("Softmax", [_write_raised(g, scores)], axis=-1)
+    g.output(weights, "weights", TensorProto.FLOAT, ["R", 3])
+    g.save(tmp_path / "g.onnx", tmp_path / "weights.bin")
+    rows = [[0, -3, none], [400, 399, none], [none, -900, -100], [none, none, none]]
+    given = np.array(rows, np.float32)
+    (found,) = open_session(tmp_path / "g.onnx", Layout.DENSE).run(["weights"], {"scores": given})
+    expected = torch.from_numpy(given).softmax(-1).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+    assert found[:3].min() > np.finfo(np.float32).tiny
+    assert np.isnan(found[3]).all()
+
+
 @pytest.mark.parametrize("family", ["mpnet", "deberta-v2"])
 def test_distances_reach_to_both_ends_of_the_longest_sequence(family: str, tmp_path: Path) -> None:
-    made = model(family)
-    longest, heads = made.config.max_positions, (embedding.HEAD,)
+    longest, heads = 130, (embedding.HEAD,)  # three blocks or nine runs, the last of two tokens
+    made = model(family, max_positions=longest)
     graphs = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP32], heads=heads)
     subject = GraphUnderTest(
         graphs[Precision.FP32], checkpoint(made, EmbeddingRecipe()), heads, longest

@@ -122,7 +122,7 @@ def test_the_largest_requests_at_once_stay_under_the_documented_memory(
 LONG_TEXTS = {
     "modernbert-2048": ("modernbert", 2048, 140),
     "deberta-v2-512": ("deberta-v2", 512, 250),
-    "modernbert-8192": ("modernbert", 8192, 560),
+    "modernbert-8192": ("modernbert", 8192, 400),
 }
 """Family, the most tokens of a text, and the most MB that two requests of one text each may add.
 

@@ -12,7 +12,7 @@ from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.adapted import AdaptedFp32, AdaptedInt8, LowRankInputs
-from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
+from cloze.export.graph.builder import GraphBuilder, StoredWeight
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
 from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
@@ -113,7 +113,7 @@ class GraphWriter:
             layout=layout,
             precision=precision,
             weights=self._weights,
-            opset=OPSET,
+            opset=g.opset,
             operators=g.operators(),
         )
 

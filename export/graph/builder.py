@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import onnx
@@ -23,7 +23,14 @@ from cloze.model_store.processor import PACKED_ALIGNMENT
 from cloze.model_store.tensors import TensorSpec
 
 OPSET = 20
-_IR_VERSION = 10  # the first version that supports opset 20; older runtimes refuse newer versions
+"""The version of ONNX's operators of graphs that have no newer operator."""
+
+_NEWER: Final = {"Attention": 23}
+"""Operators that are newer than `OPSET`, with their versions."""
+
+_IR_VERSIONS: Final = {OPSET: 10, 23: 11}
+"""Versions of operators -> the first file format for them; older runtimes refuse newer formats."""
+
 _INLINE_BYTES = 1024
 _ALIGNMENT = 4096  # bytes, one page: a runtime may map a weight instead of copying it
 
@@ -55,10 +62,13 @@ class GraphBuilder:
     Args:
         half: store matrices as fp16 and convert them with a Cast, which a runtime computes once
             when it opens the graph. The values of the matrices must be fp16 numbers already.
+
+    Attributes:
+        opset: the version of ONNX's operators that the nodes so far need.
     """
 
     def __init__(self, *, half: bool = False) -> None:
-        self._half = half
+        self.opset, self._half = OPSET, half
         self._nodes: list[onnx.NodeProto] = []
         self._named: set[str] = set()
         self._weights: dict[str, NDArray[np.generic]] = {}
@@ -119,6 +129,7 @@ class GraphBuilder:
     ) -> str:
         """Add a node and return its first output. An empty string is an absent input."""
         name = f"{kind}_{len(self._nodes)}"
+        self.opset = max(self.opset, _NEWER.get(kind, OPSET))
         names = [name if number == 0 else f"{name}_{number}" for number in range(outputs)]
         self._nodes.append(
             helper.make_node(kind, inputs, names, name=name, domain=domain, **attributes)
@@ -156,9 +167,9 @@ class GraphBuilder:
         # order, so the server checks the boundaries (`cloze.service.engine.session.is_aligned`).
         initializers.sort(key=lambda tensor: sizes[tensor.name] % PACKED_ALIGNMENT != 0)
         graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]
+        opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid(FUSED, 1)]
         model = helper.make_model(
-            graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="cloze"
+            graph, opset_imports=opsets, ir_version=_IR_VERSIONS[self.opset], producer_name="cloze"
         )
         onnx.save_model(model, graph_file)
         return writer.stored

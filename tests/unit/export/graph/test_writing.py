@@ -89,6 +89,17 @@ def test_large_weights_lie_in_pages_of_their_file(tmp_path: Path) -> None:
     assert (OPSET, model.ir_version, model.producer_name) == (20, 10, "cloze")
 
 
+def test_only_a_graph_with_a_newer_operator_needs_a_newer_runtime(tmp_path: Path) -> None:
+    g = GraphBuilder()
+    assert g.opset == OPSET
+    attended = g.op("Attention", ["x", "x", "x"], q_num_heads=1, kv_num_heads=1)
+    g.output(attended, "y", TensorProto.FLOAT, ["B", "S", 8])
+    g.save(tmp_path / "g.onnx", tmp_path / "g.bin")
+    model = onnx.load_model(tmp_path / "g.onnx")
+    assert {o.domain: o.version for o in model.opset_import} == {"": 23, "com.microsoft": 1}
+    assert (g.opset, model.ir_version) == (23, 11)
+
+
 def test_weights_of_another_graph_are_shared(tmp_path: Path) -> None:
     one, two = GraphBuilder(), GraphBuilder()
     for g in (one, two):

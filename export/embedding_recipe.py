@@ -16,6 +16,7 @@ from cloze.export.checkpoint_files import (
 from cloze.export.embedding_steps import Step, UnitLength, read_norm, read_projection
 from cloze.export.errors import ExportError
 from cloze.model_store.heads import Pooling
+from cloze.model_store.manifest import Role
 from cloze.model_store.plain_files import sha256_of
 
 POOLING_FLAGS = {
@@ -115,15 +116,19 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         return None
     if late_modules(modules) or [kind for kind, _ in modules] == ["Transformer"]:
         return None
-    settings = read_settings(folder / "config_sentence_transformers.json")
-    prompts = {
-        name: text
-        for name, text in (settings.get("prompts") or {}).items()
-        if isinstance(text, str)
-    }
+    file = folder / "config_sentence_transformers.json"
+    settings = read_settings(file)
+    given, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(given, dict) or {*map(type, given.values())} - {str, type(None)}:
+        raise ExportError(f"{file.name}: prompts must be texts by name, got {given!r}")
+    prompts = {name: text for name, text in given.items() if text is not None}
+    if default not in [None, *prompts, *Role]:  # sentence-transformers has prompts of both roles
+        names = ", ".join(prompts) or "there are none"
+        raise ExportError(
+            f"{file.name}: default_prompt_name {default!r} is not one of the prompts ({names})"
+        )
     poolings, steps, normalize = _read_modules(folder, modules, has_prompts=any(prompts.values()))
     max_tokens, lowercase = sentence_settings(encoder_folder(folder))
-    default = settings.get("default_prompt_name")
     return EmbeddingRecipe(
         pooling=poolings[0],
         further_poolings=poolings[1:],
@@ -131,7 +136,7 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         normalize=normalize,
         max_tokens=max_tokens,
         prompts=prompts,
-        default_prompt=default if default in prompts else None,
+        default_prompt=default if default in [*prompts] else None,
         lowercase=lowercase,
     )
 
@@ -175,7 +180,7 @@ def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
             raise ExportError(f"SpladePooling has {name} {value!r}; supported is {supported!r}")
 
 
-_STEPS = ("Dense", "LayerNorm", "Normalize")
+_BEFORE, _STEPS = ("Transformer", "Dropout", "Pooling"), ("Dense", "LayerNorm", "Normalize")
 
 
 def _read_modules(
@@ -187,15 +192,16 @@ def _read_modules(
     """
     poolings: tuple[Pooling, ...] = ()
     steps: list[Step] = []
+    for kind, _ in modules:
+        if kind not in (*_BEFORE, *_STEPS):
+            raise ExportError(
+                f"modules.json names a {kind} module, which is not supported "
+                f"({', '.join((*_BEFORE, *_STEPS))})"
+            )
     for kind, path in modules:
         settings = read_settings(folder / path / "config.json")
         if kind in ("Transformer", "Dropout"):
             continue
-        if kind not in ("Pooling", *_STEPS):
-            raise ExportError(
-                f"modules.json names a {kind} module, which is not supported "
-                f"(Transformer, Pooling, {', '.join(_STEPS)}, Dropout)"
-            )
         if (kind == "Pooling") != (not poolings):
             raise ExportError(
                 f"modules.json puts {kind} where it is not supported "

@@ -43,6 +43,7 @@ class EmbeddingRecipe:
         prompts: texts to put before an input, by name.
         default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
         lowercase: whether texts are lower-cased before the tokenizer.
+        include_prompt: whether the start token and the tokens of a prompt are pooled.
     """
 
     pooling: Pooling = Pooling.MEAN
@@ -53,15 +54,21 @@ class EmbeddingRecipe:
     default_prompt: str | None = None
     further_poolings: tuple[Pooling, ...] = ()
     lowercase: bool = False
+    include_prompt: bool = True
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
         """All poolings, in the order of their vectors."""
         return (self.pooling, *self.further_poolings)
 
-    def pool(self, hidden: Tensor) -> Tensor:
-        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding."""
-        vectors = torch.cat([pooled(hidden, pooling) for pooling in self.poolings], 1)
+    def pool(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding.
+
+        Args:
+            first: the first position to pool; 0 if the recipe includes prompts.
+        """
+        first = 0 if self.include_prompt else first
+        vectors = torch.cat([pooled(hidden, pooling, first) for pooling in self.poolings], 1)
         for step in self.steps:
             vectors = cast(Tensor, step(vectors))
         return vectors
@@ -72,8 +79,13 @@ class EmbeddingRecipe:
         return sizes[-1] if sizes else hidden_size * len(self.poolings)
 
 
-def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding."""
+def pooled(hidden: Tensor, pooling: Pooling, first: int = 0) -> Tensor:
+    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding.
+
+    Args:
+        first: the first position to pool. The positions keep their weights.
+    """
+    hidden = hidden[:, first:]
     match pooling:
         case Pooling.MEAN:
             return hidden.mean(1)
@@ -86,7 +98,7 @@ def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
         case Pooling.MEAN_SQRT_LENGTH:
             return hidden.sum(1).div(hidden.shape[1] ** 0.5)
         case Pooling.WEIGHTED_MEAN:
-            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device) + first
             return (hidden * weights[:, None]).sum(1) / weights.sum()
 
 
@@ -127,7 +139,7 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         raise ExportError(
             f"{file.name}: default_prompt_name {default!r} is not one of the prompts ({names})"
         )
-    poolings, steps, normalize = _read_modules(folder, modules, has_prompts=any(prompts.values()))
+    poolings, steps, normalize, include_prompt = _read_modules(folder, modules)
     max_tokens, lowercase = sentence_settings(encoder_folder(folder))
     return EmbeddingRecipe(
         pooling=poolings[0],
@@ -138,6 +150,7 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         prompts=prompts,
         default_prompt=default if default in [*prompts] else None,
         lowercase=lowercase,
+        include_prompt=include_prompt or not any(prompts.values()),
     )
 
 
@@ -184,13 +197,14 @@ _BEFORE, _STEPS = ("Transformer", "Dropout", "Pooling"), ("Dense", "LayerNorm", 
 
 
 def _read_modules(
-    folder: Path, modules: list[tuple[str, str]], *, has_prompts: bool
-) -> tuple[tuple[Pooling, ...], list[Step], bool]:
-    """Return the poolings, the steps after them, and whether embeddings are normalised last.
+    folder: Path, modules: list[tuple[str, str]]
+) -> tuple[tuple[Pooling, ...], list[Step], bool, bool]:
+    """Return the poolings, the steps after them, and two properties.
 
-    A pooling that leaves out the prompt is as any other in a checkpoint without prompts.
+    The properties are whether embeddings are normalised last, and whether prompts are pooled.
     """
     poolings: tuple[Pooling, ...] = ()
+    include_prompt = True
     steps: list[Step] = []
     for kind, _ in modules:
         if kind not in (*_BEFORE, *_STEPS):
@@ -209,10 +223,9 @@ def _read_modules(
             )
         if kind == "Pooling":
             poolings = _poolings(settings)
-            if has_prompts and settings.get("include_prompt", True) is False:
+            if (include_prompt := settings.get("include_prompt", True)) not in (True, False):
                 raise ExportError(
-                    "pooling that leaves out the prompt (include_prompt: false) is not supported "
-                    "where config_sentence_transformers.json has prompts"
+                    f"pooling has include_prompt {include_prompt!r}; it must be true or false"
                 )
         elif kind == "Dense":
             steps.append(read_projection(folder / path, settings))
@@ -223,7 +236,7 @@ def _read_modules(
     if not poolings:
         raise ExportError("modules.json names no Pooling module")
     normalize = bool(steps) and isinstance(steps[-1], UnitLength)
-    return poolings, steps[:-1] if normalize else steps, normalize
+    return poolings, steps[:-1] if normalize else steps, normalize, include_prompt
 
 
 def describe_steps(folder: Path) -> list[Any]:

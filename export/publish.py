@@ -370,5 +370,6 @@ def _embedding(checkpoint: Checkpoint, limits: Limits) -> Embedding:
         max_tokens=min(limits.max_tokens, recipe.max_tokens or limits.max_tokens),
         prompts=recipe.prompts,
         default_prompt=recipe.default_prompt,
+        include_prompt=recipe.include_prompt,
         projected=bool(recipe.steps),
     )

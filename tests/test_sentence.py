@@ -282,12 +282,13 @@ def test_to_leave_out_the_prompt_says_nothing_where_there_is_none(tmp_path: Path
     assert before is not None
     assert after is not None
     assert after.poolings == before.poolings
+    assert after.include_prompt
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "middle"]), r"pooling mean \+ middle is not supported"),
     "no mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=[]), "pooling without a mode is not supported"),
-    "prompt left out": (lambda f: (leave_out_prompt(f, {"query": "ask: "})), "leaves out the prompt"),
+    "prompts by word": (lambda f: edit(f, "1_Pooling/config.json", include_prompt="no"), "include_prompt 'no'; it must be true or false"),
     "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "lacks residual.weight"),
     "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
     "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),

@@ -210,10 +210,11 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
             "export the original weights"
         )
     config = _parse_config(family, settings)
-    if config.activation not in ACTIVATIONS:
-        raise ExportError(
-            f"activation {config.activation!r} is not supported ({', '.join(ACTIVATIONS)})"
-        )
+    for activation in (config.activation, config.head_activation or config.activation):
+        if activation not in ACTIVATIONS:
+            raise ExportError(
+                f"activation {activation!r} is not supported ({', '.join(ACTIVATIONS)})"
+            )
     return family, config, settings
 
 
@@ -231,6 +232,29 @@ def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
         raise ExportError(f"config.json: {problem}") from error
     except ValueError as error:
         raise ExportError(f"config.json: {error}") from error
+    except _WRONG_TYPE as error:
+        name = _wrong_setting(family, settings)
+        problem = f"{name} cannot be {settings[name]!r:.80}" if name else str(error)
+        raise ExportError(f"config.json: {problem}") from error
+
+
+_WRONG_TYPE = (TypeError, AttributeError, ArithmeticError)
+"""Errors of a computation with a setting that has another type than a family expects, or is 0."""
+
+
+def _wrong_setting(family: Family, settings: Mapping[str, Any]) -> str | None:
+    """Return the setting without which, or as a 2, a family raises no such error; None: no such."""
+    for name in settings:
+        others = {other: value for other, value in settings.items() if other != name}
+        for changed in (others, {**others, name: 2}):
+            try:
+                family.read_config(changed)
+            except ValidationError:
+                return name
+            except (*_WRONG_TYPE, KeyError, ValueError):
+                continue
+            return name
+    return None
 
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:

@@ -16,6 +16,7 @@ from cloze.export.checkpoint_files import (
 from cloze.export.embedding_steps import Step, UnitLength, read_norm, read_projection
 from cloze.export.errors import ExportError
 from cloze.model_store.heads import Pooling
+from cloze.model_store.manifest import Role
 from cloze.model_store.plain_files import sha256_of
 
 POOLING_FLAGS = {
@@ -42,6 +43,7 @@ class EmbeddingRecipe:
         prompts: texts to put before an input, by name.
         default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
         lowercase: whether texts are lower-cased before the tokenizer.
+        include_prompt: whether the start token and the tokens of a prompt are pooled.
     """
 
     pooling: Pooling = Pooling.MEAN
@@ -52,15 +54,21 @@ class EmbeddingRecipe:
     default_prompt: str | None = None
     further_poolings: tuple[Pooling, ...] = ()
     lowercase: bool = False
+    include_prompt: bool = True
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
         """All poolings, in the order of their vectors."""
         return (self.pooling, *self.further_poolings)
 
-    def pool(self, hidden: Tensor) -> Tensor:
-        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding."""
-        vectors = torch.cat([pooled(hidden, pooling) for pooling in self.poolings], 1)
+    def pool(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding.
+
+        Args:
+            first: the first position to pool; 0 if the recipe includes prompts.
+        """
+        first = 0 if self.include_prompt else first
+        vectors = torch.cat([pooled(hidden, pooling, first) for pooling in self.poolings], 1)
         for step in self.steps:
             vectors = cast(Tensor, step(vectors))
         return vectors
@@ -71,8 +79,13 @@ class EmbeddingRecipe:
         return sizes[-1] if sizes else hidden_size * len(self.poolings)
 
 
-def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding."""
+def pooled(hidden: Tensor, pooling: Pooling, first: int = 0) -> Tensor:
+    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding.
+
+    Args:
+        first: the first position to pool. The positions keep their weights.
+    """
+    hidden = hidden[:, first:]
     match pooling:
         case Pooling.MEAN:
             return hidden.mean(1)
@@ -85,7 +98,7 @@ def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
         case Pooling.MEAN_SQRT_LENGTH:
             return hidden.sum(1).div(hidden.shape[1] ** 0.5)
         case Pooling.WEIGHTED_MEAN:
-            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device) + first
             return (hidden * weights[:, None]).sum(1) / weights.sum()
 
 
@@ -115,15 +128,19 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         return None
     if late_modules(modules) or [kind for kind, _ in modules] == ["Transformer"]:
         return None
-    settings = read_settings(folder / "config_sentence_transformers.json")
-    prompts = {
-        name: text
-        for name, text in (settings.get("prompts") or {}).items()
-        if isinstance(text, str)
-    }
-    poolings, steps, normalize = _read_modules(folder, modules, has_prompts=any(prompts.values()))
+    file = folder / "config_sentence_transformers.json"
+    settings = read_settings(file)
+    given, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(given, dict) or {*map(type, given.values())} - {str, type(None)}:
+        raise ExportError(f"{file.name}: prompts must be texts by name, got {given!r}")
+    prompts = {name: text for name, text in given.items() if text is not None}
+    if default not in [None, *prompts, *Role]:  # sentence-transformers has prompts of both roles
+        names = ", ".join(prompts) or "there are none"
+        raise ExportError(
+            f"{file.name}: default_prompt_name {default!r} is not one of the prompts ({names})"
+        )
+    poolings, steps, normalize, include_prompt = _read_modules(folder, modules)
     max_tokens, lowercase = sentence_settings(encoder_folder(folder))
-    default = settings.get("default_prompt_name")
     return EmbeddingRecipe(
         pooling=poolings[0],
         further_poolings=poolings[1:],
@@ -131,8 +148,9 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         normalize=normalize,
         max_tokens=max_tokens,
         prompts=prompts,
-        default_prompt=default if default in prompts else None,
+        default_prompt=default if default in [*prompts] else None,
         lowercase=lowercase,
+        include_prompt=include_prompt or not any(prompts.values()),
     )
 
 
@@ -175,27 +193,29 @@ def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
             raise ExportError(f"SpladePooling has {name} {value!r}; supported is {supported!r}")
 
 
-_STEPS = ("Dense", "LayerNorm", "Normalize")
+_BEFORE, _STEPS = ("Transformer", "Dropout", "Pooling"), ("Dense", "LayerNorm", "Normalize")
 
 
 def _read_modules(
-    folder: Path, modules: list[tuple[str, str]], *, has_prompts: bool
-) -> tuple[tuple[Pooling, ...], list[Step], bool]:
-    """Return the poolings, the steps after them, and whether embeddings are normalised last.
+    folder: Path, modules: list[tuple[str, str]]
+) -> tuple[tuple[Pooling, ...], list[Step], bool, bool]:
+    """Return the poolings, the steps after them, and two properties.
 
-    A pooling that leaves out the prompt is as any other in a checkpoint without prompts.
+    The properties are whether embeddings are normalised last, and whether prompts are pooled.
     """
     poolings: tuple[Pooling, ...] = ()
+    include_prompt = True
     steps: list[Step] = []
+    for kind, _ in modules:
+        if kind not in (*_BEFORE, *_STEPS):
+            raise ExportError(
+                f"modules.json names a {kind} module, which is not supported "
+                f"({', '.join((*_BEFORE, *_STEPS))})"
+            )
     for kind, path in modules:
         settings = read_settings(folder / path / "config.json")
         if kind in ("Transformer", "Dropout"):
             continue
-        if kind not in ("Pooling", *_STEPS):
-            raise ExportError(
-                f"modules.json names a {kind} module, which is not supported "
-                f"(Transformer, Pooling, {', '.join(_STEPS)}, Dropout)"
-            )
         if (kind == "Pooling") != (not poolings):
             raise ExportError(
                 f"modules.json puts {kind} where it is not supported "
@@ -203,10 +223,9 @@ def _read_modules(
             )
         if kind == "Pooling":
             poolings = _poolings(settings)
-            if has_prompts and settings.get("include_prompt", True) is False:
+            if (include_prompt := settings.get("include_prompt", True)) not in (True, False):
                 raise ExportError(
-                    "pooling that leaves out the prompt (include_prompt: false) is not supported "
-                    "where config_sentence_transformers.json has prompts"
+                    f"pooling has include_prompt {include_prompt!r}; it must be true or false"
                 )
         elif kind == "Dense":
             steps.append(read_projection(folder / path, settings))
@@ -217,7 +236,7 @@ def _read_modules(
     if not poolings:
         raise ExportError("modules.json names no Pooling module")
     normalize = bool(steps) and isinstance(steps[-1], UnitLength)
-    return poolings, steps[:-1] if normalize else steps, normalize
+    return poolings, steps[:-1] if normalize else steps, normalize, include_prompt
 
 
 def describe_steps(folder: Path) -> list[Any]:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,24 +22,42 @@ _SMALLEST_LENGTH = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class _DenseActivation:
-    """An activation of sentence-transformers' ``Dense``: torch's class, and the ONNX operator."""
+    """An activation of sentence-transformers' ``Dense``: torch's class, and the ONNX operator.
+
+    An operator that ONNX lacks has torch's name, and is written of several.
+    """
 
     module: Callable[[], nn.Module]
-    operator: str = ""
+    operator: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, g: GraphBuilder, x: str) -> str:
-        if self.operator == "Swish":
-            return g.op("Mul", [x, g.op("Sigmoid", [x])])
-        return g.op(self.operator, [x], **self.attributes) if self.operator else x
+        match self.operator:
+            case "Identity":
+                return x
+            case "SiLU":
+                return g.op("Mul", [x, g.op("Sigmoid", [x])])
+            case "LogSigmoid":
+                return g.op("Neg", [g.op("Softplus", [g.op("Neg", [x])])])
+            case "Tanhshrink":
+                return g.op("Sub", [x, g.op("Tanh", [x])])
+            case "Softmin":
+                return g.op("Softmax", [g.op("Neg", [x])], axis=1)
+            case "Hardtanh":
+                bounds = [
+                    g.weight(f"bound_{value}", np.array(value, np.float32))
+                    for value in self.attributes.values()
+                ]
+                return g.op("Clip", [x, *bounds])
+        return g.op(self.operator, [x], **self.attributes)
 
 
 _DENSE_ACTIVATIONS = {
-    "Identity": _DenseActivation(nn.Identity),
+    "Identity": _DenseActivation(nn.Identity, "Identity"),
     "Tanh": _DenseActivation(nn.Tanh, "Tanh"),
     "ReLU": _DenseActivation(nn.ReLU, "Relu"),
     "GELU": _DenseActivation(nn.GELU, "Gelu"),
-    "SiLU": _DenseActivation(nn.SiLU, "Swish"),
+    "SiLU": _DenseActivation(nn.SiLU, "SiLU"),
     "Sigmoid": _DenseActivation(nn.Sigmoid, "Sigmoid"),
     "ELU": _DenseActivation(nn.ELU, "Elu"),
     "SELU": _DenseActivation(nn.SELU, "Selu"),
@@ -47,8 +66,22 @@ _DENSE_ACTIVATIONS = {
     "Softsign": _DenseActivation(nn.Softsign, "Softsign"),
     "Mish": _DenseActivation(nn.Mish, "Mish"),
     "Hardswish": _DenseActivation(nn.Hardswish, "HardSwish"),
+    "CELU": _DenseActivation(nn.CELU, "Celu"),
+    "ReLU6": _DenseActivation(nn.ReLU6, "Hardtanh", {"min": 0.0, "max": 6.0}),
+    "Hardtanh": _DenseActivation(nn.Hardtanh, "Hardtanh", {"min": -1.0, "max": 1.0}),
+    "Hardsigmoid": _DenseActivation(nn.Hardsigmoid, "HardSigmoid", {"alpha": 1 / 6, "beta": 0.5}),
+    "Hardshrink": _DenseActivation(nn.Hardshrink, "Shrink", {"lambd": 0.5, "bias": 0.0}),
+    "Softshrink": _DenseActivation(nn.Softshrink, "Shrink", {"lambd": 0.5, "bias": 0.5}),
+    "Tanhshrink": _DenseActivation(nn.Tanhshrink, "Tanhshrink"),
+    "LogSigmoid": _DenseActivation(nn.LogSigmoid, "LogSigmoid"),
+    "Softmax": _DenseActivation(partial(nn.Softmax, dim=1), "Softmax", {"axis": 1}),
+    "LogSoftmax": _DenseActivation(partial(nn.LogSoftmax, dim=1), "LogSoftmax", {"axis": 1}),
+    "Softmin": _DenseActivation(partial(nn.Softmin, dim=1), "Softmin"),
 }
-"""The activations of ``torch.nn`` without parameters, by the names of their classes."""
+"""The activations of ``torch.nn`` without weights or arguments, by the names of their classes.
+
+RReLU, which is random in training, and GLU, which halves the vector, are not among them.
+"""
 
 
 class Step(nn.Module, ABC):

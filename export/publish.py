@@ -22,7 +22,8 @@ from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
 from cloze.model_store.adapter_section import AdapterSupport
-from cloze.model_store.heads import Head
+from cloze.model_store.heads import Head, multi_vector
+from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.manifest import (
     Architecture,
     BundleSpec,
@@ -318,8 +319,13 @@ def _lower(written: _WrittenGraph | None) -> LowerPrecision | None:
 
 def _limits(checkpoint: Checkpoint) -> Limits:
     positions = checkpoint.model.config.max_positions
-    # Like sentence-transformers: the limit of the recipe takes precedence over the tokenizer's.
-    tuned = max(checkpoint.tokenizer.max_tokens or positions, checkpoint.recipe.max_tokens or 0)
+    late = checkpoint.options.get(multi_vector.HEAD.name)
+    lengths = (late.query_tokens, late.document_tokens) if isinstance(late, LateInteraction) else ()
+    # Like sentence-transformers and PyLate: the limit of the recipe, and the lengths of queries and
+    # documents, take precedence over the tokenizer's.
+    tuned = max(
+        checkpoint.tokenizer.max_tokens or positions, checkpoint.recipe.max_tokens or 0, *lengths
+    )
     return Limits(max_tokens=min(positions, tuned))
 
 
@@ -364,5 +370,6 @@ def _embedding(checkpoint: Checkpoint, limits: Limits) -> Embedding:
         max_tokens=min(limits.max_tokens, recipe.max_tokens or limits.max_tokens),
         prompts=recipe.prompts,
         default_prompt=recipe.default_prompt,
+        include_prompt=recipe.include_prompt,
         projected=bool(recipe.steps),
     )

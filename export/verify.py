@@ -105,6 +105,7 @@ class GraphUnderTest:
             token_types=self.checkpoint.model.config.type_vocab_size > 0,
             pooling=self.checkpoint.recipe.pooling,
             layers=self.checkpoint.model.config.layers,
+            include_prompt=self.checkpoint.recipe.include_prompt,
         )
 
 

@@ -127,6 +127,13 @@ def embedding_space(manifest: Manifest, precision: str, recipe: VectorRecipe) ->
         "max_tokens": own.max_tokens if own else manifest.limits.max_tokens,
         "recipe": asdict(recipe),
     }
+    if (
+        own
+        and recipe.pooling == "+".join(own.poolings)
+        and recipe.prompt
+        and not own.include_prompt
+    ):
+        parts["include_prompt"] = False
     if (head := recipe.pooling) in _OF_HEADS:
         if head not in source.parts_sha256:
             return None

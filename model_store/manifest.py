@@ -172,6 +172,7 @@ class BundleSpec(Frozen):
             token_types=self.architecture.type_vocab_size > 0,
             pooling=self.embedding.pooling if self.embedding else None,
             layers=self.architecture.layers,
+            include_prompt=self.embedding is None or self.embedding.include_prompt,
         )
 
     def table_shapes(self) -> dict[str, tuple[int, int]]:
@@ -339,8 +340,12 @@ class Manifest(BundleSpec):
         digests = ("settings_sha256", "encoder_sha256", "parts_sha256")
         if unknown := {name for name in digests if not getattr(self.source, name)}:
             fields["source"] = unknown
-        if self.embedding is not None and not self.embedding.further_poolings:
-            fields["embedding"] = {"further_poolings"}
+        if (own := self.embedding) is not None:
+            usual = {
+                "further_poolings": not own.further_poolings,
+                "include_prompt": own.include_prompt,
+            }
+            fields["embedding"] = {name for name, is_usual in usual.items() if is_usual}
         return fields
 
     @classmethod

@@ -219,6 +219,9 @@ class Embedding(Frozen):
     max_tokens: Tokens = Field(description="longest sequence, special tokens included")
     prompts: dict[str, str] = Field({})
     default_prompt: str | None = None
+    include_prompt: bool = Field(
+        True, description="whether the start token and the tokens of a prompt are pooled"
+    )
     projected: bool | None = Field(
         None, description="whether layers follow the pooling; null in bundles that do not say so"
     )

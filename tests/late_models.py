@@ -70,7 +70,10 @@ def _add_dense(folder: Path, settings: dict[str, Any]) -> Path:
         "similarity_fn_name": "MaxSim",
     }
     (folder / "config_sentence_transformers.json").write_text(json.dumps(own | settings))
+    # PyLate leaves the limit of the longest document, less its marker, in both files.
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 19}')
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 19}))
     dense = {
         "in_features": 64,
         "out_features": DIMENSIONS,

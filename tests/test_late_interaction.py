@@ -459,6 +459,7 @@ def test_one_run_gives_the_three_heads_of_a_mixed_batch(store: Store) -> None:
     [
         ({"query_prefix": "[Query] "}, "the tokenizer has no token '[Query] '"),
         ({"prompts": {"query": "search: "}}, "prompts beside the markers"),
+        ({"prompts": ["search: "]}, "prompts beside the markers"),
         ({"skiplist_words": "."}, "skiplist_words must be a list of words"),
         ({"query_length": 3}, "query tokens must be more than 3, got 3"),
         ({"attend_to_expansion_tokens": "some"}, "late interaction: attends_to_filling"),

@@ -166,13 +166,17 @@ def test_every_token_has_its_place(lengths: list[int]) -> None:
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
     seed=st.integers(0, 99),
     pooling=st.sampled_from(Pooling),
+    leaves_out=st.booleans(),
 )
-def test_what_is_pooled_is_the_sequence(lengths: list[int], seed: int, pooling: Pooling) -> None:
+def test_what_is_pooled_is_the_sequence(
+    lengths: list[int], seed: int, pooling: Pooling, leaves_out: bool
+) -> None:
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(sum(lengths), 5)).astype(np.float32)
     chosen = rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]
     sizes, starts = np.array(lengths, np.int32), Placement.of(Layout.PACKED, lengths).starts
-    feeds = pool(starts[chosen], sizes[chosen], pooling)
+    firsts = rng.integers(0, sizes[chosen]).astype(np.int32) if leaves_out else None
+    feeds = pool(starts[chosen], sizes[chosen], pooling, firsts)
     rows = hidden[feeds[embedding.POOL_ROWS.name]]
     pooled = (
         rows.max(1)
@@ -184,13 +188,15 @@ def test_what_is_pooled_is_the_sequence(lengths: list[int], seed: int, pooling: 
         Pooling.CLS: lambda part: part[0],
         Pooling.MAX: lambda part: part.max(0),
         Pooling.MEAN_SQRT_LENGTH: lambda part: part.sum(0) / len(part) ** 0.5,
-        Pooling.WEIGHTED_MEAN: lambda part: np.average(part, 0, np.arange(1, len(part) + 1)),
         Pooling.LAST: lambda part: part[-1],
-    }[pooling]
-    for row, number in zip(pooled, chosen, strict=True):
-        np.testing.assert_allclose(
-            row, expected(hidden[starts[number] : starts[number + 1]]), atol=1e-5
-        )
+    }
+    for place, (row, number) in enumerate(zip(pooled, chosen, strict=True)):
+        first = 0 if firsts is None else firsts[place]
+        part = hidden[starts[number] + first : starts[number + 1]]
+        weights = np.arange(1 + first, 1 + sizes[number])
+        weighted = np.average(part, 0, weights)
+        wanted = weighted if pooling is Pooling.WEIGHTED_MEAN else expected[pooling](part)
+        np.testing.assert_allclose(row, wanted, atol=1e-5)
 
 
 def test_a_wrong_graph_is_not_let_through(checkpoints: dict[str, Path], tmp_path: Path) -> None:

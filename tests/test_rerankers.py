@@ -15,6 +15,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.app import single_process
 from cloze.service.settings import load_settings
+from tests.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
 
 ONE_LABEL: dict[int, str] = {0: "relevance"}
@@ -115,8 +116,12 @@ def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
 
 @pytest.mark.parametrize("name", ["bert", "raw", "embedder"])
 def test_the_best_window_of_a_long_text_gives_its_score(client: TestClient, name: str) -> None:
-    """Each window alone is a text of the request's, with the score that it has in the whole."""
-    texts = ["the bank " * 40 + "where is the harbour " * 30 + "quiet", "the bank"]
+    """Each window alone is a text of the request's, with the score that it has in the whole.
+
+    Every word is one token: a window that begins within a word has other tokens alone.
+    """
+    words = sorted(word for word in wordpiece().get_vocab() if word.isalpha())
+    texts = [" ".join((words * 3)[:200]), " ".join(words[:2])]
     body = {"model": name, "query": QUERY, "texts": texts, "return_usage": True}
     answer = client.post("/rerank", json=body | {"long_text": "window"}).json()
     usage = answer["usage"]

@@ -211,7 +211,7 @@ def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(_DENSE_ACTIVATIONS))
 def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path: Path) -> None:
-    x = torch.linspace(-4, 4, 24).view(2, 12)
+    x = torch.linspace(-8, 8, 24).view(2, 12)
     step = Projection(torch.eye(12), torch.full((12,), 0.1), name)
     g = GraphBuilder()
     g.input("x", TensorProto.FLOAT, ["E", 12])
@@ -219,7 +219,8 @@ def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path:
     g.save(tmp_path / "graph.onnx", tmp_path / "weights.bin")
     session = onnxruntime.InferenceSession(str(tmp_path / "graph.onnx"))
     [found] = session.run(None, {"x": x.numpy()})
-    expected = getattr(torch.nn, name)()(x + 0.1)
+    expected = step.function(x + 0.1)
+    assert type(step.function) is getattr(torch.nn, name)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(step(x).detach(), expected, atol=1e-6)
 
@@ -281,18 +282,24 @@ def test_to_leave_out_the_prompt_says_nothing_where_there_is_none(tmp_path: Path
     assert before is not None
     assert after is not None
     assert after.poolings == before.poolings
+    assert after.include_prompt
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "middle"]), r"pooling mean \+ middle is not supported"),
     "no mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=[]), "pooling without a mode is not supported"),
-    "prompt left out": (lambda f: (leave_out_prompt(f, {"query": "ask: "})), "leaves out the prompt"),
+    "prompts by word": (lambda f: edit(f, "1_Pooling/config.json", include_prompt="no"), "include_prompt 'no'; it must be true or false"),
     "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "lacks residual.weight"),
     "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
     "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
     "unknown module": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("Dense", "LSTM", 1)), "LSTM|no weights"),
     "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the directory"),
     "not a list": (lambda f: (f / "modules.json").write_text("5"), "modules.json cannot be read"),
+    "prompts in a list": (lambda f: edit(f, "config_sentence_transformers.json", prompts=["ask: "]), r"prompts must be texts by name, got \['ask: '\]"),
+    "number for a prompt": (lambda f: edit(f, "config_sentence_transformers.json", prompts={"query": 5}), "prompts must be texts by name, got {'query': 5}"),
+    "no such prompt": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name="ask"), "default_prompt_name 'ask' is not one of the prompts"),
+    "list for a name": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name=[]), r"default_prompt_name \[\] is not"),
+    "mask of tokens": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("pooling.Pooling", "x.MultiVectorMask")), "names a MultiVectorMask module, which is not supported"),
     "bad limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length="128"), "max_seq_length must be a number of at least 3, got '128'"),
 }  # fmt: skip
 

@@ -183,4 +183,6 @@ class EncoderConfig:
             raise ValueError(
                 f"{name} size {size} is not a multiple of the {self.heads} attention heads"
             )
+        if self.rotary_base is not None and self.head_size % 2:
+            raise ValueError(f"rotary positions need an even number per head, got {self.head_size}")
         return self

@@ -35,7 +35,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
     Embeddings are projected even if they have the hidden size.
     """
-    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu_new"}
     groups, inner = config.get("num_hidden_groups", 1), config.get("inner_group_num", 1)
     if groups > config["num_hidden_layers"]:
         raise ValueError(

@@ -48,6 +48,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         raise ValueError(f"layer_types {sorted(unknown)} are not supported")
     base = _base(config, _GLOBAL, "global_rope_theta")
     local_base = _base(config, _LOCAL, "local_rope_theta")
+    window = config.get("sliding_window")  # transformers lets it replace half of local_attention
     biased = {
         part
         for flag, parts in _FLAGS.items()
@@ -67,7 +68,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         gated=True,
         rotary_base=base or local_base,
         local_rotary_base=local_base or base,
-        window=config.get("local_attention", 128) // 2,
+        window=config.get("local_attention", 128) // 2 if window is None else window,
         local_layers=tuple(kind == _LOCAL for kind in kinds),
         without_bias=frozenset(part for parts in _FLAGS.values() for part in parts) - biased,
         head_activation=config.get("classifier_activation", "gelu"),

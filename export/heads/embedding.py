@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from onnx import TensorProto
 from torch import Tensor
 
 from cloze.export.embedding_recipe import EmbeddingRecipe
@@ -15,6 +16,7 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.heads.head import ExportHead, HeadGraph
 from cloze.model_store.heads import Pooling, embedding
+from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement
 
 _PAIR_TOKENS = 128
@@ -35,7 +37,11 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     g = graph.g
     chosen = graph.input(embedding.EMBED_SEQUENCES)
     sequences = g.op("Gather", [graph.hidden, chosen], axis=0)  # [E, S, H]
-    vectors = [_pooled(g, sequences, pooling) for pooling in recipe.poolings]
+    if recipe.include_prompt:
+        vectors = [_pooled(g, sequences, pooling) for pooling in recipe.poolings]
+    else:
+        first = graph.input(embedding.EMBED_FIRST)
+        vectors = [_pooled_from(g, sequences, first, pooling) for pooling in recipe.poolings]
     return vectors[0] if len(vectors) == 1 else g.op("Concat", vectors, axis=1)
 
 
@@ -65,6 +71,34 @@ def _pooled(g: GraphBuilder, sequences: str, pooling: Pooling) -> str:
             return g.op("Div", [total, g.op("ReduceSum", [weights], keepdims=0)])
 
 
+def _pooled_from(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
+    """Write one vector per sequence, [E, S, H] -> [E, H], of the tokens from ``first`` [E] on."""
+    if pooling is Pooling.LAST:
+        return _pooled(g, sequences, pooling)
+    axis = g.weight("axis_1", np.array([1], np.int64))
+    zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
+    length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
+    positions = g.op("Range", [zero, length, one])  # [S]
+    column = g.op("Unsqueeze", [g.op("Cast", [first], to=TensorProto.INT64), axis])  # [E, 1]
+    is_first = pooling is Pooling.CLS
+    counts = g.op("Equal" if is_first else "GreaterOrEqual", [positions, column])  # [E, S]
+    last_axis = g.weight("axis_2", np.array([2], np.int64))
+    if pooling is Pooling.MAX:
+        lowest = g.weight("lowest", np.array(-np.inf, np.float32))
+        real = g.op("Where", [g.op("Unsqueeze", [counts, last_axis]), sequences, lowest])
+        return g.op("ReduceMax", [real, axis], keepdims=0)
+    weights = g.op("Cast", [counts], to=TensorProto.FLOAT)
+    if pooling is Pooling.WEIGHTED_MEAN:
+        numbers = g.op("Cast", [g.op("Add", [positions, one])], to=TensorProto.FLOAT)
+        weights = g.op("Mul", [weights, numbers])
+    weighted = g.op("Mul", [sequences, g.op("Unsqueeze", [weights, last_axis])])
+    total = g.op("ReduceSum", [weighted, axis], keepdims=0)
+    divisor = g.op("ReduceSum", [weights, axis])  # [E, 1]
+    if pooling is Pooling.MEAN_SQRT_LENGTH:
+        divisor = g.op("Sqrt", [divisor])
+    return g.op("Div", [total, divisor])
+
+
 def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     """Pool rows of ``hidden [T, H]``, one list of rows per embedding."""
     g = graph.g
@@ -87,7 +121,7 @@ def _reference(
     rows = states[-1]
     starts = placement.starts.tolist()
     pooled = [
-        recipe.pool(rows[None, starts[i] : starts[i + 1]])
+        recipe.pool(rows[None, starts[i] : starts[i + 1]], getattr(request, "first", 0))
         for i, request in enumerate(requests)
         if request is not None
     ]
@@ -122,6 +156,7 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
+    sample=lambda _, sizes: EmbeddingRequest(sizes.tokens // 3),
     limits={
         "embedding_cosine_mean": 0.995,
         "embedding_cosine_least": 0.98,

@@ -115,7 +115,8 @@ def _read_pylate(files: HeadFiles, folders: Sequence[str]) -> MultiVectorHead:
             "(do_lower_case) is not supported"
         )
     settings = read_settings(files.folder / _PYLATE_FILE)
-    if any((settings.get("prompts") or {}).values()):
+    prompts = settings.get("prompts") or {}
+    if not isinstance(prompts, dict) or any(prompts.values()):
         raise ExportError(
             f"{_PYLATE_FILE}: prompts beside the markers of a model of late interaction are not "
             "supported; its queries and documents have markers"

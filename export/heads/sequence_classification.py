@@ -105,9 +105,9 @@ def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
     """
     labels = read_labels(settings)
     kind = settings.get("problem_type")
-    if kind is None:  # the default of transformers' pipeline
-        single = len(labels) > 1
-        kind = "single_label_classification" if single else "multi_label_classification"
+    several = "single_label_classification"
+    if kind in (None, several):  # as in transformers' pipeline, the only label has a sigmoid
+        kind = several if len(labels) > 1 else "multi_label_classification"
     raw = True if len(labels) == 1 and _declares_raw_scores(settings) else None
     try:
         return SequenceLabels(labels=labels, problem_type=kind, raw_scores=raw)

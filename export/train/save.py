@@ -290,9 +290,10 @@ def _write_sentence_transformer(
         (folder / path).mkdir(exist_ok=True)
     # All flags: text-embeddings-inference refuses a file that lacks one.
     flags = {flag: pooling == embedding.pooling for flag, pooling in POOLING_FLAGS.items()}
-    _write_json(
-        folder / "1_Pooling/config.json", {"word_embedding_dimension": config.hidden_size, **flags}
-    )
+    pooling = {"word_embedding_dimension": config.hidden_size, **flags}
+    if not embedding.include_prompt:
+        pooling["include_prompt"] = False
+    _write_json(folder / "1_Pooling/config.json", pooling)
     if embedding.prompts:
         prompts = {"prompts": embedding.prompts, "default_prompt_name": embedding.default_prompt}
         _write_json(folder / "config_sentence_transformers.json", prompts)

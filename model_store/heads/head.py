@@ -55,6 +55,7 @@ class GraphSpec:
         token_types: whether the trunk has the input `token_type_ids`.
         pooling: the pooling of the embedding head; None: the graph has no embedding head.
         layers: number of layers of the trunk.
+        include_prompt: whether embeddings pool the tokens of a prompt, too.
     """
 
     layout: Layout
@@ -62,6 +63,7 @@ class GraphSpec:
     token_types: bool
     pooling: Pooling | None = None
     layers: int = 0
+    include_prompt: bool = True
 
 
 class ModelSizes(NamedTuple):

@@ -114,7 +114,7 @@ def prepare(
     if parameters.pooling is not None or parameters.layers is not None:
         if parameters.spans is not None:
             raise InvalidRequest("spans have the mean of the last layer; leave out pooling, layers")
-        layers = _layer_request(parameters.pooling, parameters.layers, context)
+        layers = _layer_request(parameters, context)
         if layers is not None:
             size = context.manifest.architecture.hidden_size * len(layers.vectors)
             request = {layer_embedding.HEAD.name: layers}
@@ -154,13 +154,13 @@ def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) ->
 
 
 def _layer_request(
-    pooling: PoolingChoice | None, layers: Layers | None, context: TaskContext
+    parameters: EmbedParameters, context: TaskContext
 ) -> LayerEmbeddingRequest | None:
     """Return the request for other vectors than the model's own; None if its own are asked for.
 
     Source: Devlin et al. 2019, table 7, which compares layers.
     """
-    manifest = context.manifest
+    manifest, pooling, layers = context.manifest, parameters.pooling, parameters.layers
     recipe = manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
     chosen = recipe.pooling if pooling is None else Pooling(pooling)
@@ -168,6 +168,11 @@ def _layer_request(
     if is_own and layers in (None, "last"):
         return None
     context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
+    if not recipe.include_prompt and parameters.prompt(context):
+        raise WrongTask(
+            "pooling and layers pool a prompt too, which the pooling of "
+            f"{manifest.reference} leaves out; leave out the prompt, or pooling and layers"
+        )
     _check_no_projection(manifest, "pooling and layers")
     layers, count = layers or "last", manifest.architecture.layers
     if layers.endswith("last-four") and count < _LAST_FOUR:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
@@ -115,12 +116,14 @@ class _State(NamedTuple):
         inner: the state of what scores.
         texts: the texts if the answer repeats them.
         windows: the characters of each window of each text; None: each text has one.
+        function: makes scores of what the texts are ranked by, so that saturation ties none.
     """
 
     scorer: Scorer
     inner: Any
     texts: list[str] | None
     windows: list[Windows] | None
+    function: text_classification.Function = "none"
 
 
 _QUERY: Final = Location(("query",))
@@ -164,8 +167,10 @@ def prepare(
     is_divided = parameters.long_text == "window"
     report = is_divided or bool(parameters.return_usage)
     rule, scorer = parameters.rule(report=report), _scorer(context.manifest)
+    function: text_classification.Function = "none"
     if scorer == "classifier":
-        prepared = _classified(inputs, parameters, rule, context)
+        function = _function(context.manifest, parameters)
+        prepared = _classified(inputs, rule, context)
     elif scorer == "late-interaction":
         prepared = _prepare_interaction(inputs, rule, context)
     else:
@@ -177,7 +182,7 @@ def prepare(
     if is_divided:
         windows = [text.windows or (None,) for text in usage]
     return prepared._replace(
-        state=_State(scorer, prepared.state, texts, windows),
+        state=_State(scorer, prepared.state, texts, windows, function),
         results=max(prepared.results, written),
         texts=len(inputs.texts),
         usage=usage if parameters.return_usage else None,
@@ -192,10 +197,10 @@ def _scorer(manifest: Manifest) -> Scorer:
 
 
 def _classified(
-    inputs: RerankInputs, parameters: RerankParameters, rule: LongTextRule, context: TaskContext
+    inputs: RerankInputs, rule: LongTextRule, context: TaskContext
 ) -> PreparedRequest[Any]:
     """Tokenize the pairs that a classifier scores."""
-    scored = TextClassificationParameters(function_to_apply=_function(context.manifest, parameters))
+    scored = TextClassificationParameters(function_to_apply="none")
     pairs = [(_TEXTS.below(n), inputs.query, text) for n, text in enumerate(inputs.texts)]
     prepared: PreparedRequest[Any]
     rule = replace(rule, divides_pairs=True)
@@ -262,8 +267,10 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
         for places in windows
     ]
     order = sorted(range(len(best)), key=lambda index: best[index][0], reverse=True)
+    values = np.array([score for score, _ in best])[:, None]
+    shown = text_classification.apply(state.function, values)[:, 0].tolist()
     ranks = [
-        Rank(index, best[index][0], state.texts[index] if state.texts else None, best[index][1])
+        Rank(index, shown[index], state.texts[index] if state.texts else None, best[index][1])
         for index in order
     ]
     return Ranking(ranks, state.scorer)

@@ -153,7 +153,7 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelSc
     """Return the labels of each text, best first."""
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[state.logits] for output in outputs])
-    scores = _apply(state.function, logits)
+    scores = apply(state.function, logits)
     if (windows := state.windows) is not None:
         sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
         scores = (sums / np.array(windows)[:, None]).astype(np.float32)
@@ -164,13 +164,14 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelSc
     ]
 
 
-def _apply(function: Function, logits: Float32) -> Float32:
+def apply(function: Function, logits: Float32) -> Float32:
     """Return the scores [n, L] of logits [n, L]."""
     if function == "none":
         return logits
     if function == "sigmoid":
-        one = np.float32(1)
-        return one / (one + np.exp(-logits))
+        exponentials = np.exp(-np.abs(logits))  # no overflow
+        scores: Float32 = np.where(logits < 0, exponentials, 1) / (1 + exponentials)
+        return scores
     return softmax(logits)
 
 

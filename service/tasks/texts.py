@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads import HeadRequest, embedding
+from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks.task import (
@@ -219,13 +220,19 @@ class TextEncoder:
         """Add a text; return the (first, end) tokens of each of its encodings.
 
         The ids are without special tokens. The prompt is the start of the text, which each window
-        repeats. The text is None if the client sent its ids, which then begin with `prompt_tokens`.
+        repeats. The text is None if the client sent its ids, which then begin with the prompt's.
+        `prompt_tokens` is the number of tokens of the prompt alone; a text needs it only if the
+        pooling leaves out prompts.
         """
         if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
             return self._add_windows(at, ids, text, prompt, prompt_tokens)
         tokenizer = self.context.tokenizer
         encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.rule.keep_end)
-        self.add_encodings(at, [encoding], TextUsage(len(ids) + 2, len(encoding)))
+        usage = TextUsage(len(ids) + 2, len(encoding))
+        self.add_encodings(at, [encoding], usage)
+        if prompt:
+            cut = usage.tokens - usage.used if self.rule.keep_end else 0
+            self._leave_out(1, max(0, prompt_tokens - cut))
         return [(0, len(encoding) - 2)]
 
     def _add_windows(
@@ -235,7 +242,9 @@ class TextEncoder:
         tokenizer = self.context.tokenizer
         needs_places = text is not None and (prompt or self.rule.report)
         places = tokenizer.spans(text or "").offsets if needs_places else []
-        prefix = ids[: prompt_tokens + sum(start < len(prompt) for start, _ in places)]
+        if text is not None:
+            prompt_tokens = sum(start < len(prompt) for start, _ in places)
+        prefix = ids[:prompt_tokens]
         own, room = ids[len(prefix) :], self.max_tokens - 2 - len(prefix)
         if room < 1:
             raise InvalidRequest(
@@ -251,7 +260,21 @@ class TextEncoder:
             read = characters(bounds, places[len(prefix) :])
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
         self.add_encodings(at, encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
+        if prompt:
+            self._leave_out(len(encodings), prompt_tokens)
         return bounds
+
+    def _leave_out(self, encodings: int, prompt_tokens: int) -> None:
+        """Leave the prompt out of the pooling of the last encodings, if the model does so.
+
+        The start token is left out too, as in sentence-transformers, and the end token is not.
+        """
+        recipe, asked = self.context.manifest.embedding, self.requests
+        if recipe is None or recipe.include_prompt or not asked or embedding.HEAD.name not in asked:
+            return
+        for encoding in self.encodings[-encodings:]:
+            first = min(1 + prompt_tokens, len(encoding) - 1)
+            encoding.requests = {**asked, embedding.HEAD.name: EmbeddingRequest(first)}
 
     def add_pair(
         self, at: Location, first: Sequence[int], second: Sequence[int], text: str
@@ -369,15 +392,18 @@ def encode_texts(
         prompts = [parameters.prompt(context)] * len(texts)
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, max_tokens, requests)
+    lengths: dict[str, int] = {}
+    if recipe is not None and not recipe.include_prompt:
+        lengths = {prompt: len(tokenizer.ids([prompt])[0]) for prompt in {*prompts}}
     prompted = zip(prompts, texts, strict=True)
     ids = iter(tokenizer.ids([prompt + t for prompt, (_, t) in prompted if isinstance(t, str)]))
     for prompt, (at, text) in zip(prompts, texts, strict=True):
         if isinstance(text, str):
-            encoder.add(at, next(ids), prompt + text, prompt)
+            encoder.add(at, next(ids), prompt + text, prompt, lengths.get(prompt, 0))
         else:
             [before] = tokenizer.ids([prompt]) if prompt else [[]]
             sent = own_ids(text, at, tokenizer)
-            encoder.add(at, [*before, *sent], None, prompt_tokens=len(before))
+            encoder.add(at, [*before, *sent], None, prompt, len(before))
     return encoder
 
 

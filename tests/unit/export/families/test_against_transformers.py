@@ -383,6 +383,18 @@ def test_settings_of_local_layers_are_those_of_transformers(
     assert same(ours(again, head, ids), theirs(network, head, ids))
 
 
+def test_a_sliding_window_goes_before_the_local_attention(tmp_path: Path) -> None:
+    """transformers reads both, and writes the second."""
+    network = save("modernbert", "masked_lm", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sliding_window": 2}))
+    again = CLASSES["masked_lm"].from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = ids_of(network, 17)
+    mine = ours(load_checkpoint(str(tmp_path)), "masked_lm", ids)
+    assert same(mine, theirs(again, "masked_lm", ids))
+    assert not same(mine, theirs(network, "masked_lm", ids))
+
+
 def test_a_token_reaches_no_further_than_the_window_of_one_local_layer(tmp_path: Path) -> None:
     one = {"num_hidden_layers": 1, "max_position_embeddings": 300, "local_attention": 128}
     network = save("modernbert", "masked_lm", tmp_path, layer_types=["sliding_attention"], **one)
@@ -692,6 +704,32 @@ def test_tokens_of_two_hundred_lines_are_those_of_the_file(tmp_path: Path) -> No
     loaded, plain = load_tokenizer(tmp_path), unigram()
     for text in awkward_lines():
         assert loaded.tokenizer.encode(text).ids == plain.encode(text).ids, text
+
+
+@pytest.mark.parametrize(("given", "read"), [(10**30, None), (1e30, None), (17, 17), (None, None)])
+def test_only_a_limit_that_is_one_is_read(given: float | None, read: int, tmp_path: Path) -> None:
+    """transformers writes 1e30 for a tokenizer without a limit."""
+    unigram().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": given}))
+    assert load_tokenizer(tmp_path).max_tokens == read
+
+
+@pytest.mark.parametrize("family", ["roberta", "bert"])
+def test_a_family_takes_a_tokenizer_of_another_kind(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As camembertv2, a RoBERTa with WordPiece, and multilingual-e5-small, a BERT with Unigram."""
+    kind = {"roberta": mpnet_wordpiece, "bert": unigram}[family]
+    monkeypatch.setitem(TOKENIZERS, family, kind)
+    network = save(family, "masked_lm", tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    ids = ids_of(network, 9)
+    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+    for texts in (("Where is it?",), ("Where is it?", "The bank charges a fee.")):
+        own = checkpoint.tokenizer.tokenizer.encode(*texts)
+        assert own.ids == kind().encode(*texts).ids
+    separators = checkpoint.tokenizer.special.separators
+    assert (separators, checkpoint.tokenizer.special.second_type) == (2, 0)
 
 
 def awkward_lines() -> list[str]:

@@ -53,8 +53,11 @@ def test_what_is_written_is_read_as_the_same_sizes(family: Family) -> None:
 
 def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family) -> None:
     config = family.read_config(only_needed(family.name))
-    own = {"mobilebert": ("relu", 0.0), "nomic_bert": ("silu", 0.0), "modernbert": ("gelu", 0.0)}
-    assert (config.activation, config.dropout) == own.get(family.name, ("gelu", 0.1))
+    key = {"distilbert": "activation", "modernbert": "hidden_activation"}
+    theirs = transformers.CONFIG_MAPPING[family.name]()
+    assert config.activation == getattr(theirs, key.get(family.name, "hidden_act"))
+    undropped = {"mobilebert", "nomic_bert", "modernbert"}
+    assert config.dropout == (0.0 if family.name in undropped else 0.1)
     assert config.group_layers == 1
     assert config.layer_groups == (1 if family.name == "albert" else None)
     if family.name in WITH_DEFAULTS:

@@ -338,6 +338,8 @@ def test_a_reranker_s_scores_are_raw_if_it_says_so() -> None:
 def test_the_problem_type_follows_from_the_labels() -> None:
     assert read_options({}).problem_type == "single_label_classification"
     assert read_options({"num_labels": 1}).problem_type == "multi_label_classification"
+    one = {"num_labels": 1, "problem_type": "single_label_classification"}
+    assert read_options(one).problem_type == "multi_label_classification", "not 1.0 for every text"
     assert read_options({"problem_type": "regression"}).problem_type == "regression"
     with pytest.raises(ExportError, match="problem_type 'x' is not supported"):
         read_options({"problem_type": "x"})

@@ -57,6 +57,16 @@ def test_a_long_context_is_divided() -> None:
     ]
 
 
+def test_windows_keep_room_for_a_second_separator() -> None:
+    described = manifest().tokenizer.model_dump() | {"pair_separators": 2, "second_type": 0}
+    request = prepared("qa", [pair(f"{SEVEN} h")], context(tokenizer=described), doc_stride=2)
+    assert tokens(request) == [
+        "[CLS] who is [SEP] [SEP] a b c d e f [SEP]",
+        "[CLS] who is [SEP] [SEP] e f g h [SEP]",
+    ]
+    assert not any(map(sum, types(request)))
+
+
 def test_each_question_gets_the_answer_of_its_windows() -> None:
     request = prepared("qa", [pair("a b"), pair("c d")], max_answer_len=1)
     logits = np.full((7, 2), -9, np.float32)

@@ -100,6 +100,12 @@ def test_texts_of_equal_score_keep_their_order() -> None:
     assert [r.index for r in ranking.ranks] == [1, 0, 2]
 
 
+def test_saturated_scores_keep_the_order_of_their_logits() -> None:
+    ranking = rerank.decode(asked(["a", "b", "c", "d"]).state, logits(30, 90, -900, 45), CLASSIFIER)
+    assert [r.index for r in ranking.ranks] == [1, 3, 0, 2]
+    assert [r.score for r in ranking.ranks] == pytest.approx([1, 1, 1, 0])
+
+
 def test_texts_are_returned_if_asked() -> None:
     request = asked(["a", "b"], return_text=True)
     ranking = rerank.decode(request.state, logits(1, 2), CLASSIFIER)

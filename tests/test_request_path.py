@@ -7,7 +7,7 @@ from tests.request_path import count, lines_by_part
 CHECKOUT = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 30, 121
-"""A few more than were counted: timers may run or not. Lower both with the count."""
+"""Lower both with the count."""
 
 
 def test_the_way_of_a_short_request() -> None:

@@ -144,14 +144,18 @@ class Adapter:
     @property
     def size(self) -> int:
         """The bytes of all numbers."""
-        matrices = [matrix for layer in self.layers.values() for matrix in (layer.a, layer.b)]
-        tensors = self.head.tensors.values() if self.head else ()
-        return sum(array.nbytes for array in (*matrices, *tensors))
+        arrays = [matrix for layer in self.layers.values() for matrix in (layer.a, layer.b)]
+        arrays += self.head.tensors.values() if self.head else ()
+        # Layers that a checkpoint stores as one share their A.
+        return sum({id(array): array.nbytes for array in arrays}.values())
 
 
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder is meant to be an adapter."""
-    return (folder / CONFIG_FILE).exists()
+    try:
+        return (folder / CONFIG_FILE).exists()
+    except PermissionError:  # for example lost+found of a volume
+        return False
 
 
 def read_adapter(folder: Path, support: AdapterSupport, own: Mapping[str, Floats]) -> Adapter:

@@ -156,6 +156,10 @@ class EngineFailed(ServiceError):
     """The engine raised an exception on an encoding that ran alone."""
 
 
+class AdapterUnavailable(ServiceError):
+    """The files of an adapter are gone, or have changed since the last reload."""
+
+
 class EngineDead(ServiceError):
     """No engine runs: it hangs, fails its golden outputs, or its process has exited."""
 
@@ -168,16 +172,22 @@ class Changes:
 
     Attributes:
         reasons: why a model was kept although the store has a newer version.
+        refused: why an adapter was left out, or is served as before, by its folder.
     """
 
     added: list[str]
     removed: list[str]
     kept: list[str]
     reasons: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def between(
-        cls, before: Mapping[str, object], after: Mapping[str, object], reasons: Mapping[str, str]
+        cls,
+        before: Mapping[str, object],
+        after: Mapping[str, object],
+        reasons: Mapping[str, str],
+        refused: Mapping[str, str] | None = None,
     ) -> Self:
         """Return how what is served differs, by full name; what is equal stays as it was."""
         return cls(
@@ -189,12 +199,14 @@ class Changes:
                 for name, reason in reasons.items()
                 if name in before and before[name] == after.get(name)
             },
+            refused=dict(refused or {}),
         )
 
     def __str__(self) -> str:
         why = {name: f"{name} ({reason})" for name, reason in self.reasons.items()}
         kept = [why.get(name, name) for name in self.kept]
         lists = {"added": self.added, "removed": self.removed, "kept": kept}
+        lists["refused"] = list(self.refused)
         return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
 
 

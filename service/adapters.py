@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import printable
@@ -37,16 +37,6 @@ from cloze.service.core import (
 )
 
 _MOST_LABELS = 10_000
-
-
-class AdapterRegistry(Protocol):
-    """The adapters that an engine can load."""
-
-    def add(self, key: str, read: Callable[[], Adapter]) -> None:
-        """Make an adapter known, without reading it."""
-
-    def forget(self, key: str) -> None:
-        """Free an adapter that no request asks for any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
+from cloze.model_store.peft import Adapter
 
 Float32 = NDArray[np.float32]
 
@@ -340,6 +341,16 @@ RequestedPrecision = Precision | Literal["auto"]
 """The precision of the graph to run; ``auto`` selects the fastest that the device supports."""
 
 
+class AdapterRegistry(Protocol):
+    """The adapters that an engine can load."""
+
+    def add(self, key: str, read: Callable[[], Adapter]) -> None:
+        """Make an adapter known, without reading it."""
+
+    def forget(self, key: str) -> None:
+        """Free an adapter that no request asks for any more."""
+
+
 class Engine(Protocol):
     """The interface between scheduler and runtime. Several threads call ``run`` at once.
 
@@ -352,6 +363,10 @@ class Engine(Protocol):
     precision: Precision
     reason: str
     supports_varlen: bool
+
+    @property
+    def adapters(self) -> AdapterRegistry | None:
+        """The adapters of the engine; None: it takes none."""
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding, in order.

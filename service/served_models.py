@@ -16,7 +16,6 @@ from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.adapters import (
     AdapterBundle,
     AdapterQueue,
-    AdapterRegistry,
     adapter_bytes,
     open_adapters,
     with_engines,
@@ -25,6 +24,7 @@ from cloze.service.batching.admission import Activity, SchedulerLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
+    AdapterRegistry,
     BatchReport,
     Device,
     Engine,
@@ -245,9 +245,7 @@ class LocalModels:
             engine.precision,
             engine.reason,
         )
-        # Engines of tests have no adapters.
-        adapters = getattr(engine, "adapters", None)
-        return ServedModel(bundle, queue, lambda: engine.precision, adapters)
+        return ServedModel(bundle, queue, lambda: engine.precision, engine.adapters)
 
 
 def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:

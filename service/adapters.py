@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cloze.model_store import Bundle
+from cloze.model_store.adapter import Adapter, Head, check_head, read_adapter
 from cloze.model_store.error_lines import printable
 from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.head import Frozen
@@ -16,15 +17,7 @@ from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.limits import MAX_ADAPTER_BYTES
 from cloze.model_store.manifest import NAME_PATTERN
-from cloze.model_store.peft import (
-    ENCODER_DIGEST,
-    Adapter,
-    AdapterError,
-    Head,
-    check_head,
-    is_adapter,
-    read_adapter,
-)
+from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
 from cloze.service.core import (
@@ -237,7 +230,7 @@ def _read(folder: Path, base: Bundle) -> Adapter:
     support = base.manifest.adapters
     assert support is not None
     adapter = read_adapter(folder, support, _own_tensors(base))
-    ours, theirs = base.manifest.source.encoder_sha256, adapter.settings.get(ENCODER_DIGEST)
+    ours, theirs = base.manifest.source.encoder_sha256, adapter.encoder_sha256
     if None not in (ours, theirs) and ours != theirs:
         raise AdapterError(
             f"it was trained on another encoder ({str(theirs)[:12]!a}) than that of "
@@ -252,7 +245,7 @@ def _own_tensors(base: Bundle) -> Tensors:
     if support is None or support.tensors_file is None:
         return {}
     try:
-        return parse_safetensors(read_plain(base.file(support.tensors_file), MAX_ADAPTER_BYTES))
+        return parse_safetensors(read_plain(base.file(support.tensors_file), MAX_ADAPTER_BYTES))[0]
     except (OSError, ValueError) as error:
         raise StartupError(
             f"bundle {base.manifest.reference}: {support.tensors_file} {error}"

@@ -13,9 +13,9 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.model_store.adapter import Adapter
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
-from cloze.model_store.peft import Adapter
 
 Float32 = NDArray[np.float32]
 

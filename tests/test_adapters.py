@@ -271,8 +271,8 @@ def test_files_that_are_no_adapters_are_refused(
     with pytest.raises(StartupError, match=r"adapter_model\.safetensors: "):
         open_adapters([cut], [base], 64)
     other = Path(shutil.copytree(folders["stars"], tmp_path / "other"))
-    digest = {"cloze_encoder_sha256": "0" * 64}
-    (other / "config.json").write_text(json.dumps(digest))
+    file = other / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"cloze_encoder_sha256": "0" * 64})
     with pytest.raises(StartupError, match="was trained on another encoder"):
         open_adapters([other], [base], 64)
     with pytest.raises(StartupError, match=r"no served bundle takes adapters \(bert@1\)"):

@@ -252,8 +252,7 @@ def test_several_at_once_are_all_answered(serve: Start, store: Store) -> None:
         refused = [answer.json()["error"] for answer in answers if answer.status_code == 409]
         assert len(done) + len(refused) == 4
         assert done
-        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}}
-        unchanged["refused"] = {}
+        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}, "refused": {}}
         assert all(body == unchanged for body in done)
         assert set(refused) <= {BUSY}
         reload(server)

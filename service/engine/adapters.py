@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.model_store import adapter_section
+from cloze.model_store.adapter import Adapter, Head
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import ArrayResult, HeadRequest
 from cloze.model_store.layouts import Feeds, Int32
-from cloze.model_store.peft import Adapter, Head
 from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.session import Session
 

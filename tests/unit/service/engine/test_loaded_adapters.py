@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from cloze.model_store.adapter import Adapter
 from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
-from cloze.model_store.peft import Adapter, LowRank
+from cloze.model_store.peft import LowRank
 from cloze.service.core import AdapterUnavailable
 from cloze.service.engine.adapters import LoadedAdapters
 
@@ -18,7 +19,7 @@ SIZE = 2 * RANK * WIDTH * 4
 
 def adapter(value: float) -> Adapter:
     matrix = np.full((RANK, WIDTH), value, np.float32)
-    return Adapter(RANK, {0: LowRank(matrix, matrix.copy())}, None, {}, "")
+    return Adapter(RANK, {0: LowRank(matrix, matrix.copy())}, None, {}, None, "")
 
 
 def loaded_adapters(adapters: int, room: int) -> LoadedAdapters:

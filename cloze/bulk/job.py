@@ -41,7 +41,8 @@ class BulkJob:
     """A job.
 
     Attributes:
-        model: full name of the bundle.
+        model: full name of the bundle; of the base, if an adapter of the settings answers.
+        digest: digest of what answers; see `base_and_digest`.
     """
 
     options: JobOptions

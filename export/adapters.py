@@ -211,8 +211,9 @@ class AdaptedModel:
             adapter_section.table(width).name: np.concatenate(table)
             for width, table in tables.items()
         }
-        for side, spec in enumerate((adapter_section.LAYER_ROWS_IN, adapter_section.LAYER_ROWS_OUT)):
-            feeds[spec.name] = rows[side].reshape(len(adapters), -1)
+        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
+        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
+        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
         return feeds
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ def test_each_adapter_has_its_results_alone_and_beside_any_other(
             place = (first + number) % len(batch)
             np.testing.assert_allclose(output, wanted[place], rtol=0, atol=1e-5)
             np.testing.assert_allclose(output, alone[place], rtol=0, atol=2e-6)
+    same = engine.run([replace(batch[1], input_ids=batch[n].input_ids) for n in (1, 2)])
+    np.testing.assert_allclose(array(same[0]), wanted[1], rtol=0, atol=1e-5)
+    own = expected("topics", folders["topics"], base_model, batch[2].input_ids)
+    np.testing.assert_allclose(array(same[1]), own, rtol=0, atol=1e-5)
     assert not np.allclose(wanted[4], wanted[5], atol=1e-3)  # the adapter changes something
 
 

@@ -229,17 +229,20 @@ class AdaptedRuns:
 
     def feeds(self, adapters: Sequence[_Loaded | None]) -> Feeds:
         """Return the graph's inputs about the adapter of each sequence."""
-        rank = max((one.rows.shape[2] for one in adapters if one is not None), default=0)
-        rows = np.zeros((2, self.adapters.layers, len(adapters), rank), np.int32)
-        for sequence, one in enumerate(adapters):
+        if len({id(one) for one in adapters}) == 1:
+            adapters = adapters[:1]  # their matrices are gathered once
+        rank = max([1, *(one.rows.shape[2] for one in adapters if one is not None)])
+        rows = np.zeros((2, len(adapters), self.adapters.layers, rank), np.int32)
+        for number, one in enumerate(adapters):
             if one is not None:
-                rows[:, :, sequence, : one.rows.shape[2]] = one.rows
+                rows[:, number, :, : one.rows.shape[2]] = one.rows
         feeds: dict[str, NDArray[Any]] = {
             adapter_section.table(width).name: table
             for width, table in self.adapters.tables.items()
         }
-        feeds[adapter_section.LAYER_ROWS_IN.name] = rows[0]
-        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows[1]
+        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
+        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
+        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
         return feeds
 
     @staticmethod

@@ -201,7 +201,7 @@ class TaskRoute(ABC):
 
 def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
     """Return what the gate needs of models."""
-    return [GateModel(p.reference, p.model.queue) for p in pipelines]
+    return [GateModel(p.reference, p.model.queue, p.model.bundle.path) for p in pipelines]
 
 
 async def answer_task(

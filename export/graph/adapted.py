@@ -8,13 +8,22 @@ Each sequence has its own A [R, in] and B^T [R, out], gathered from tables of ro
 (`cloze.model_store.adapter_section`).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+from onnx import TensorProto
 from torch import nn
 
 from cloze.export.graph.builder import FUSED, GraphBuilder
-from cloze.export.graph.linear_ops import Fp32, Int8, LinearInput, LinearOps
+from cloze.export.graph.linear_ops import (
+    LARGEST_INT8,
+    Fp32,
+    InputScale,
+    Int8,
+    LinearInput,
+    LinearOps,
+)
 from cloze.model_store import adapter_section
 from cloze.model_store.layouts import Layout
 
@@ -106,4 +115,46 @@ class AdaptedFp32(_Adapted, Fp32):
 
 
 class AdaptedInt8(_Adapted, Int8):
-    """`Int8` with adapters: the integers of the base, and low-rank matrices in fp32."""
+    """`Int8` with adapters: the integers of the base, and low-rank matrices in fp32.
+
+    The fixed step of attention's output is that of the base. An adapter of the values may make the
+    output larger than 127 of these steps, and integers that are cut off lose its results. The step
+    of such a token is larger by a ratio. The ratio is 1 for a sequence without low-rank matrices,
+    which so has the bits of the plain graph.
+    """
+
+    def __init__(
+        self, g: GraphBuilder, scales: Mapping[str, InputScale], *, integers: bool = False
+    ) -> None:
+        super().__init__(g, scales, integers=integers)
+        self._ratios: dict[str, str] = {}
+        self._is_adapted = ""
+
+    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+        """See `LinearOps`."""
+        scale = self._scales.get(name)
+        if scale is None or scale.factors is not None:  # LayerNorm bounds smoothed inputs
+            return super().prepare_input(x, name, least)
+        ratio = self._write_ratio(x, scale.step)
+        prepared = super().prepare_input(self.g.op("Div", [x, ratio]), name, least)
+        self._ratios[prepared.value] = ratio
+        return replace(prepared, floats=x)
+
+    def _write_ratio(self, x: str, step: float) -> str:
+        """Write how many times the fixed step the step of each token is: [B, S, 1], at least 1."""
+        g = self.g
+        one, axis = self._one(), g.weight("axis_last", np.array([-1], np.int64))
+        if not self._is_adapted:
+            rows = g.op("Cast", [adapter_section.LAYER_ROWS_IN.name], to=TensorProto.FLOAT)
+            total = g.op("ReduceSum", [rows, axis], keepdims=1)  # [B, 1]; row 0 means none
+            some = g.op("Greater", [total, g.weight("zero", np.array(0, np.float32))])
+            self._is_adapted = g.op("Unsqueeze", [some, axis])  # [B, 1, 1]
+        largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
+        limit = g.weight(f"fixed_limit_{step!r}", np.array(step * LARGEST_INT8, np.float32))
+        ratio = g.op("Max", [g.op("Div", [largest, limit]), one])
+        return g.op("Where", [self._is_adapted, ratio, one])
+
+    def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:
+        product = super()._multiply(x, integers, steps)
+        ratio = self._ratios.get(x.value)
+        return product if ratio is None else self.g.op("Mul", [product, ratio])

@@ -83,6 +83,8 @@ def read_adapter(folder: Path, support: AdapterSupport, own: Mapping[str, Floats
     files = read_files(folder)
     low_rank = {_without_prefix(name, support): one for name, one in files.layers.items()}
     others = {_without_prefix(name, support): one for name, one in files.tensors.items()}
+    if len(low_rank) < len(files.layers) or len(others) < len(files.tensors):
+        raise AdapterError("a module has tensors under two names, with a prefix and without")
     head = _head(files.config, others, low_rank, support, own)
     layers: dict[int, LowRank] = {}
     for name, one in low_rank.items():
@@ -123,6 +125,8 @@ def _head(
 ) -> Head | None:
     """Return the head; take the matrices of its layers out of ``low_rank``."""
     task = config.get("task_type")
+    if not isinstance(task, str | None):
+        raise AdapterError(f"{CONFIG_FILE}: task_type {str(task)[:80]!a} is not a string")
     if task not in _HEADS:
         if others:
             raise AdapterError(

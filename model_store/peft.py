@@ -249,7 +249,11 @@ def _low_rank(name: str, pair: Mapping[str, Floats], config: Mapping[str, Any]) 
         )
     alpha = _of_pattern("alpha_pattern", name, config, config.get("lora_alpha", 8))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b.T * np.float32(scale)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.ascontiguousarray(b.T * np.float64(scale), np.float32)
+    if not np.isfinite(scaled).all():
+        raise AdapterError(f"the layer {name!a} times {scale:.3g}, alpha by rank, is not finite")
+    return LowRank(np.ascontiguousarray(a), scaled)
 
 
 def _of_pattern(pattern: str, layer: str, config: Mapping[str, Any], default: Any) -> Any:

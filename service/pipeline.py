@@ -308,6 +308,10 @@ class Models:
             task.name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
             for task in self._tasks
         }
+        self._tasks_of: dict[Pipeline, list[str]] = {pipeline: [] for pipeline in self.pipelines}
+        for name, served in self._served.items():
+            for pipeline in served:
+                self._tasks_of[pipeline].append(name)
         for name, model in (defaults or {}).items():
             self._set_default(name, model)
 
@@ -346,7 +350,7 @@ class Models:
 
     def tasks_of(self, pipeline: Pipeline) -> list[str]:
         """Return the names of the tasks that a model serves."""
-        return [task.name for task in self._tasks if task.is_served_by(pipeline.manifest)]
+        return self._tasks_of[pipeline]
 
     def default(self, task: Task) -> Pipeline | None:
         """Return the pipeline for requests that name no model; None if no model serves the task."""

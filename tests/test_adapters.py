@@ -232,6 +232,19 @@ BAD: dict[str, tuple[Change, str]] = {
     "no-rank": (setting(r="x"), "r is x; allowed are 0 to 512"),
     "pattern": (setting(alpha_pattern={"(a+)+$": 2}), "alpha_pattern has '(a+)+$'"),
     "task": (setting(task_type="CAUSAL_LM"), "belongs nowhere: task_type is 'CAUSAL_LM'"),
+    "task-type": (setting(task_type=["SEQ_CLS"]), "task_type \"['SEQ_CLS']\" is not a string"),
+    "infinite": (setting(lora_alpha=1e300), "times 2.5e+299, alpha by rank, is not finite"),
+    "twice": (
+        lambda _, tensors: tensors.update(
+            {
+                f"base_model.model.{QUERY.removeprefix('bert.')}.lora_{side}.weight": tensors[
+                    f"base_model.model.{QUERY}.lora_{side}.weight"
+                ]
+                for side in "AB"
+            }
+        ),
+        "under two names, with a prefix and without",
+    ),
     "width": (tensor(f"{QUERY}.lora_A.weight", lambda a: a[:, :32]), "has 32 inputs"),
     "layer": (tensor("bert.encoder.layer.7.x.lora_A.weight", lambda a: a), "has lora_A only"),
     "stray": (tensor("qa_outputs.weight", lambda a: a), "'qa_outputs.weight' belongs nowhere"),

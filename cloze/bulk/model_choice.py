@@ -63,26 +63,6 @@ def _choose_adapter(settings: Settings, bases: Sequence[Bundle], task: BulkTask)
     return adapters[0]
 
 
-def open_model(settings: Settings, reference: str) -> list[Bundle]:
-    """Return a bundle, and the adapter of the settings if there is one; the last one answers.
-
-    Raises:
-        StoreError: the bundle does not open.
-        StartupError: the adapter does not.
-    """
-    bundle = Store(settings.model_store).open(reference)
-    folders = [Path(folder) for folder in settings.adapter]
-    return [bundle, *open_adapters(folders, [bundle], settings.adapter_memory_mb).bundles]
-
-
-def base_and_digest(bundle: Bundle) -> tuple[str, str]:
-    """Return the full name of the bundle that an engine opens, and the digest of what answers."""
-    if isinstance(bundle, AdapterBundle):
-        base = bundle.base.manifest
-        return base.reference, f"{base.digest} {bundle.key}"
-    return bundle.manifest.reference, bundle.manifest.digest
-
-
 def check_parameters(
     settings: Settings, bundle: Bundle, task: BulkTask, parameters: dict[str, Any]
 ) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloze.bulk.errors import BulkError
-from cloze.bulk.job import BulkJob, JobOptions
-from cloze.bulk.model_choice import base_and_digest, check_parameters, choose_bundle
+from cloze.bulk.job import BulkJob, JobOptions, base_and_digest
+from cloze.bulk.model_choice import check_parameters, choose_bundle
 from cloze.bulk.plan import Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import input_files, make_plan

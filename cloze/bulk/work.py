@@ -12,8 +12,7 @@ from typing import Any
 
 from cloze.bulk.chunks import Chunk
 from cloze.bulk.errors import BulkError
-from cloze.bulk.job import BulkJob
-from cloze.bulk.model_choice import base_and_digest, open_model
+from cloze.bulk.job import BulkJob, base_and_digest, open_model
 from cloze.bulk.plan import Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import ShardReader

@@ -62,6 +62,7 @@ def server(
     variables = {
         "CLOZE_ADMIN_SOCKET": str(tmp_path_factory.mktemp("admin") / "socket"),
         "CLOZE_ADAPTER_MEMORY_MB": "1",
+        "CLOZE_MAX_QUEUE_WAIT_MS": "60000",  # on a busy machine, 429 is no failure
     }
     with running_server(base.path.parents[1], *flags, **variables) as server:
         yield server
@@ -69,7 +70,7 @@ def server(
 
 def classify(server: Server, name: str) -> httpx.Response:
     body = {"inputs": TEXT, "model": name}
-    return httpx.post(f"{server.url}/classify", json=body, timeout=30)
+    return httpx.post(f"{server.url}/classify", json=body, timeout=90)
 
 
 def scores(server: Server, name: str) -> dict[str, float]:
@@ -93,7 +94,7 @@ def test_bad_adapters_of_a_folder_do_not_touch_the_others(server: Server, served
 def test_parallel_first_requests_for_more_than_fits_are_all_answered(server: Server) -> None:
     def embed(number: int) -> int:
         body = {"inputs": f"{TEXT} {number}", "model": LARGE[number % len(LARGE)]}
-        return httpx.post(f"{server.url}/embed", json=body, timeout=30).status_code
+        return httpx.post(f"{server.url}/embed", json=body, timeout=90).status_code
 
     with ThreadPoolExecutor(16) as clients:
         statuses = list(clients.map(embed, range(160)))
@@ -109,7 +110,7 @@ def test_an_adapter_without_files_fails_alone_and_the_log_says_why(
     assert scores(server, "gone") == before  # it is loaded
     for name in LARGE[:2]:  # makes room
         body = {"inputs": TEXT, "model": name}
-        assert httpx.post(f"{server.url}/embed", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{server.url}/embed", json=body, timeout=90).status_code == 200
     with ThreadPoolExecutor(8) as clients:
         gone = [clients.submit(classify, server, "gone") for _ in range(8)]
         others = [clients.submit(scores, server, "stars") for _ in range(8)]

@@ -55,6 +55,12 @@ def test_the_commands(default_server: Server) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_the_recogniser_of_presidio_is_that_of_the_tested_program() -> None:
+    [shown] = re.findall(r"^ENTITIES = [\s\S]*?(?=^```)", PAGE, re.MULTILINE)
+    assert shown.rstrip() in (ROOT / "tests/clients/presidio_recognizer.py").read_text()
+    assert len(shown.splitlines()) <= 30
+
+
 def test_the_table_of_routes_is_the_generated_one() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts/route-reference", "--check"], timeout=60)
     assert done.returncode == 0, "run scripts/route-reference"

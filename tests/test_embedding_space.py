@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
+from sentence_transformers.util.quantization import quantize_embeddings
 
 from cloze.cli import cli
 from cloze.client import Client, RequestRefused
@@ -170,6 +171,7 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": "a", "model": "MODEL"}),
     ("/embeddings", {"input": "a", "model": "MODEL"}),
     ("/v2/models/MODEL.embed/infer", {"inputs": [TENSOR]}),
+    ("/v2/embed", {"texts": ["a"], "model": "MODEL", "input_type": "document"}),
 ]
 
 
@@ -179,7 +181,8 @@ def asked(server: Server, model: str, path: str, body: Any, **headers: str) -> h
 
 
 def message(answer: httpx.Response) -> str:
-    error = answer.json()["error"]
+    body = answer.json()
+    error = body.get("error", body)
     return str(error["message"] if isinstance(error, dict) else error)
 
 
@@ -281,21 +284,55 @@ def test_roles_choose_the_prompts_of_sentence_transformers(
     np.testing.assert_allclose(native.json()[0], row["embedding"], atol=1e-6)
 
 
+TOO_LONG = "has {} tokens; the model reads 40"
+RAISED = {
+    "voyage": {
+        "unknown": "voyageai.error.InvalidRequestError: input_type 'clustering' is not one of query",
+        "long": f"voyageai.error.InvalidRequestError: input[0] {TOO_LONG.format(84)}",
+    },
+    "nvidia": {"long": f"builtins.Exception: [400] {{'message': 'input[0] {TOO_LONG.format(86)}"},
+    "jina": {"unknown": "builtins.RuntimeError: input_type 'separation' is not one of query"},
+    "cohere": {
+        "unknown": "cohere.errors.bad_request_error.BadRequestError",
+        "long": "cohere.errors.bad_request_error.BadRequestError",
+    },
+}
+"""What each client raises for a role, and for a long text, that the server refuses."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_voyages_released_client_chooses_roles(
-    server: Server, checkpoint: Path, tmp_path: Path
-) -> None:
-    """A test that cannot install it skips and says why."""
-    environment, text = tmp_path / "environment", "the king"
-    found = run("voyage.py", "voyage.txt", environment, server.url, "roles", text)
+def test_released_clients_choose_roles(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    """Those of Voyage, NVIDIA, Jina and Cohere; the test skips if it cannot install them."""
+    text, long_text = "the king", "of " * 80 + "the king"
+    environment = tmp_path / "environment"
+    found = run("roles.py", "roles.txt", environment, server.url, "roles", text, long_text)
     theirs = SentenceTransformer(str(checkpoint), device="cpu")
-    for role, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
-        np.testing.assert_allclose(found[role], encode([text])[0], atol=1e-4)
-    np.testing.assert_allclose(found["None"], theirs.encode([text])[0], atol=1e-4)
-    assert np.abs(np.subtract(found["query"], found["document"])).max() > 0.01
-    assert len(found["short"]) == 8
-    assert "is not one of query, document" in found["error"]
+    vectors = {
+        "query": theirs.encode_query([text])[0],
+        "document": theirs.encode_document([text])[0],
+        "without": theirs.encode([text])[0],
+    }
+    assert np.abs(vectors["query"] - vectors["document"]).max() > 0.01
+    for client, raised in RAISED.items():
+        assert {"query", "document", "short"} <= found[client].keys()
+        for name, value in found[client].items():
+            if name in vectors:
+                np.testing.assert_allclose(value, vectors[name], atol=1e-4, err_msg=client)
+            elif name in raised:
+                assert value.startswith(raised[name])
+        short = vectors["query"][:8] / np.linalg.norm(vectors["query"][:8])
+        np.testing.assert_allclose(found[client]["short"], short, atol=1e-4, err_msg=client)
+    np.testing.assert_allclose(found["nvidia"]["cut"], found["cohere"]["cut"], atol=1e-6)
+    assert f"texts[0] {TOO_LONG.format(86)}" in found["cohere"]["long"]
+
+    kinds = found["cohere types"]
+    exact = np.frombuffer(base64.b64decode(kinds["base64"]), "<f4")
+    np.testing.assert_allclose(exact, vectors["query"], atol=1e-4)
+    for kind in ("binary", "ubinary"):
+        assert kinds[kind] == quantize_embeddings(exact[None], kind)[0].tolist()
+    answered, tokens, identity = found["cohere answer"]
+    assert (answered, tokens, len(identity)) == ([text], 6, 16)
 
 
 def test_a_ranking_by_embeddings_uses_both_roles(server: Server, checkpoint: Path) -> None:
@@ -321,7 +358,10 @@ def test_a_model_without_roles_says_so(every_task: Server) -> None:
     ({"task": "text-matching"}, "input_type 'text-matching' is not one of query, document, search_"),
     ({"truncate": "NONE", "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
     ({"truncation": False, "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
+    ({"truncate": False, "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
     ({"truncate": "LEFT"}, "truncate: Input should be 'NONE', 'START' or 'END'"),
+    ({"late_chunking": True}, "late_chunking: there is no such field"),
+    ({"embedding_type": "binary"}, "embedding_type: Input should be 'float' or 'base64'"),
 ])  # fmt: skip
 def test_words_of_other_clients_are_checked(
     server: Server, fields: dict[str, Any], problem: str
@@ -340,6 +380,11 @@ def test_the_fields_of_voyage_and_jina_are_read(server: Server) -> None:
     }  # fmt: skip
     answer = httpx.post(f"{server.url}/v1/embeddings", json=voyage).json()
     vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
-    jina = {"input": ["a"], "model": "roles", "encoding_type": "float", "dimensions": 8}
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=jina).json()
-    np.testing.assert_allclose(answer["data"][0]["embedding"], vector)
+    jina = {"input": ["a"], "model": "roles", "dimensions": 8}
+    for fields in ({"encoding_type": "float"}, {"embedding_type": "float", "truncate": True}):
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | fields).json()
+        np.testing.assert_allclose(answer["data"][0]["embedding"], vector)
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | {"normalized": False}).json()
+    cut = np.array(answer["data"][0]["embedding"])
+    assert abs(np.linalg.norm(cut) - 1) > 0.1
+    np.testing.assert_allclose(cut / np.linalg.norm(cut), vector, atol=1e-6)

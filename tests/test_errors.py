@@ -74,9 +74,11 @@ def test_an_error_has_its_status_and_its_type(
                     "type": openai_type,
                     "param": None,
                     "code": "model_not_found" if kind is core.UnknownModel else None,
-                }
+                },
+                "detail": message,
             },
         ),
+        "cohere": (only_400, {"message": message}),
         "open-inference": (only_400, {"error": message}),
     }
     usual = (status, {"error": message, "error_type": error_type})

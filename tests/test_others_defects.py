@@ -1,7 +1,8 @@
 """Defects that users report of other servers: each test fails on a server that has one of them.
 
-int8 vectors that depend on their batch are in `test_int8`, and queries of late interaction without
-marker or filling in `test_late_interaction`.
+int8 vectors that depend on their batch are in `test_int8`, queries of late interaction without marker
+or filling in `test_late_interaction`, and vectors of null for numbers that overflow in
+`unit/service/engine/test_engine`.
 """
 
 from collections.abc import Iterator
@@ -111,6 +112,11 @@ TRUNCATING: dict[str, tuple[str, dict[str, Any], int]] = {
     "predict": ("/predict", {"inputs": "TEXT", "model": "classifier", **LEFT}, TWO),
     "openai": ("/v1/embeddings", {"input": "TEXT", "model": "bert", "truncate": "START"}, TWO),
     "v2": ("/v2/models/bert.embed/infer", {"inputs": [TENSOR], "parameters": LEFT}, TWO),
+    "cohere": (
+        "/v2/embed",
+        {"texts": ["TEXT"], "model": "bert", "input_type": "query", "truncate": "START"},
+        TWO,
+    ),
 }  # fmt: skip
 
 
@@ -160,7 +166,12 @@ def test_every_task_that_truncates_is_among_them() -> None:
         for task in (*TASKS.values(), rerank.TASK)
         if issubclass(task.parameters, TruncationParameters)
     }
-    assert cutting == {name.split(",")[0] for name in TRUNCATING} - {"predict", "openai", "v2"}
+    assert cutting == {name.split(",")[0] for name in TRUNCATING} - {
+        "predict",
+        "openai",
+        "v2",
+        "cohere",
+    }
 
 
 def test_the_last_tokens_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:
@@ -194,6 +205,12 @@ LISTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         {"inputs": [TENSOR | {"shape": [3], "data": "TEXTS"}], "parameters": {"truncate": False}},
         400,
         "text[1]",
+    ),
+    "cohere": (
+        "/v2/embed",
+        {"texts": "TEXTS", "model": "bert", "input_type": "query", "truncate": "NONE"},
+        400,
+        "texts[1]",
     ),
 }  # fmt: skip
 

@@ -130,6 +130,13 @@ def test_entities_and_classes(browse: Browse, server: Server) -> None:
     }
     [labels] = httpx.post(f"{server.url}/classify", json=body).json()
     assert seen["intents"] == [each["label"] for each in labels]
+    body = {
+        "inputs": "The parliament passed the law.",
+        "parameters": {"candidate_labels": ["weather", "politics"]},
+    }
+    own = httpx.post(f"{server.url}/zero-shot-classification", json=body)
+    assert seen["own labels"] == [each["label"] for each in own.json()]
+    assert own.headers["x-score-kind"] == "probability"
     # The shown commands repeat the request.
     for command in (seen["code"][0], [sys.executable, "-c", seen["code"][1]]):
         done = subprocess.run(

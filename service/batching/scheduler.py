@@ -339,8 +339,12 @@ class Scheduler:
                 if isinstance(error, ServiceError):  # not of the engine
                     self._finish(batch[0].request, error)
                     return
-                message = f"the engine cannot run this input ({type(error).__name__})"
-                self._finish(batch[0].request, EngineFailed(message))
+                [queued] = batch
+                count, which = len(queued.request.outputs), "this input"
+                if count > 1:
+                    which = f"sequence {queued.position + 1} of {count} of this request"
+                message = f"the engine cannot run {which} ({type(error).__name__})"
+                self._finish(queued.request, EngineFailed(message))
                 self._probe()
                 return
             middle = len(batch) // 2

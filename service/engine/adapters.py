@@ -224,6 +224,9 @@ class AdaptedRuns:
                 [row for some in rows for row in some], np.int32
             )
             *outputs, hidden = session.run([*names, adapter_section.HIDDEN.name], feeds)
+            for output in (*outputs, hidden):
+                if output.dtype.kind == "f" and not np.isfinite(output).all():
+                    raise FloatingPointError  # as `OnnxEngine.run` does
             results = packed.unpack(dict(zip(names, outputs, strict=True)))
             return self._with_heads(results, adapters, rows, hidden)
 

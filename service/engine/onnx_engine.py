@@ -131,6 +131,9 @@ class OnnxEngine:
         packed = self._codec.pack(batch)
         session = self._alone if alone else self._session
         outputs = session.run(packed.outputs, packed.feeds)
+        for output in outputs:
+            if output.dtype.kind == "f" and not np.isfinite(output).all():
+                raise FloatingPointError  # JSON would have null for the number that overflowed
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
 
     @property

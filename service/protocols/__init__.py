@@ -14,7 +14,7 @@ from cloze.service.core import ServiceError
 from cloze.service.http.errors import describe_error, describe_service_error, rejection
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON
-from cloze.service.protocols import native, open_inference, openai, tei
+from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
@@ -22,6 +22,7 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     tei.PROTOCOL,
     openai.PROTOCOL,
     open_inference.PROTOCOL,
+    cohere.PROTOCOL,
 )
 
 

@@ -25,7 +25,7 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
-from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds
+from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
@@ -44,9 +44,9 @@ class OpenAiEmbeddingsBody(WireModel):
     model: str = Field(description="a served model, NAME or NAME@VERSION")
     encoding_format: Literal["float", "base64"] | None = Field(
         None,
-        validation_alias=AliasChoices("encoding_format", "encoding_type"),
-        description="base64 encodes little-endian float32; the default is float; Jina's clients "
-        "name it encoding_type",
+        validation_alias=AliasChoices("encoding_format", "encoding_type", "embedding_type"),
+        description="base64 encodes little-endian float32; the default is float; Jina's names are "
+        "encoding_type and embedding_type",
     )
     dimensions: Count | None = Field(
         None,
@@ -59,13 +59,20 @@ class OpenAiEmbeddingsBody(WireModel):
         description="what the texts are for, which chooses the model's own prompt: "
         f"{', '.join(ROLE_WORDS)}; Jina's name is task",
     )
-    truncate: Literal["NONE", "START", "END"] | None = Field(
-        None, description="NVIDIA's field: NONE refuses a long text; the default is END"
+    truncate: Truncate | bool | None = Field(
+        None,
+        description="NONE refuses a long text, START and END cut that end, as in NVIDIA's API; "
+        "Jina's clients send false or true; the default is END",
     )
     truncation: bool | None = Field(
         None, description="Voyage's field: false refuses a long text; the default is true"
     )
     output_dtype: Literal["float"] | None = Field(None, description="Voyage's field")
+    normalized: bool | None = Field(
+        None,
+        description="Jina's field: whether to scale vectors to length 1; the default is the "
+        "model's recipe",
+    )
     user: str | None = Field(None, description="accepted and ignored")
 
 
@@ -135,9 +142,14 @@ class ErrorDetails:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiErrorBody:
-    """An error in OpenAI's shape."""
+    """An error in OpenAI's shape.
+
+    ``detail`` has the message for Voyage's and Jina's clients. Without it, Voyage's does not see
+    that a refusal is one, and does not ask again.
+    """
 
     error: ErrorDetails
+    detail: str
 
 
 def write_error(error: ErrorInfo) -> tuple[int, OpenAiErrorBody]:
@@ -146,7 +158,7 @@ def write_error(error: ErrorInfo) -> tuple[int, OpenAiErrorBody]:
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
     kind: ErrorType = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
-    return status, OpenAiErrorBody(ErrorDetails(error.message, kind, None, code))
+    return status, OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
 
 
 class _Embeddings(TaskRoute):
@@ -167,12 +179,15 @@ class _Embeddings(TaskRoute):
     )
 
     def to_call(self, body: OpenAiEmbeddingsBody) -> TaskCall:
-        truncates = False if body.truncate == "NONE" else body.truncation
+        if isinstance(body.truncate, bool):
+            truncation: dict[str, Any] = {"truncate": body.truncate}
+        else:
+            truncation = {"truncate": body.truncation} | truncation_of(body.truncate)
         parameters = embed.EmbedParameters(
             dimensions=body.dimensions,
             input_type=body.input_type,
-            truncate=truncates,
-            truncation_direction="left" if body.truncate == "START" else None,
+            normalize=body.normalized,
+            **truncation,
         )
         return TaskCall(body.input, parameters)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -46,6 +46,9 @@ ROLE_WORDS: Final[Mapping[str, Role]] = {
     "passage": Role.DOCUMENT,
 }
 """The words for roles: ours, which are Voyage's too, Cohere's, Jina's, and NVIDIA's."""
+
+Truncate = Literal["NONE", "START", "END"]
+"""What to do with a long text, in the words of Cohere's and NVIDIA's clients."""
 
 _OVERLAP: Final = 4
 """Neighbouring windows share this part of a window: a quarter."""
@@ -98,6 +101,13 @@ class TruncationParameters(WireModel):
                 f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
         return LongTextRule(choice, keep_end=keep_end, report=report)
+
+
+def truncation_of(word: Truncate | None) -> dict[str, Any]:
+    """Return the parameters of truncation that a word of other clients stands for."""
+    if word == "NONE":
+        return {"truncate": False}
+    return {"truncation_direction": "left"} if word == "START" else {}
 
 
 class TextParameters(TruncationParameters, UsageParameters):

@@ -121,6 +121,12 @@ def labels(browser: Browser, address: str) -> dict[str, Any]:
     page.get_by_role("button", name="Ask").click()
     expect(names).to_have_count(2)
     seen["intents"], seen["code"] = names.all_inner_texts(), page.locator("pre").all_inner_texts()
+    page = watched.open(address, "zero-shot-classification")
+    page.get_by_label("Labels, one per line").fill("weather\npolitics")
+    page.get_by_role("button", name="Ask").click()
+    names = page.locator(".bars .name")
+    expect(names).to_have_count(2)
+    seen["own labels"] = names.all_inner_texts()
     return seen | {"messages": watched.messages}
 
 

@@ -1,6 +1,8 @@
 """The engine on a graph made by hand: its device, its golden outputs, and how it runs batches."""
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ from cloze.model_store import Bundle
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Feeds
 from cloze.model_store.manifest import Precision
-from cloze.service.core import Device, StartupError
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
+from cloze.service.core import Device, EngineFailed, StartupError
 from cloze.service.engine import OnnxEngine, SessionOptions
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CUDA, CpuSession
-from tests.encodings import encoding
+from tests.encodings import encoding, submit
 from tests.unit.service.tasks.model import VOCABULARY, manifest
 
 TABLE = np.random.default_rng(0).uniform(-0.5, 0.5, (len(VOCABULARY), 4)).astype(np.float32)
@@ -204,6 +208,41 @@ def test_the_resources_of_a_session(bundle: Bundle) -> None:
     assert engine._session.alone.get_session_options().intra_op_num_threads == 3
     np.testing.assert_allclose(embeddings(engine, [1, 2], alone=True), [mean([1, 2])], rtol=1e-5)
     assert engine._alone is engine._session.alone
+
+
+HUGE = 11
+"""The id of a token whose vector overflows if it is added to itself."""
+
+
+def test_numbers_that_overflow_are_the_error_of_their_text_alone(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other servers answer with vectors of null."""
+    table = TABLE.copy()
+    table[HUGE] = 3e38
+    monkeypatch.setattr(sys.modules[__name__], "TABLE", table)
+    write_graph(bundle.path / "g.onnx")
+    engine = OnnxEngine(bundle, Device.CPU)
+    batch = [encoding(ids, embed=True) for ids in ([1, 2], [HUGE, HUGE], [3, HUGE])]
+    with pytest.raises(FloatingPointError):
+        engine.run(batch)
+    limits = SchedulerLimits(
+        workers=1, max_batch_tokens=64, max_queue_tokens=1000, stall_timeout_s=30.0
+    )
+    scheduler = Scheduler(engine, limits)
+    scheduler.start()
+    try:
+        deadline = time.monotonic() + 60
+        request, other = submit(scheduler, batch, deadline), submit(scheduler, batch[2:], deadline)
+        error = request.exception(60)
+        assert type(error) is EngineFailed
+        expected = "the engine cannot run sequence 2 of 3 of this request (FloatingPointError)"
+        assert str(error) == expected
+        [result] = other.result(60).outputs
+        np.testing.assert_allclose(result["embedding"].array, mean([3, HUGE]), rtol=1e-5)
+        assert scheduler.dead is None
+    finally:
+        scheduler.close()
 
 
 # ---- devices ------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ POST /v2/models/{model}/infer | Open Inference Protocol | json raw | B | no422
 GET /v2/models/{model}/versions/{version} | Open Inference Protocol | json | | 404
 GET /v2/models/{model}/versions/{version}/ready | Open Inference Protocol | json | | 404 503
 POST /v2/models/{model}/versions/{version}/infer | Open Inference Protocol | json raw | B | no422
+POST /v2/embed | Cohere | json | T | no422
 """
 """Route, group, media types of a result, its headers as in `HEADERS`, and statuses of errors."""
 
@@ -144,7 +145,9 @@ def test_fields_of_bodies(described: dict[str, Any]) -> None:
         "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
         "DecodeBody": "skip_special_tokens=True ids model=None ...",
         "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None input_type=None "
-        "truncate=None truncation=None output_dtype=None user=None",
+        "truncate=None truncation=None output_dtype=None normalized=None user=None",
+        "CohereEmbedBody": "model input_type texts=None inputs=None embedding_types=None "
+        "output_dimension=None truncate=None priority=None",
         "InferBody": "inputs id=None outputs=None parameters=None",
         "InferInput": "name shape datatype parameters=None data=None",
         "InferOutput": "name parameters=None",
@@ -194,11 +197,13 @@ def test_paths_of_protocols() -> None:
         "tei": ("/predict", "/rerank", "/tokenize", "/decode"),
         "openai": ("/v1/", "/embeddings"),
         "open-inference": ("/v2",),
+        "cohere": ("/v2/embed",),
     }
 
 
 OBJECT = {"source_sentence": "a", "sentences": ["b"]}
 TEXT = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+COHERE = {"texts": ["a", "b"], "model": "tiny", "input_type": "search_query"}
 
 
 @pytest.mark.parametrize(
@@ -223,8 +228,11 @@ TEXT = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
         ("POST", "/v1/embeddings", {"input": "a", "model": "tiny", "encoding_format": "base64"}),
         ("POST", "/v2/models/{model}/infer", {"inputs": [TEXT]}),
         ("POST", "/v2/models/{model}/infer", {"inputs": [TEXT], "id": "x"}),
+        ("POST", "/v2/embed", COHERE),
+        ("POST", "/v2/embed", COHERE | {"embedding_types": ["base64", "binary", "ubinary"]}),
         ("POST", "/embed", {}),
         ("POST", "/v1/embeddings", {}),
+        ("POST", "/v2/embed", {}),
         ("POST", "/v2/models/{model}/infer", {}),
         ("POST", "/admin/reload", None),
         ("GET", "/healthz", None),

@@ -30,7 +30,7 @@ def test_an_error_of_openai_s_protocol(status: int, sent: int, kind: str) -> Non
     info = ErrorInfo(status, "Validation", "why", InvalidRequest("why"))
     error = {"message": "why", "type": kind, "param": None, "code": None}
     written, body = openai.write_error(info)
-    assert (written, asdict(body)) == (sent, {"error": error})
+    assert (written, asdict(body)) == (sent, {"error": error, "detail": "why"})
 
 
 def test_an_unknown_model_has_a_code() -> None:
@@ -55,5 +55,6 @@ def test_the_protocol_of_a_path_writes_its_errors() -> None:
         assert shape(path) == native, path
     for path in ("/v1/embeddings", "/v1/nowhere", "/embeddings"):
         assert shape(path)["error"]["type"] == "invalid_request_error", path
-    for path in ("/v2", "/v2/models/x/infer"):
+    for path in ("/v2", "/v2/models/x/infer", "/v2/nowhere"):
         assert shape(path) == {"error": "why"}, path
+    assert shape("/v2/embed") == {"message": "why"}

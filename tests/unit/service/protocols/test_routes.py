@@ -303,6 +303,47 @@ def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
             assert status == (200 if tasks == ["text-classification"] else 404)
 
 
+PAIR = {"source_sentence": "a", "sentences": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/fill-mask", {"inputs": "a [MASK]"}, "probability"),
+        ("/nsp", {"inputs": {"text": "a", "next": "b"}}, "probability"),
+        ("/qa", {"inputs": {"question": "a", "context": "b"}}, "probability"),
+        ("/token-classification", {"inputs": "a"}, "probability"),
+        ("/redact", {"inputs": "a"}, "probability"),
+        ("/classify", {"inputs": "a"}, "probability"),
+        ("/classify", {"inputs": "a", "parameters": {"function_to_apply": "none"}}, "raw score"),
+        ("/similarity", {"inputs": PAIR}, "cosine"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, "cosine"),
+        ("/score", {"inputs": "a"}, "log-probability"),
+        ("/embed", {"inputs": "a"}, None),
+        ("/v2/embed", {"texts": ["a"], "model": "tiny", "input_type": "query"}, None),
+    ],
+)
+def test_scores_say_what_they_are(
+    service: Service, path: str, body: dict[str, Any], kind: str | None
+) -> None:
+    response = service.post(path, body)
+    ok(response)
+    assert response.headers.get("x-score-kind") == kind
+    if "parameters" not in body:
+        [tiny, *_] = ok(service.get("/info"))["models"]
+        named = {task.route: name for name, task in TASKS.items()} | {"/rerank": "rerank"}
+        assert tiny["scores"].get(named.get(path)) == kind
+
+
+def test_every_task_with_scores_is_among_them(service: Service) -> None:
+    """Those of own labels need a classifier of inferences: see ``tests/test_zero_shot.py``."""
+    [tiny, *_] = ok(service.get("/info"))["models"]
+    assert tiny["scores"].keys() == {
+        "fill-mask", "nsp", "qa", "token-classification", "redact", "text-classification",
+        "similarity", "rerank", "score",
+    }  # fmt: skip
+
+
 # ---- text-embeddings-inference -----------------------------------------------------------------
 
 
@@ -403,6 +444,7 @@ def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
     embedding = ["tiny@3", "both@3"]
     assert models["/fill-mask"] == ["masks@3", "tiny@3"]
     assert models["/embed"] == models["/v1/embeddings"] == models["/embeddings"] == embedding
+    assert models["/v2/embed"] == embedding
     assert models["/rerank"] == ["both@3", "tiny@3"]
     assert models["/predict"] == ["tiny@3", "both@3"]
     assert models["/tokenize"] == models["/decode"] == [*embedding, "masks@3"]
@@ -470,6 +512,83 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     missing = service.get("/v1/models/x")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     assert service.get("/v1/x").json()["error"]["type"] == "invalid_request_error"
+
+
+# ---- Cohere ------------------------------------------------------------------------------------
+
+
+COHERE = {"texts": ["the", "the king"], "model": "small", "input_type": "document"}
+
+
+def test_embeddings_in_cohere_s_shape(service: Service) -> None:
+    response = service.post("/v2/embed", COHERE)
+    answer = ok(response)
+    assert answer == {
+        "id": answer["id"],
+        "response_type": "embeddings_by_type",
+        "embeddings": {"float": [pytest.approx([0.6, 0, 0.8, 0]), [0, 0, 1, 0]]},
+        "texts": ["the", "the king"],
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 7}},
+    }
+    assert answer["id"] == service.seen.identity.decode()
+    kinds = ok(service.post("/v2/embed", COHERE | {"embedding_types": ["ubinary", "binary"]}))
+    assert kinds["embeddings"] == {"ubinary": [[0xA0], [0x20]], "binary": [[32], [-96]]}
+    encoded = ok(service.post("/v2/embed", COHERE | {"embedding_types": ["base64"]}))
+    vector = np.frombuffer(base64.b64decode(encoded["embeddings"]["base64"][1]), "<f4")
+    assert vector.tolist() == [0, 0, 1, 0]
+    cut = ok(service.post("/v2/embed", COHERE | {"output_dimension": 2, "priority": 3}))
+    assert cut["embeddings"]["float"][0] == [1, 0]
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in COHERE["texts"]]
+    same = ok(service.post("/v2/embed", COHERE | {"texts": None, "inputs": inputs}))
+    assert same == answer | {"id": same["id"]}
+
+
+OTHER_KINDS = "Input should be 'float', 'base64', 'binary' or 'ubinary'"
+TOO_MANY = "List should have at most 1 item after validation, not 2"
+PART = {"type": "text", "text": "a"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"texts": ["a", ""]}, 400, "texts[1] is empty; it needs at least 1 character"),
+        ({"texts": []}, 400, "texts is an empty list; it needs at least 1 text"),
+        ({"texts": "a"}, 400, "texts: Input should be a valid array"),
+        ({"texts": None}, 400, "the request has neither of texts and inputs; send one of them"),
+        ({"inputs": []}, 400, "the request has both of texts and inputs; send one of them"),
+        (
+            {"texts": None, "inputs": [{"content": [PART | {"text": ""}]}]},
+            400,
+            "inputs[0] is empty; it needs at least 1 character",
+        ),
+        (
+            {"texts": None, "inputs": [{"content": [PART] * 2}]},
+            400,
+            f"inputs.0.content: {TOO_MANY}",
+        ),
+        (
+            {"texts": None, "inputs": [{"content": [IMAGE]}]},
+            400,
+            "inputs.0.content.0.type: Input should be 'text'",
+        ),
+        ({"images": ["data:"]}, 400, "images: there is no such field"),
+        ({"max_tokens": 5}, 400, "max_tokens: there is no such field"),
+        ({"embedding_types": ["int8"]}, 400, f"embedding_types.0: {OTHER_KINDS}"),
+        ({"input_type": "image"}, 400, "input_type 'image' is not one of query, document"),
+        ({"output_dimension": 9}, 400, "output_dimension must be between 1 and 4, got 9"),
+        ({"truncate": "LEFT"}, 400, "truncate: Input should be 'NONE', 'START' or 'END'"),
+        ({"texts": ["a b c d e f g h i j"], "truncate": "NONE"}, 400, "texts[0] has 12 tokens"),
+        ({"model": "x"}, 404, "no model 'x' is served"),
+    ],
+)
+def test_errors_in_cohere_s_shape(
+    service: Service, fields: dict[str, Any], status: int, message: str
+) -> None:
+    response = service.post("/v2/embed", COHERE | fields)
+    assert response.status_code == status
+    assert response.json().keys() == {"message"}
+    assert response.json()["message"].startswith(message)
 
 
 # ---- the Open Inference Protocol ---------------------------------------------------------------

@@ -129,6 +129,20 @@ def test_long_texts_are_cut_as_asked() -> None:
             asked([long], CONTEXT, **parameters)
 
 
+def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
+    """The queue takes these by turns, so that a text has no more of a batch than others have."""
+    request = asked(["a b c d e f g h i j", "k"], long_text="window", return_usage=True)
+    assert tokens(request) == [
+        "[CLS] the door [SEP] a b c d e f g [SEP]",
+        "[CLS] the door [SEP] g h i j [SEP]",
+        "[CLS] the door [SEP] k [SEP]",
+    ]
+    assert request.usage is not None
+    assert [text.windows for text in request.usage] == [[(0, 13), (12, 19)], None]
+    ranks = rerank.decode(request.state, logits(1, 3, 2), CLASSIFIER).ranks
+    assert [(r.index, r.window) for r in ranks] == [(0, (12, 19)), (1, None)]
+
+
 def test_texts_are_limited_and_named() -> None:
     asked(["a"] * 4)
     asked(["a" * 200])

@@ -1,0 +1,220 @@
+"""Cohere's protocol: ``/v2/embed``, with Cohere's errors.
+
+Cohere's int8 and uint8 vectors have a scale that its answers do not state. `/embed` has int8 with
+its scale.
+
+Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's API.
+"""
+
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
+from starlette.requests import Request
+
+from cloze.service.core import Float32, InvalidRequest
+from cloze.service.http.errors import ErrorInfo, without_422
+from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.pipeline import TaskResult
+from cloze.service.protocols.protocol import (
+    STATUSES_WITHOUT_422,
+    Names,
+    ProtocolContext,
+    TaskRoute,
+    WireProtocol,
+    json_response,
+)
+from cloze.service.tasks import TaskCall, embed
+from cloze.service.tasks.task import Count, NotEmpty, Text, Texts, WireModel
+from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
+
+_PATH: Final = "/v2/embed"
+
+EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+
+_NUMBERS: Final[Mapping[EmbeddingType, Callable[[Float32], Any]]] = {
+    "float": lambda vectors: vectors,
+    "base64": lambda vectors: [b64encode(row).decode() for row in vectors.astype("<f4")],
+    "binary": lambda vectors: (np.packbits(vectors > 0, axis=1) - np.uint8(128)).view(np.int8),
+    "ubinary": lambda vectors: np.packbits(vectors > 0, axis=1),
+}
+"""How vectors [n, D] are written. The binary types have the signs of 8 numbers per integer."""
+
+
+class TextContent(WireModel):
+    """A text of an input. Cohere's other type is an image."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class EmbedInput(WireModel):
+    """An input that has one text."""
+
+    content: Annotated[list[TextContent], Field(min_length=1, max_length=1)]
+
+
+def _only(field: str, other: str) -> JsonDict:
+    """Return the schema of a body that has one of two fields."""
+    return {
+        "required": [field],
+        "properties": {field: {"type": "array"}, other: {"type": "null"}},
+    }
+
+
+class CohereEmbedBody(WireModel):
+    """The body of ``POST /v2/embed``."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_only("texts", "inputs"), _only("inputs", "texts")]}
+    )
+
+    model: str = Field(description="a served model, NAME or NAME@VERSION")
+    input_type: str = Field(
+        description="what the texts are for, which chooses the model's own prompt: "
+        f"{', '.join(ROLE_WORDS)}",
+        json_schema_extra={"enum": [*ROLE_WORDS]},
+    )
+    texts: Texts | None = Field(None, description="the texts; leave out inputs")
+    inputs: Annotated[list[EmbedInput], NotEmpty] | None = Field(
+        None, description="the texts as objects; leave out texts"
+    )
+    embedding_types: list[EmbeddingType] | None = Field(
+        None,
+        description="how the numbers are written; base64 has little-endian float32, binary and "
+        "ubinary have signs; the default is float",
+    )
+    output_dimension: Count | None = Field(None, description="number of leading dimensions to keep")
+    truncate: Truncate | None = Field(
+        None,
+        description="NONE refuses a long text, START and END cut that end; the default is END",
+    )
+    priority: int | None = Field(None, description="accepted and ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiVersion:
+    """The version of Cohere's API."""
+
+    version: Literal["2"]
+
+
+@dataclass(frozen=True, slots=True)
+class BilledUnits:
+    """The number of tokens that the engine ran."""
+
+    input_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What an answer says of itself."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedByTypeResponse:
+    """The response to ``POST /v2/embed``: per type, a vector per text."""
+
+    id: str
+    response_type: Literal["embeddings_by_type"]
+    embeddings: dict[EmbeddingType, list[list[float] | str]]
+    texts: list[str]
+    meta: Meta
+
+
+@dataclass(frozen=True, slots=True)
+class CohereErrorBody:
+    """An error in Cohere's shape."""
+
+    message: str
+
+
+def write_error(error: ErrorInfo) -> tuple[int, CohereErrorBody]:
+    """Return the status and the body of an error; Cohere refuses bad values with 400."""
+    return without_422(error.status), CohereErrorBody(error.message)
+
+
+_DIMENSIONS: Final[dict[tuple[str | int, ...], str]] = {("dimensions",): "output_dimension"}
+
+
+class _Embed(TaskRoute):
+    """The route of embeddings, whose errors name ``inputs``."""
+
+    task = embed.TASK
+    body = CohereEmbedBody
+    names: ClassVar[Names] = _DIMENSIONS
+    doc = RouteDoc(
+        "One vector per text, in Cohere's shape",
+        "Cohere",
+        EmbedByTypeResponse,
+        CohereErrorBody,
+        examples={
+            "Two texts": {
+                "texts": ["What is deep learning?", "A cat sat."],
+                "model": "cloze-bert",
+                "input_type": "search_document",
+                "embedding_types": ["float"],
+            }
+        },
+        errors=STATUSES_WITHOUT_422,
+    )
+
+    def to_call(self, body: CohereEmbedBody) -> TaskCall:
+        if (body.texts is None) == (body.inputs is None):
+            given = "neither" if body.texts is None else "both"
+            raise InvalidRequest(f"the request has {given} of texts and inputs; send one of them")
+        parameters = embed.EmbedParameters(
+            dimensions=body.output_dimension,
+            input_type=body.input_type,
+            **truncation_of(body.truncate),
+        )
+        return TaskCall(_texts(body), parameters)
+
+    def respond(self, request: Request, body: CohereEmbedBody, result: TaskResult) -> BytesResponse:
+        record: RequestRecord = request.scope[RECORD]
+        kinds = dict.fromkeys(body.embedding_types or ("float",))
+        answer = EmbedByTypeResponse(
+            record.identity.decode("ascii"),
+            "embeddings_by_type",
+            {kind: _NUMBERS[kind](result.value) for kind in kinds},
+            _texts(body),
+            Meta(ApiVersion("2"), BilledUnits(result.tokens)),
+        )
+        return json_response(answer)
+
+
+class _EmbedTexts(_Embed):
+    """The route of embeddings, whose errors name ``texts`` unless a body has ``inputs``."""
+
+    names: ClassVar[Names] = _DIMENSIONS | {("inputs",): "texts"}
+
+    def __init__(self, context: ProtocolContext) -> None:
+        super().__init__(context)
+        self._of_inputs = _Embed(context)
+
+    def parse(self, request: Request, data: bytes) -> tuple[TaskRoute, Any]:
+        """Return the route that names what the body has, and the parsed body."""
+        _, body = super().parse(request, data)
+        return (self if body.inputs is None else self._of_inputs), body
+
+
+def _texts(body: CohereEmbedBody) -> list[str]:
+    if body.texts is not None:
+        return body.texts
+    return [given.content[0].text for given in body.inputs or ()]
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the route for Cohere's clients."""
+    return [_EmbedTexts(context).bind(_PATH)]
+
+
+PROTOCOL: Final = WireProtocol("cohere", (_PATH,), routes, write_error)

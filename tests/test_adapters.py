@@ -155,6 +155,19 @@ def test_each_adapter_has_its_results_alone_and_beside_any_other(
     assert not np.allclose(wanted[4], wanted[5], atol=1e-3)  # the adapter changes something
 
 
+def test_numbers_of_a_head_that_overflow_are_an_error(
+    base: Bundle, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    large = Path(shutil.copytree(folders["heads-only"], tmp_path / "large"))
+    file = large / "adapter_model.safetensors"
+    tensors = {name: tensor * np.float32(1e38) for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    engine, adapters = opened(base, {"large": large})
+    with pytest.raises(FloatingPointError):
+        for seed in range(8):
+            engine.run([asking(seed, "class", adapters["large"].key)])
+
+
 def test_a_base_without_adapters_in_the_batch_runs_its_plain_graph(
     base: Bundle, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,6 +227,7 @@ class AdaptedRuns:
             for output in (*outputs, hidden):
                 if output.dtype.kind == "f" and not np.isfinite(output).all():
                     raise FloatingPointError  # as `OnnxEngine.run` does
+            _check_finite(*outputs, hidden)
             results = packed.unpack(dict(zip(names, outputs, strict=True)))
             return self._with_heads(results, adapters, rows, hidden)
 
@@ -260,7 +261,9 @@ class AdaptedRuns:
         for sequence, (one, some) in enumerate(zip(adapters, rows, strict=True)):
             if one is None or one.head is None or not some:
                 continue
-            logits = one.head.logits(hidden[first : first + len(some)])
+            with np.errstate(over="ignore", invalid="ignore"):
+                logits = one.head.logits(hidden[first : first + len(some)])
+            _check_finite(logits)
             first += len(some)
             per_sequence = one.head.name == _PER_SEQUENCE
             result = ArrayResult(logits[0] if per_sequence else logits)
@@ -269,6 +272,13 @@ class AdaptedRuns:
 
 
 _PER_SEQUENCE = "sequence_classification"
+
+
+def _check_finite(*outputs: NDArray[Any]) -> None:
+    """Raise if a number overflowed: JSON would have null for it."""
+    for output in outputs:
+        if output.dtype.kind == "f" and not np.isfinite(output).all():
+            raise FloatingPointError
 
 
 def _own_request(encoding: Encoding, one: _Loaded | None) -> HeadRequest | None:

@@ -47,6 +47,7 @@ class Instant:
     precision = Precision.FP32
     reason = "it computes nothing"
     supports_varlen = False
+    adapters = None
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:  # noqa: ARG002
         assert bundle.manifest.embedding is not None

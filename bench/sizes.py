@@ -103,18 +103,22 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
     Raises:
         ExportError: the graph does not agree with torch.
     """
-    config = SIZES[name]
+    checkpoint = folder / f"{name}-checkpoint"
+    random_checkpoint(SIZES[name], checkpoint)
+    precisions = (Precision.FP16,) if cuda else ()
+    options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
+    bundle = export(str(checkpoint), name, Store(folder / "store"), options)
+    return bundle, load_checkpoint(str(checkpoint))
+
+
+def random_checkpoint(config: EncoderConfig, folder: Path) -> None:
+    """Write a checkpoint with random weights, and a tokenizer of random words."""
     torch.manual_seed(0)
     model = Model(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
-    checkpoint = folder / f"{name}-checkpoint"
-    save_checkpoint(model, describe_tokenizer(random_tokenizer(config.vocab_size)), checkpoint)
-    precisions = (Precision.FP16,) if cuda else ()
-    options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
-    bundle = export(str(checkpoint), name, Store(folder / "store"), options)
-    return bundle, load_checkpoint(str(checkpoint))
+    save_checkpoint(model, describe_tokenizer(random_tokenizer(config.vocab_size)), folder)
 
 
 def random_tokenizer(size: int) -> Tokenizer:

@@ -74,6 +74,11 @@ _OUTPUT = [
     ),
     click.option("--model", help="Model, as for `cloze serve --model`.  [default: the task's]"),
     click.option(
+        "--adapter",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="Folder of an adapter of the model, which answers.",
+    ),
+    click.option(
         "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device.  [default: auto]"
     ),
     click.option(
@@ -299,6 +304,8 @@ def _settings(values: dict[str, Any]) -> Any:
     flags = {name: values[name] for name in ("model_store", "device", "precision")}
     if values["model"] is not None:
         flags |= {"model": (values["model"],), "default": ()}
+    adapter = values["adapter"]
+    flags["adapter"] = (str(adapter.absolute()),) if adapter is not None else ()
     flags |= {"max_queue_wait_ms": 0, "max_queue_tokens": 2**62, "batch_latency_ms": 1000}
     return load_settings(flags)
 

@@ -341,7 +341,7 @@ def serve(**flags: Any) -> None:
         gc.disable()  # what the start makes stays; `answer_http` collects, and enables it again
         make_engine = onnx_engine(settings)  # imports what both threads need
         importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server")
-        bundles = open_bundles(settings)
+        bundles = open_bundles(settings).bundles
         engines = open_early(settings, bundles, make_engine)
         importing.result()
         from cloze.service.server import serve_in_one_process

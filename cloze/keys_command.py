@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from cloze.failing import fail
+from cloze.model_store.manifest import parse_reference
 from cloze.options import json_option
 from cloze.tables import print_rows, report
 
@@ -48,11 +49,29 @@ def keys() -> None:
     help="What the key allows; may be repeated.",
 )
 @click.option("--requests-per-minute", type=click.IntRange(min=1), help="Limit of the key.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="A model or adapter that the key may use, NAME or NAME@VERSION; may be repeated; "
+    "default: all.",
+)
 @_file_option
-def add(name: str, scopes: tuple[str, ...], requests_per_minute: int | None, path: Path) -> None:
+def add(
+    name: str,
+    scopes: tuple[str, ...],
+    requests_per_minute: int | None,
+    models: tuple[str, ...],
+    path: Path,
+) -> None:
     """Make a key called NAME, write its hash into the file, and print the key once."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
         fail("a name has 1 to 64 letters, digits, '_' and '-', a letter or digit first", code=2)
+    for model in models:
+        try:
+            parse_reference(model)
+        except ValueError as error:
+            fail(f"--model: {error}", code=2)
     entries = _read(path)
     if name in entries:
         fail(f"{path} has a key called {name}; remove it first")
@@ -63,6 +82,8 @@ def add(name: str, scopes: tuple[str, ...], requests_per_minute: int | None, pat
     }
     if requests_per_minute is not None:
         entry["requests_per_minute"] = requests_per_minute
+    if models:
+        entry["models"] = list(dict.fromkeys(models))
     is_new = not path.exists()
     _write(path, entries | {name: entry})
     if is_new:
@@ -83,6 +104,7 @@ def list_keys(as_json: bool, path: Path) -> None:
             "name": name,
             "scopes": entry.get("scopes", []),
             "requests per minute": entry.get("requests_per_minute", "any"),
+            "models": entry.get("models", "all"),
         }
         for name, entry in _read(path).items()
     ]

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,12 +12,18 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.embedding_space import embedding_space, own_recipes
+from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Architecture, Embedding, Gate, Manifest, Parity
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
+from cloze.service.adapters import AdapterBundle, open_adapters
+from cloze.service.core import StartupError
 from cloze.tables import Row, print_rows
 
 T = TypeVar("T")
+
+_MOST_ADAPTER_MB = 2**20
+"""No limit: memory is limited where adapters are served."""
 
 
 @click.group()
@@ -24,19 +31,35 @@ def store() -> None:
     """List, show, verify and remove the bundles of a model store."""
 
 
+_adapter_option = click.option(
+    "--adapter",
+    "folders",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Adapters, as for `cloze serve --adapter`; may be repeated.",
+)
+
+
 @store.command("list")
+@_adapter_option
 @json_option
 @store_option
-def list_bundles(as_json: bool, model_store: Path) -> None:
-    """Print one line per bundle: name@version, tasks, precisions, family, size and date."""
+def list_bundles(folders: tuple[Path, ...], as_json: bool, model_store: Path) -> None:
+    """Print one line per bundle: name@version, tasks, precisions, family, size and date.
+
+    With --adapter, the adapters are beneath the bundle that takes them.
+    """
     bundles = Store(model_store)
-    rows, errors = [], []
+    adapters, errors = _adapters(bundles, folders, _newest(bundles))
+    rows = []
     for reference in bundles.references():
         try:
             manifest = bundles.manifest(reference)
             rows.append(_bundle_values(manifest) if as_json else _bundle_row(manifest))
         except StoreError as error:
             errors.append(str(error))
+        own = [one for one in adapters if one.base.manifest.reference == reference]
+        rows += [_adapter_values(one) if as_json else _adapter_row(one) for one in own]
     print_rows(rows, as_json=as_json, right=("size",))
     if errors:
         fail("\ncloze: ".join(errors))
@@ -59,6 +82,45 @@ def _bundle_row(manifest: Manifest) -> Row:
     size = values.pop("bytes")
     exported = f"{manifest.created:%Y-%m-%d %H:%M}, {_age(manifest.created)} ago"
     return values | {"size": f"{size / 1e6:.1f} MB", "exported": exported}
+
+
+def _newest(bundles: Store) -> list[str]:
+    """Return the names of all bundles, each of which stands for the newest version."""
+    return [*dict.fromkeys(name.partition("@")[0] for name in bundles.references())]
+
+
+def _adapters(
+    bundles: Store, folders: Sequence[Path], names: Sequence[str]
+) -> tuple[list[AdapterBundle], list[str]]:
+    """Return the adapters of named bundles, as a server reads them, and why others are refused."""
+    if not folders:
+        return [], []
+    bases = [_or_fail(partial(bundles.open, name)) for name in names]
+    try:
+        opened = open_adapters(folders, bases, _MOST_ADAPTER_MB)
+    except StartupError as error:
+        fail(str(error))
+    return opened.bundles, list(opened.refused.values())
+
+
+def _adapter_values(adapter: AdapterBundle) -> dict[str, Any]:
+    support = adapter.base.manifest.adapters
+    return {
+        "bundle": adapter.manifest.name,
+        "base": adapter.base.manifest.reference,
+        "tasks": adapter.manifest.tasks,
+        "precisions": ["fp32", "int8"] if support is not None and support.int8 else ["fp32"],
+        "family": adapter.manifest.architecture.family,
+        "bytes": adapter.size,
+    }
+
+
+def _adapter_row(adapter: AdapterBundle) -> Row:
+    values = _adapter_values(adapter)
+    del values["base"]
+    size = values.pop("bytes")
+    indented = {"bundle": f"  {values['bundle']}"}
+    return values | indented | {"size": f"{size / 1e6:.1f} MB", "exported": "adapter"}
 
 
 def _age(created: datetime) -> str:
@@ -88,10 +150,18 @@ def show(reference: str, as_json: bool, model_store: Path) -> None:
 
 @store.command()
 @click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
+@_adapter_option
 @json_option
 @store_option
-def verify(references: tuple[str, ...], as_json: bool, model_store: Path) -> None:
-    """Check every file of the named bundles, or of all bundles, against its manifest."""
+def verify(
+    references: tuple[str, ...], folders: tuple[Path, ...], as_json: bool, model_store: Path
+) -> None:
+    """Check every file of the named bundles, or of all bundles, against its manifest.
+
+    With --adapter, check also the adapters. For a bundle with an int8 graph, measure what int8
+    loses of each adapter: fp32 and int8 are compared on the texts of the export's quality gate. The
+    command fails if an adapter loses more than an export may.
+    """
     bundles = Store(model_store)
     rows, errors = [], []
     for reference in references or bundles.references():
@@ -99,9 +169,40 @@ def verify(references: tuple[str, ...], as_json: bool, model_store: Path) -> Non
             rows.append({"bundle": bundles.open(reference).manifest.reference, "result": "ok"})
         except StoreError as error:
             errors.append(str(error))
+    adapters, refused = _adapters(bundles, folders, references or _newest(bundles))
+    errors += refused
+    for adapter in adapters:
+        result, problem = _verify_adapter(adapter)
+        rows.append({"bundle": adapter.manifest.name, "result": result})
+        errors += [problem] if problem else []
     print_rows(rows, as_json=as_json)
     if errors:
         fail("\ncloze: ".join(errors))
+
+
+def _verify_adapter(adapter: AdapterBundle) -> tuple[str, str]:
+    """Return the result of an adapter's check, and what it loses too much; "" for nothing."""
+    base = adapter.base.manifest
+    if base.adapters is None or base.adapters.int8 is None:
+        return "ok", ""
+    try:
+        from cloze.adapter_check import int8_figures
+    except ModuleNotFoundError as error:
+        fail(
+            f"the check of adapters in int8 needs {error.name}; install it with: "
+            f"{install_command('export')}"
+        )
+    try:
+        figures, limits = int8_figures(adapter)
+    except StartupError as error:
+        fail(str(error))
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    below = [name for name, value in figures.items() if not value >= limits[name]]  # NaN, too
+    if not below:
+        return f"ok; int8 beside fp32: {shown}", ""
+    least = ", ".join(f"{name} must be at least {limits[name]}" for name in below)
+    problem = f"int8 loses too much of {adapter.manifest.name}: {least}; serve it in fp32"
+    return f"int8 beside fp32: {shown}", problem
 
 
 @store.command()

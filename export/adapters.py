@@ -90,7 +90,7 @@ class AdaptedModel:
 
     @property
     def numbers(self) -> dict[nn.Linear, int]:
-        """The place of each layer along the first axis of `adapter_in`."""
+        """The place of each layer among those of `adapter_in`."""
         layers = dict.fromkeys(layer for parts in self.parts.values() for layer in parts)
         return {layer: number for number, layer in enumerate(layers)}
 
@@ -197,7 +197,7 @@ class AdaptedModel:
     def _feeds(self, adapters: Sequence[Mapping[nn.Linear, Any]]) -> dict[str, NDArray[Any]]:
         """Return the tables and the rows of adapters, one per sequence."""
         numbers = self.numbers
-        rows = np.zeros((2, len(numbers), len(adapters), _RANK), np.int32)
+        rows = np.zeros((2, len(adapters), len(numbers), _RANK), np.int32)
         widths = {w for layer in numbers for w in (layer.in_features, layer.out_features)}
         tables = {width: [np.zeros((1, width), np.float32)] for width in widths}
         for sequence, adapter in enumerate(adapters):
@@ -205,14 +205,15 @@ class AdaptedModel:
                 for side, matrix in enumerate((a, b.t())):
                     table = tables[matrix.shape[1]]
                     first = sum(map(len, table))
-                    rows[side, numbers[layer], sequence] = range(first, first + _RANK)
+                    rows[side, sequence, numbers[layer]] = range(first, first + _RANK)
                     table.append(matrix.numpy())
         feeds: dict[str, NDArray[Any]] = {
             adapter_section.table(width).name: np.concatenate(table)
             for width, table in tables.items()
         }
-        feeds[adapter_section.LAYER_ROWS_IN.name] = rows[0]
-        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows[1]
+        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
+        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
+        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
         return feeds
 
 

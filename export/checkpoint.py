@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from cloze.export.adapter_folder import add_products, read_adapter
+from cloze.export.adapter_folder import add_products, head_settings, read_adapter
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint_files import (
@@ -40,7 +40,7 @@ from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_ca
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
-from cloze.model_store.peft import CONFIG_FILE, ENCODER_DIGEST, TENSORS_FILE
+from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
 from cloze.model_store.plain_files import sha256_of
 
 _PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
@@ -136,17 +136,19 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
         ExportError: the adapter or its base cannot be loaded, or they do not fit.
     """
     adapter = read_adapter(files.folder)
-    named = adapter.config.base_model_name_or_path
-    base = load_checkpoint(named, adapter.config.revision)
-    if adapter.settings.get(ENCODER_DIGEST) not in (None, base.source.encoder_sha256):
+    named = adapter.config["base_model_name_or_path"]
+    base = load_checkpoint(named, adapter.config.get("revision"))
+    if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
         raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
     add_products(base.model, adapter)
     model, options, settings = base.model, base.options, dict[str, Any]()
     family, notes = FAMILIES[model.config.family], list(base.notes)
-    if adapter.heads:
-        settings = adapter.head_settings(read_settings(encoder_folder(base.folder) / "config.json"))
+    if adapter.tensors:
+        own_settings = read_settings(encoder_folder(base.folder) / "config.json")
+        settings = head_settings(adapter, own_settings)
         encoder = {n: one for n, one in model.named_parameters() if n.startswith("encoder.")}
-        tensors = {**family.write(encoder, model.config), **adapter.heads}
+        of_heads = {n: torch.from_numpy(one) for n, one in adapter.tensors.items()}
+        tensors = {**family.write(encoder, model.config), **of_heads}
         model, notes = load_model(tensors, family, model.config, settings)
         options = model.options
     own = read_recipe(files.folder)
@@ -163,14 +165,14 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
         recipe=recipe,
         heads=tuple(head.head for head in heads),
         default_heads=_default_heads(heads, declares_pooling=own is not None)
-        if adapter.heads
+        if adapter.tensors
         else base.default_heads,
         options=options,
         folder=files.folder,
         source=_source(described, weights, model),
         license=_license(card),
         card=card,
-        notes=(*FAMILIES.problems, *notes) if adapter.heads else base.notes,
+        notes=(*FAMILIES.problems, *notes) if adapter.tensors else base.notes,
         broken_promise=_broken_promise(heads, family, settings),
     )
 

@@ -1,6 +1,6 @@
 """Writes the graphs of a model: the trunk in the precision's layout, and the chosen heads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -70,14 +70,14 @@ class GraphWriter:
     def write(
         self,
         precision: Precision = Precision.FP32,
-        adapted: Mapping[nn.Linear, int] | None = None,
+        adapted: Collection[nn.Linear] | None = None,
     ) -> Graph:
         """Write a graph of a precision, and its weights that are not stored yet.
 
         Args:
             precision: fp32 or int8 if the graph takes adapters.
-            adapted: the layers that adapters may change, with their places in the graph's inputs;
-                None: the graph takes no adapters.
+            adapted: the layers that adapters may change, in the order of the graph's inputs; None:
+                the graph takes no adapters.
 
         Returns:
             The manifest's description of the graph.
@@ -89,7 +89,8 @@ class GraphWriter:
         g = GraphBuilder(half=self._weights is not Weights.FP32)
         linear_ops = self._linear_ops(g, precision, is_adapted=adapted is not None)
         if isinstance(linear_ops, AdaptedFp32 | AdaptedInt8):
-            linear_ops.low_rank = LowRankInputs(g, adapted or {})
+            groups = [group.linears for group in self._model.encoder.products().values()]
+            linear_ops.low_rank = LowRankInputs(g, adapted or (), groups)
         trunk = (PackedTrunk if layout is Layout.PACKED else DenseTrunk)(linear_ops)
         modules = {
             head.name: head_module(self._model, self._recipe, head.name) for head in self._heads

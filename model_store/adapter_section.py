@@ -20,16 +20,19 @@ from cloze.model_store.tensors import TensorSpec
 
 MAX_ADAPTED_LAYERS: Final = 16 * MAX_LAYERS
 
+_ROWS_SHAPE: Final = ("adapters", "layers * ranks")
+"""One row per sequence, or a single one if all sequences have the same adapter."""
+
 LAYER_ROWS_IN: Final = TensorSpec(
-    "adapter_in", "int32", ("N", "B", "R"), "for each linear layer, the rows of A of each sequence"
+    "adapter_in", "int32", _ROWS_SHAPE, "the rows of A of the first linear layer, then the next"
 )
 LAYER_ROWS_OUT: Final = TensorSpec(
-    "adapter_out", "int32", ("N", "B", "R"), "for each linear layer, the columns of B"
+    "adapter_out", "int32", _ROWS_SHAPE, "the columns of B, in the same order"
 )
 HIDDEN_ROWS: Final = TensorSpec(
-    "adapter_rows", "int32", ("C",), "the rows of `hidden` that the heads of adapters read"
+    "adapter_rows", "int32", ("own_rows",), "the rows of `hidden` that the heads of adapters read"
 )
-HIDDEN: Final = TensorSpec("adapter_hidden", "float32", ("C", "H"), "those rows")
+HIDDEN: Final = TensorSpec("adapter_hidden", "float32", ("own_rows", "H"), "those rows")
 
 HeadActivation = Literal["tanh", "relu"]
 """The activations of a head's first layer that adapters may have."""
@@ -45,7 +48,7 @@ class AdaptedLayer(Frozen):
     """A linear layer of a checkpoint that adapters may change.
 
     Attributes:
-        numbers: the places of its parts along the first axis of `adapter_in`. A checkpoint may
+        numbers: the places of its parts among the layers of `adapter_in`. A checkpoint may
             store several of our layers as one, for example queries, keys and values.
         inputs: width of its input.
         outputs: width of the output of each part.

@@ -1,4 +1,4 @@
-"""Reads adapters from folders that the library PEFT writes: LoRA matrices, and heads.
+"""Reads folders that the library PEFT writes: LoRA matrices, and heads, of any base.
 
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. A folder with the rank 0 has
 a head only. What would change a result and is not computed here is refused by name.
@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.model_store.adapter_section import AdaptedLayer, AdapterHead, AdapterSupport
 from cloze.model_store.limits import MAX_ADAPTER_BYTES, MAX_MANIFEST_BYTES
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
@@ -30,7 +29,10 @@ LABELS_FILE: Final = "config.json"
 """Optional: the settings of the fine-tuned model, with its labels."""
 
 ENCODER_DIGEST: Final = "cloze_encoder_sha256"
-"""Its setting with the digest of the encoder that the adapter was trained on, if it is known."""
+"""The metadata of `TENSORS_FILE` with the digest of the encoder that the adapter was trained on.
+
+It is not in `LABELS_FILE`: where there is one, transformers takes the folder for a whole model.
+"""
 
 NAME_PREFIX: Final = "base_model.model."
 """The first part of the names of tensors; the rest is the name of a module of transformers."""
@@ -38,8 +40,6 @@ NAME_PREFIX: Final = "base_model.model."
 MAX_RANK: Final = 512
 
 _PICKLES: Final = ("adapter_model.bin", "adapter_model.pt")
-_HEADS: Final = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
-_WITHOUT_HEAD: Final = (None, "FEATURE_EXTRACTION")
 _MATRIX: Final = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 
 _HARMLESS: Final = frozenset(
@@ -99,71 +99,39 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The head of an adapter.
+class AdapterFiles:
+    """The content of a folder, before it is compared with a base.
 
     Attributes:
-        name: the head's name.
-        tensors: by our names: ``classifier.weight`` [L, H] and so on.
-        spec: how the tensors are computed with.
-    """
-
-    name: str
-    tensors: Tensors
-    spec: AdapterHead
-
-    def logits(self, rows: Floats) -> Floats:
-        """Return the logits [n, L] of rows [n, H]."""
-        if "pooler.weight" in self.tensors:
-            rows = self._linear("pooler", rows)
-            rows = np.tanh(rows) if self.spec.activation == "tanh" else np.maximum(rows, 0)
-        return self._linear("classifier", rows)
-
-    def _linear(self, name: str, rows: Floats) -> Floats:
-        product: Floats = rows @ self.tensors[f"{name}.weight"].T
-        bias = self.tensors.get(f"{name}.bias")
-        return product if bias is None else product + bias
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """The tensors of an adapter.
-
-    Attributes:
-        layers: by their places in the graph.
-        settings: ``config.json``, from which the labels of the head are read.
+        config: ``adapter_config.json``.
+        layers: by the name of a module of transformers.
+        tensors: those of heads, by transformers' names.
+        settings: ``config.json``; empty: there is none.
+        encoder_sha256: digest of the encoder that it was trained on; None: it is not known.
         digest: sha256 of all files.
     """
 
-    rank: int
-    layers: Mapping[int, LowRank]
-    head: Head | None
+    config: Mapping[str, Any]
+    layers: Mapping[str, LowRank]
+    tensors: Tensors
     settings: Mapping[str, Any]
+    encoder_sha256: str | None
     digest: str
-
-    @property
-    def size(self) -> int:
-        """The bytes of all numbers."""
-        matrices = [matrix for layer in self.layers.values() for matrix in (layer.a, layer.b)]
-        tensors = self.head.tensors.values() if self.head else ()
-        return sum(array.nbytes for array in (*matrices, *tensors))
 
 
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder is meant to be an adapter."""
-    return (folder / CONFIG_FILE).exists()
+    try:
+        return (folder / CONFIG_FILE).exists()
+    except PermissionError:  # for example lost+found of a volume
+        return False
 
 
-def read_adapter(folder: Path, support: AdapterSupport, own: Mapping[str, Floats]) -> Adapter:
-    """Read an adapter of a base.
-
-    Args:
-        folder: the folder.
-        support: what the base says about adapters.
-        own: tensors of the base's heads, which an adapter without them uses.
+def read_files(folder: Path) -> AdapterFiles:
+    """Read the files of an adapter of any base.
 
     Raises:
-        AdapterError: the folder is malformed, is for another base, or needs what is not computed.
+        AdapterError: the folder is malformed, or needs what is not computed.
     """
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / TENSORS_FILE).exists():
@@ -175,22 +143,20 @@ def read_adapter(folder: Path, support: AdapterSupport, own: Mapping[str, Floats
     if (folder / LABELS_FILE).exists():
         labels = _read(folder, LABELS_FILE, MAX_MANIFEST_BYTES)
     config, settings = _parse(CONFIG_FILE, config_data), _parse(LABELS_FILE, labels)
-    check_config(config)
+    _check_config(config)
     try:
-        tensors = parse_safetensors(data)
+        tensors, metadata = parse_safetensors(data)
     except ValueError as error:
         raise AdapterError(f"{TENSORS_FILE}: {error}") from None
-    matrices, others = _split(tensors, support)
-    low_rank = {name: _low_rank(name, pair, config) for name, pair in matrices.items()}
-    head = _head(config, others, low_rank, support, own)
-    layers: dict[int, LowRank] = {}
-    for name, one in low_rank.items():
-        if name not in support.layers:
-            raise AdapterError(_stray(name, support))
-        layers |= _parts(name, one, support.layers[name])
-    digest = hashlib.sha256(config_data + labels + data).hexdigest()
-    rank = max((len(one.a) for one in layers.values()), default=0)
-    return Adapter(rank, layers, head, settings, digest)
+    matrices, others = _split(tensors)
+    return AdapterFiles(
+        config=config,
+        layers={name: _low_rank(name, pair, config) for name, pair in matrices.items()},
+        tensors=others,
+        settings=settings,
+        encoder_sha256=metadata.get(ENCODER_DIGEST),
+        digest=hashlib.sha256(config_data + labels + data).hexdigest(),
+    )
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
@@ -212,7 +178,7 @@ def _parse(name: str, data: bytes) -> dict[str, Any]:
     return parsed
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def _check_config(config: Mapping[str, Any]) -> None:
     """Refuse settings that are not computed, or unknown.
 
     Raises:
@@ -252,20 +218,20 @@ def _number(name: str, value: object) -> None:
         raise AdapterError(f"{CONFIG_FILE}: {name} is {str(value)[:80]!a}, not a number")
 
 
-def _split(
-    tensors: Tensors, support: AdapterSupport
-) -> tuple[dict[str, dict[str, Floats]], Tensors]:
-    """Return A and B by the names of layers, and the other tensors by their names."""
+def _split(tensors: Tensors) -> tuple[dict[str, dict[str, Floats]], Tensors]:
+    """Return A and B by the names of modules, and the other tensors by their names."""
     matrices: dict[str, dict[str, Floats]] = {}
     others: Tensors = {}
     for full_name, tensor in tensors.items():
         if not full_name.startswith(NAME_PREFIX):
             raise AdapterError(f"the tensor {full_name[:120]!a} does not begin with {NAME_PREFIX}")
         name = full_name.removeprefix(NAME_PREFIX)
-        prefix = next((p for p in support.prefixes if name.startswith(p)), "")
-        name = name.removeprefix(prefix)
         if match := _MATRIX.fullmatch(name):
             matrices.setdefault(match["layer"], {})[match["side"]] = tensor
+        elif ".lora_" in name:
+            raise AdapterError(
+                f"the tensor {name[:120]!a} is not supported (only lora_A.weight, lora_B.weight)"
+            )
         else:
             others[name] = tensor
     return matrices, others
@@ -283,7 +249,11 @@ def _low_rank(name: str, pair: Mapping[str, Floats], config: Mapping[str, Any]) 
         )
     alpha = _of_pattern("alpha_pattern", name, config, config.get("lora_alpha", 8))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b.T * np.float32(scale)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.ascontiguousarray(b.T * np.float64(scale), np.float32)
+    if not np.isfinite(scaled).all():
+        raise AdapterError(f"the layer {name!a} times {scale:.3g}, alpha by rank, is not finite")
+    return LowRank(np.ascontiguousarray(a), scaled)
 
 
 def _of_pattern(pattern: str, layer: str, config: Mapping[str, Any], default: Any) -> Any:
@@ -292,95 +262,3 @@ def _of_pattern(pattern: str, layer: str, config: Mapping[str, Any], default: An
     return next(
         (v for name, v in named.items() if layer == name or layer.endswith(f".{name}")), default
     )
-
-
-def _parts(name: str, one: LowRank, layer: AdaptedLayer) -> dict[int, LowRank]:
-    """Return the matrices of the layers that a checkpoint stores as one, by their places."""
-    count = len(layer.numbers)
-    if (inputs := one.a.shape[1]) != layer.inputs:
-        raise AdapterError(f"the layer {name!a} has {inputs} inputs; its base has {layer.inputs}")
-    if (outputs := one.b.shape[1]) != layer.outputs * count:
-        raise AdapterError(
-            f"the layer {name!a} has {outputs} outputs; its base has {layer.outputs * count}"
-        )
-    parts = np.split(one.b, count, axis=1)
-    return {
-        number: LowRank(one.a, np.ascontiguousarray(part))
-        for number, part in zip(layer.numbers, parts, strict=True)
-    }
-
-
-def _head(
-    config: Mapping[str, Any],
-    others: Tensors,
-    low_rank: dict[str, LowRank],
-    support: AdapterSupport,
-    own: Mapping[str, Floats],
-) -> Head | None:
-    """Return the head; take the matrices of its layers out of ``low_rank``."""
-    task = config.get("task_type")
-    if task not in _HEADS:
-        if others:
-            raise AdapterError(
-                f"the tensor {min(others)[:120]!a} belongs nowhere: task_type is {task!a}, "
-                f"and heads have {', '.join(_HEADS)}"
-            )
-        if task not in _WITHOUT_HEAD:
-            raise AdapterError(f"{CONFIG_FILE}: task_type {str(task)[:80]!a} is not supported")
-        return None
-    name = _HEADS[task]
-    if name not in support.heads:
-        raise AdapterError(f"task_type {task} is not supported for the family of the base")
-    spec = support.heads[name]
-    if stray := others.keys() - spec.tensors.keys():
-        raise AdapterError(_stray(min(stray), support))
-    tensors: Tensors = {}
-    for theirs, ours in spec.tensors.items():
-        tensor = others.get(theirs)
-        if tensor is None and not ours.startswith("classifier."):
-            tensor = own.get(theirs)
-        if tensor is None and ours.endswith(".weight"):
-            raise AdapterError(
-                f"the head needs {theirs}, which neither the adapter nor its base has; "
-                "name its module in modules_to_save"
-            )
-        if tensor is None:
-            continue
-        layer = theirs.removesuffix(".weight")
-        if theirs != layer and (one := low_rank.pop(layer, None)) is not None:
-            if one.b.shape[1] != len(tensor) or one.a.shape[1] != tensor.shape[1]:
-                raise AdapterError(f"the layer {layer!a} does not have the sizes of its weight")
-            tensor = tensor + one.b.T @ one.a
-        tensors[ours] = tensor
-    return Head(name, tensors, spec)
-
-
-def _stray(name: str, support: AdapterSupport) -> str:
-    kinds = sorted({layer.rpartition(".")[2] for layer in support.layers})
-    return (
-        f"{name[:120]!a} belongs nowhere: adapters of this base change the layers "
-        f"{', '.join(kinds)}; export the base again with --adapters to change others"
-    )
-
-
-def check_head(head: Head, hidden_size: int) -> int:
-    """Return the number of labels of a head, after a check of its shapes.
-
-    Raises:
-        AdapterError: a tensor has another shape than the base's hidden size demands.
-    """
-    tensors = head.tensors
-    labels = len(tensors["classifier.weight"]) if tensors["classifier.weight"].ndim else 0
-    shapes = {
-        "pooler.weight": (hidden_size, hidden_size),
-        "pooler.bias": (hidden_size,),
-        "classifier.weight": (labels, hidden_size),
-        "classifier.bias": (labels,),
-    }
-    for name, tensor in tensors.items():
-        if tensor.shape != shapes[name] or not labels:
-            raise AdapterError(
-                f"the head's {name} is {list(tensor.shape)}; its base has {hidden_size} numbers "
-                "per token"
-            )
-    return labels

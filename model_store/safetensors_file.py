@@ -23,8 +23,8 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 Tensors = dict[str, NDArray[np.float32]]
 
 
-def parse_safetensors(data: bytes) -> Tensors:
-    """Return the tensors of a file in float32, by name.
+def parse_safetensors(data: bytes) -> tuple[Tensors, Mapping[str, Any]]:
+    """Return the tensors of a file in float32, by name, and its metadata.
 
     Raises:
         ValueError: the bytes are not a file of the format, or a tensor is not of floats, or has a
@@ -35,8 +35,8 @@ def parse_safetensors(data: bytes) -> Tensors:
     if not 2 <= header_bytes <= _MAX_HEADER_BYTES or first > len(data):
         raise ValueError("is not a safetensors file: its header does not fit into it")
     try:
-        header = json.loads(data[_LENGTH_BYTES:first])
-        places = {name: place for name, place in header.items() if name != _METADATA}
+        places = json.loads(data[_LENGTH_BYTES:first])
+        metadata = dict(places.pop(_METADATA, {}))
         tensors = {name: _tensor(name, place, data, first) for name, place in places.items()}
     except (AttributeError, KeyError, RecursionError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"is not a safetensors file: {type(error).__name__} in header") from None
@@ -44,7 +44,7 @@ def parse_safetensors(data: bytes) -> Tensors:
         len(data) - first
     ):
         raise ValueError("is not a safetensors file: it has bytes of no tensor, or of two")
-    return tensors
+    return tensors, metadata
 
 
 def _tensor(name: str, place: dict[str, Any], data: bytes, first: int) -> NDArray[np.float32]:

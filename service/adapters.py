@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from cloze.model_store import Bundle
+from cloze.model_store.adapter import Adapter, Head, check_head, read_adapter
 from cloze.model_store.error_lines import printable
 from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.head import Frozen
@@ -16,15 +17,7 @@ from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.limits import MAX_ADAPTER_BYTES
 from cloze.model_store.manifest import NAME_PATTERN
-from cloze.model_store.peft import (
-    ENCODER_DIGEST,
-    Adapter,
-    AdapterError,
-    Head,
-    check_head,
-    is_adapter,
-    read_adapter,
-)
+from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
 from cloze.service.core import (
@@ -39,27 +32,19 @@ from cloze.service.core import (
 _MOST_LABELS = 10_000
 
 
-class AdapterRegistry(Protocol):
-    """The adapters that an engine can load."""
-
-    def add(self, key: str, read: Callable[[], Adapter]) -> None:
-        """Make an adapter known, without reading it."""
-
-    def forget(self, key: str) -> None:
-        """Free an adapter that no request asks for any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterBundle(Bundle):
     """An adapter as a bundle: the manifest of its base, with the name and head of the adapter.
 
     Attributes:
         key: name and digest of the adapter, by which encodings refer to it.
+        size: the bytes of its numbers.
     """
 
     base: Bundle
     folder: Path
     key: str
+    size: int
 
     def read(self) -> Adapter:
         """Read the adapter again.
@@ -69,7 +54,7 @@ class AdapterBundle(Bundle):
         """
         adapter = _read(self.folder, self.base)
         if self.key != _key(self.manifest.name, adapter):
-            raise AdapterError(f"the adapter {self.manifest.name} was changed; reload the server")
+            raise AdapterError("it was changed since the last reload")
         return adapter
 
 
@@ -127,22 +112,36 @@ def with_engines(bundles: Iterable[Bundle]) -> list[Bundle]:
     return [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
 
 
+class OpenedAdapters(NamedTuple):
+    """Adapters to serve, and why others of their folders are left out, by folder."""
+
+    bundles: list[AdapterBundle]
+    refused: dict[str, str]
+
+
 def open_adapters(
-    folders: Sequence[Path], bundles: Sequence[Bundle], most_mb: int
-) -> list[AdapterBundle]:
+    folders: Sequence[Path],
+    bundles: Sequence[Bundle],
+    most_mb: int,
+    running: Iterable[Bundle] = (),
+) -> OpenedAdapters:
     """Read and check adapters, each for the served bundle that takes it.
+
+    One bad adapter in a folder of adapters is left out, since the others are not concerned. If it
+    is served already, it is served as before.
 
     Args:
         folders: adapters, or folders of adapters.
         bundles: the bundles that are served.
         most_mb: most memory of the adapters of one base, in MiB.
+        running: what is served already.
 
     Raises:
-        StartupError: a folder is no adapter, fits no bundle, has the name of another model, or
-            needs more memory.
+        StartupError: one of `folders` is no adapter or has no good one: it fits no bundle, has the
+            name of another model, or needs more memory.
     """
     if not folders:
-        return []
+        return OpenedAdapters([], {})
     bases = [bundle for bundle in bundles if bundle.manifest.adapters is not None]
     if not bases:
         names = ", ".join(bundle.manifest.reference for bundle in bundles)
@@ -150,39 +149,59 @@ def open_adapters(
             f"no served bundle takes adapters ({names}); export one with: "
             "cloze export CHECKPOINT --name NAME --adapters all-linear"
         )
-    adapters = [_open(folder, bases, most_mb) for folder in _adapter_folders(folders)]
+    before = {one.folder: one for one in running if isinstance(one, AdapterBundle)}
     taken = {bundle.manifest.name: f"the bundle {bundle.manifest.reference}" for bundle in bundles}
-    for adapter in adapters:
-        name = adapter.manifest.name
-        if name in taken:
-            raise StartupError(f"the adapter {adapter.folder} has the name of {taken[name]}")
-        taken[name] = f"the adapter {adapter.folder}"
-    return adapters
+    adapters: list[AdapterBundle] = []
+    refused: dict[str, str] = {}
+    for root in folders:
+        below = [root] if is_adapter(root) else _adapters_below(root)
+        served, first_error = len(adapters), None
+        for folder in below:
+            try:
+                adapter = _open(folder, bases, most_mb, taken)
+            except StartupError as error:
+                first_error = first_error or error
+                refused[printable(str(folder))] = str(error)
+                kept = before.get(folder)
+                if kept is None or not _fits(kept, bases, taken):
+                    continue
+                adapter = kept
+            adapters.append(adapter)
+            taken[adapter.manifest.name] = f"the adapter {folder}"
+        if first_error is not None and (len(adapters) == served or root in below):
+            raise first_error
+    return OpenedAdapters(adapters, refused)
 
 
-def _adapter_folders(folders: Iterable[Path]) -> list[Path]:
-    found = []
-    for folder in folders:
-        if is_adapter(folder):
-            found.append(folder)
-            continue
-        try:
-            below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
-        except OSError as error:
-            raise StartupError(f"adapter {folder}: {error.strerror}") from error
-        found += [entry for entry in below if is_adapter(entry)]
-    return found
+def _adapters_below(folder: Path) -> list[Path]:
+    try:
+        below = sorted(folder.iterdir())
+    except OSError as error:
+        raise StartupError(f"adapter {printable(str(folder))}: {error.strerror}") from error
+    return [entry for entry in below if is_adapter(entry)]
 
 
-def _open(folder: Path, bases: Sequence[Bundle], most_mb: int) -> AdapterBundle:
+def _fits(adapter: AdapterBundle, bases: Iterable[Bundle], taken: Mapping[str, str]) -> bool:
+    """Return whether a served adapter may be served on, with the same base under its name."""
+    is_free = adapter.manifest.name not in taken
+    return is_free and any(base.manifest == adapter.base.manifest for base in bases)
+
+
+def _open(
+    folder: Path, bases: Sequence[Bundle], most_mb: int, taken: Mapping[str, str]
+) -> AdapterBundle:
     """Return an adapter of the first bundle that takes it."""
-    name = folder.resolve().name
-    problems = []
+    # The name of a link, not of what it leads to; "." and ".." have none of their own.
+    name = folder.name if folder.name.strip(".") else folder.resolve().name
+    shown = printable(str(folder))
     if not re.fullmatch(NAME_PATTERN, name):
         raise StartupError(
-            f"adapter {folder}: its folder must have a name of 1 to 64 letters, digits, '.', '_' "
-            "or '-'"
+            f"adapter {shown}: its folder must have a name of 1 to 64 letters, digits, '.', '_' "
+            "or '-', a letter or digit first"
         )
+    if name in taken:
+        raise StartupError(f"the adapter {shown} has the name of {taken[name]}")
+    problems = []
     for base in bases:
         try:
             adapter = _read(folder, base)
@@ -192,16 +211,26 @@ def _open(folder: Path, bases: Sequence[Bundle], most_mb: int) -> AdapterBundle:
                 )
             return _of_base(name, folder, base, adapter)
         except AdapterError as error:
-            shown = printable(str(error))
-            problems.append(shown if len(bases) == 1 else f"{base.manifest.reference}: {shown}")
-    raise StartupError(f"adapter {folder}: {'; '.join(problems)}")
+            problem = printable(str(error))
+            problems.append(problem if len(bases) == 1 else f"{base.manifest.reference}: {problem}")
+    raise StartupError(f"adapter {shown}: {'; '.join(problems)}")
+
+
+def adapter_bytes(bundles: Iterable[Bundle], most_mb: int) -> dict[str, int]:
+    """Return the bytes that the adapters of each base take together, by the base's full name."""
+    sizes: dict[str, int] = {}
+    for bundle in bundles:
+        if isinstance(bundle, AdapterBundle):
+            base = bundle.base.manifest.reference
+            sizes[base] = min(most_mb * 2**20, sizes.get(base, 0) + bundle.size)
+    return sizes
 
 
 def _read(folder: Path, base: Bundle) -> Adapter:
     support = base.manifest.adapters
     assert support is not None
     adapter = read_adapter(folder, support, _own_tensors(base))
-    ours, theirs = base.manifest.source.encoder_sha256, adapter.settings.get(ENCODER_DIGEST)
+    ours, theirs = base.manifest.source.encoder_sha256, adapter.encoder_sha256
     if None not in (ours, theirs) and ours != theirs:
         raise AdapterError(
             f"it was trained on another encoder ({str(theirs)[:12]!a}) than that of "
@@ -216,7 +245,7 @@ def _own_tensors(base: Bundle) -> Tensors:
     if support is None or support.tensors_file is None:
         return {}
     try:
-        return parse_safetensors(read_plain(base.file(support.tensors_file), MAX_ADAPTER_BYTES))
+        return parse_safetensors(read_plain(base.file(support.tensors_file), MAX_ADAPTER_BYTES))[0]
     except (OSError, ValueError) as error:
         raise StartupError(
             f"bundle {base.manifest.reference}: {support.tensors_file} {error}"
@@ -240,7 +269,12 @@ def _of_base(name: str, folder: Path, base: Bundle, adapter: Adapter) -> Adapter
         task, labels = _labels(adapter.head, manifest.architecture.hidden_size, adapter.settings)
         update |= {"tasks": (task,), "embedding": None, "heads": {adapter.head.name: labels}}
     return AdapterBundle(
-        manifest.model_copy(update=update), base.path, base, folder, _key(name, adapter)
+        manifest.model_copy(update=update),
+        base.path,
+        base,
+        folder,
+        _key(name, adapter),
+        adapter.size,
     )
 
 

@@ -92,7 +92,7 @@ def single_process(
             keys or the certificate cannot be read.
     """
     if bundles is None:
-        bundles = open_bundles(settings)
+        bundles = open_bundles(settings).bundles
     # An error of the operator is found before the models take their time.
     Certificate(settings.tls_certificate, settings.tls_key).check()
     if settings.keys_file is not None:
@@ -354,7 +354,7 @@ class Service:
         self._alone.clear()
         old = self.snapshot
         try:
-            new = await self._open_next(old)
+            new, refused = await self._open_next(old)
         except BaseException as error:
             self._alone.set()
             return_memory_later()
@@ -367,20 +367,23 @@ class Service:
         self.snapshot = new
         if not old.running:
             self._keep(self._end(old))
-        changes = Changes.between(old.by_name, new.by_name, kept_reasons(self._settings))
+        reasons = kept_reasons(self._settings)
+        changes = Changes.between(old.by_name, new.by_name, reasons, refused)
         self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", changes)
         return changes
 
-    async def _open_next(self, old: Snapshot) -> Snapshot:
+    async def _open_next(self, old: Snapshot) -> tuple[Snapshot, dict[str, str]]:
         """Return the next snapshot, and use the certificate of now; or change nothing.
+
+        The second value has the adapters that are left out, by folder.
 
         Raises:
             StartupError: the certificate, the keys or a bundle cannot be used.
             ShuttingDown: the server drains.
         """
         self.certificate.check()
-        new = await asyncio.to_thread(self._reopened, old)
+        new, refused = await asyncio.to_thread(self._reopened, old)
         try:
             if self.draining:
                 raise ShuttingDown("the server is shutting down")
@@ -388,9 +391,9 @@ class Service:
         except BaseException:
             await asyncio.to_thread(new.close_unused, old)
             raise
-        return new
+        return new, refused
 
-    def _reopened(self, old: Snapshot) -> Snapshot:
+    def _reopened(self, old: Snapshot) -> tuple[Snapshot, dict[str, str]]:
         """Return a snapshot of what the store and the keys hold now, with the engines that stay.
 
         Raises:
@@ -398,7 +401,8 @@ class Service:
         """
         assert self._opener is not None
         running = [*old.by_name.values()]
-        models = self._opener.open(open_bundles(self._settings), running)
+        opened = open_bundles(self._settings, [model.bundle for model in running])
+        models = self._opener.open(opened.bundles, running)
         try:
             snapshot = self._make_snapshot(models)
             if self._callers.keys is not None:
@@ -406,7 +410,7 @@ class Service:
         except BaseException:
             close_models(model for model in models if all(model is not other for other in running))
             raise
-        return snapshot
+        return snapshot, opened.refused
 
     async def _end(self, old: Snapshot) -> None:
         """Close the models that only a snapshot without requests uses."""

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.model_store.adapter import Adapter
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
 
@@ -156,6 +157,10 @@ class EngineFailed(ServiceError):
     """The engine raised an exception on an encoding that ran alone."""
 
 
+class AdapterUnavailable(ServiceError):
+    """The files of an adapter are gone, or have changed since the last reload."""
+
+
 class EngineDead(ServiceError):
     """No engine runs: it hangs, fails its golden outputs, or its process has exited."""
 
@@ -168,16 +173,22 @@ class Changes:
 
     Attributes:
         reasons: why a model was kept although the store has a newer version.
+        refused: why an adapter was left out, or is served as before, by its folder.
     """
 
     added: list[str]
     removed: list[str]
     kept: list[str]
     reasons: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def between(
-        cls, before: Mapping[str, object], after: Mapping[str, object], reasons: Mapping[str, str]
+        cls,
+        before: Mapping[str, object],
+        after: Mapping[str, object],
+        reasons: Mapping[str, str],
+        refused: Mapping[str, str] | None = None,
     ) -> Self:
         """Return how what is served differs, by full name; what is equal stays as it was."""
         return cls(
@@ -189,12 +200,14 @@ class Changes:
                 for name, reason in reasons.items()
                 if name in before and before[name] == after.get(name)
             },
+            refused=dict(refused or {}),
         )
 
     def __str__(self) -> str:
         why = {name: f"{name} ({reason})" for name, reason in self.reasons.items()}
         kept = [why.get(name, name) for name in self.kept]
         lists = {"added": self.added, "removed": self.removed, "kept": kept}
+        lists["refused"] = list(self.refused)
         return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
 
 
@@ -328,6 +341,16 @@ RequestedPrecision = Precision | Literal["auto"]
 """The precision of the graph to run; ``auto`` selects the fastest that the device supports."""
 
 
+class AdapterRegistry(Protocol):
+    """The adapters that an engine can load."""
+
+    def add(self, key: str, read: Callable[[], Adapter]) -> None:
+        """Make an adapter known, without reading it."""
+
+    def forget(self, key: str) -> None:
+        """Free an adapter that no request asks for any more."""
+
+
 class Engine(Protocol):
     """The interface between scheduler and runtime. Several threads call ``run`` at once.
 
@@ -340,6 +363,10 @@ class Engine(Protocol):
     precision: Precision
     reason: str
     supports_varlen: bool
+
+    @property
+    def adapters(self) -> AdapterRegistry | None:
+        """The adapters of the engine; None: it takes none."""
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding, in order.

@@ -3,7 +3,7 @@
 The module does not depend on onnxruntime.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -105,9 +105,13 @@ def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
 
 
 def check_memory(
-    bundles: Iterable[Bundle], limit: int | None, device: Device, precision: RequestedPrecision
+    bundles: Iterable[Bundle],
+    limit: int | None,
+    device: Device,
+    precision: RequestedPrecision,
+    adapters: Mapping[str, int] | None = None,
 ) -> None:
-    """Check that the weights of bundles fit into the memory.
+    """Check that the weights of bundles, and their adapters, fit into the memory.
 
     Without the check, the kernel kills the process while it opens a model, and nothing says why.
     The weights of the graphs that run are a lower bound of the memory, so nothing is refused that
@@ -118,6 +122,7 @@ def check_memory(
         limit: most bytes of the process; None: there is no limit.
         device: the device to run on.
         precision: the precision to run in.
+        adapters: the bytes of adapters that may be loaded together, by the full name of their base.
 
     Raises:
         StartupError: the process with its weights needs more.
@@ -125,12 +130,14 @@ def check_memory(
     if limit is None:
         return
     weights = {b.manifest.reference: least_weight_bytes(b, device, precision) for b in bundles}
+    weights |= {f"the adapters of {base}": size for base, size in (adapters or {}).items()}
     needed = _PROCESS_BYTES + sum(weights.values())
     if needed > limit:
         shown = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in weights.items())
+        lower = ", or lower CLOZE_ADAPTER_MEMORY_MB" if adapters else ""
         raise StartupError(
             f"the memory limit of this process is {limit / 1e6:.0f} MB, and the models need at "
-            f"least {needed / 1e6:.0f} MB ({shown}); raise it, or serve fewer models"
+            f"least {needed / 1e6:.0f} MB ({shown}); raise it, or serve fewer models{lower}"
         )
 
 

@@ -47,6 +47,12 @@ _NOTHING_RUN: Final = BatchResult([], 0.0, 0.0)
 _INLINE_RESULTS = 64
 """Most results that are decoded on the event loop; decoding and writing one takes about 10 us."""
 
+_VIEWS = 1024
+"""Sets of models whose views are remembered; each limited API key has a set."""
+
+_SHOWN_NAMES = 30
+"""Most names of models in an error."""
+
 _SPACES = 128
 """Recipes of vectors whose spaces a model remembers."""
 
@@ -291,6 +297,8 @@ class Models:
     ) -> None:
         self.pipelines = tuple(pipelines)
         self._tasks = tuple(tasks)
+        self._to_whom = ""
+        self.within = lru_cache(_VIEWS)(self._within)
         self._by_name: dict[str, Pipeline] = {}
         for pipeline in sorted(pipelines, key=lambda pipeline: pipeline.manifest.version):
             # A name without a version stands for the newest version.
@@ -300,6 +308,10 @@ class Models:
             task.name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
             for task in self._tasks
         }
+        self._tasks_of: dict[Pipeline, list[str]] = {pipeline: [] for pipeline in self.pipelines}
+        for name, served in self._served.items():
+            for pipeline in served:
+                self._tasks_of[pipeline].append(name)
         for name, model in (defaults or {}).items():
             self._set_default(name, model)
 
@@ -316,6 +328,19 @@ class Models:
         served = self._served[name]
         self._served[name] = [chosen, *(pipeline for pipeline in served if pipeline is not chosen)]
 
+    def _within(self, names: frozenset[str]) -> "Models":
+        """Return only the models of these names, NAME or NAME@VERSION, in the order of these."""
+        chosen = {
+            pipeline: None
+            for pipeline in self.pipelines
+            if not names.isdisjoint((pipeline.manifest.name, pipeline.reference))
+        }
+        view = Models(list(chosen), self._tasks)
+        view._to_whom = " to this key"
+        for task, served in self._served.items():  # the defaults stay first
+            view._served[task] = [pipeline for pipeline in served if pipeline in chosen]
+        return view
+
     def serving(self, task: Task) -> Sequence[Pipeline]:
         """Return the pipelines of the models that serve a task, the default first.
 
@@ -325,7 +350,7 @@ class Models:
 
     def tasks_of(self, pipeline: Pipeline) -> list[str]:
         """Return the names of the tasks that a model serves."""
-        return [task.name for task in self._tasks if pipeline in self._served[task.name]]
+        return self._tasks_of[pipeline]
 
     def default(self, task: Task) -> Pipeline | None:
         """Return the pipeline for requests that name no model; None if no model serves the task."""
@@ -338,8 +363,13 @@ class Models:
             UnknownModel: no model of that name is served.
         """
         if (named := self._by_name.get(name)) is None:
-            served = ", ".join(sorted(self._by_name))
-            raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {served})")
+            names = sorted(self._by_name)
+            served = ", ".join(names[:_SHOWN_NAMES])
+            if len(names) > _SHOWN_NAMES:
+                served += f" and {len(names) - _SHOWN_NAMES} more; GET /v1/models has all"
+            raise UnknownModel(
+                f"no model {ascii(name)[:80]} is served{self._to_whom} (there: {served})"
+            )
         return named
 
     def choose(
@@ -361,6 +391,8 @@ class Models:
             if not serving:
                 if reason := self._missing(task, self.pipelines):
                     raise WrongTask(f"no served model can do {task.name}: {reason}")
+                if self._to_whom:
+                    raise WrongTask(f"no model that is served{self._to_whom} can do {task.name}")
                 wanted = "".join(f" --task {HEADS[head].task}" for head in task.heads)
                 raise WrongTask(
                     f"no served model can do {task.name}; export one from a checkpoint that has "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import first_line
@@ -15,7 +16,7 @@ from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.adapters import (
     AdapterBundle,
     AdapterQueue,
-    AdapterRegistry,
+    adapter_bytes,
     open_adapters,
     with_engines,
 )
@@ -23,6 +24,7 @@ from cloze.service.batching.admission import Activity, SchedulerLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
+    AdapterRegistry,
     BatchReport,
     Device,
     Engine,
@@ -69,10 +71,18 @@ def close_models(models: Iterable[ServedModel]) -> None:
         model.queue.close(max(0.0, deadline - time.monotonic()))
 
 
-def open_bundles(settings: Settings) -> list[Bundle]:
+class OpenedBundles(NamedTuple):
+    """What to serve, and why adapters are left out, by folder."""
+
+    bundles: list[Bundle]
+    refused: dict[str, str]
+
+
+def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBundles:
     """Open the bundles that the settings name, or the newest version of each name.
 
-    Adapters follow the bundles, so no adapter is the default of a task that a bundle serves.
+    Adapters follow the bundles, so no adapter is the default of a task that a bundle serves. The
+    log has the adapters that are left out; see `open_adapters`.
 
     Raises:
         StartupError: the store has no bundle, or a bundle or an adapter does not open.
@@ -89,7 +99,10 @@ def open_bundles(settings: Settings) -> list[Bundle]:
     except StoreError as error:
         raise StartupError(str(error)) from error
     folders = [Path(folder) for folder in settings.adapter]
-    return [*bundles, *open_adapters(folders, bundles, settings.adapter_memory_mb)]
+    adapters = open_adapters(folders, bundles, settings.adapter_memory_mb, running)
+    for reason in adapters.refused.values():
+        log.error("an adapter is left out: %s", reason)
+    return OpenedBundles([*bundles, *adapters.bundles], adapters.refused)
 
 
 def kept_reasons(settings: Settings) -> dict[str, str]:
@@ -178,8 +191,14 @@ class LocalModels:
         for bundle in bundles:
             if isinstance(bundle, AdapterBundle) and bundle.base.manifest.reference not in kept:
                 kept.pop(bundle.manifest.reference, None)
-        own, settings = with_engines(bundles), self._settings
-        check_memory(own, memory_limit(), settings.device, settings.precision)
+        settings = self._settings
+        check_memory(
+            with_engines(bundles),
+            memory_limit(),
+            settings.device,
+            settings.precision,
+            adapter_bytes(bundles, settings.adapter_memory_mb),
+        )
         models = dict(kept)
         try:
             for bundle in bundles:
@@ -226,9 +245,7 @@ class LocalModels:
             engine.precision,
             engine.reason,
         )
-        # Engines of tests have no adapters.
-        adapters = getattr(engine, "adapters", None)
-        return ServedModel(bundle, queue, lambda: engine.precision, adapters)
+        return ServedModel(bundle, queue, lambda: engine.precision, engine.adapters)
 
 
 def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:

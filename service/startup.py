@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import first_line
-from cloze.service.adapters import with_engines
+from cloze.service.adapters import adapter_bytes, with_engines
 from cloze.service.core import Device, Engine, RequestedPrecision
 from cloze.service.graph_choice import check_memory, memory_limit
 from cloze.service.logs import start_logging
@@ -75,7 +75,8 @@ def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactor
         StartupError: an engine does not open, or the memory cannot suffice.
     """
     own = with_engines(bundles)
-    check_memory(own, memory_limit(), settings.device, settings.precision)
+    adapters = adapter_bytes(bundles, settings.adapter_memory_mb)
+    check_memory(own, memory_limit(), settings.device, settings.precision, adapters)
     opened = {b.manifest.reference: make(b, settings.device, settings.precision) for b in own}
 
     def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:

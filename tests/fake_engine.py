@@ -27,6 +27,7 @@ class FakeEngine:
     precision = Precision.FP32
     reason = "it is a fake"
     supports_varlen = False
+    adapters = None
 
     def __init__(self, poison: Callable[[Encoding], bool] = lambda _: False) -> None:
         self.batches: list[list[Encoding]] = []

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def opened(
     """Return an engine with adapters, and the adapters by name."""
     options = SessionOptions(adapter_bytes=mib * 2**20, alone_threads=2)
     engine = OnnxEngine(base, Device.CPU, precision, options=options)
-    adapters = {a.manifest.name: a for a in open_adapters(list(folders.values()), [base], mib)}
+    adapters = {a.manifest.name: a for a in open_adapters([*folders.values()], [base], mib).bundles}
     assert engine.adapters is not None
     for adapter in adapters.values():
         engine.adapters.add(adapter.key, adapter.read)
@@ -147,7 +148,24 @@ def test_each_adapter_has_its_results_alone_and_beside_any_other(
             place = (first + number) % len(batch)
             np.testing.assert_allclose(output, wanted[place], rtol=0, atol=1e-5)
             np.testing.assert_allclose(output, alone[place], rtol=0, atol=2e-6)
+    same = engine.run([replace(batch[1], input_ids=batch[n].input_ids) for n in (1, 2)])
+    np.testing.assert_allclose(array(same[0]), wanted[1], rtol=0, atol=1e-5)
+    own = expected("topics", folders["topics"], base_model, batch[2].input_ids)
+    np.testing.assert_allclose(array(same[1]), own, rtol=0, atol=1e-5)
     assert not np.allclose(wanted[4], wanted[5], atol=1e-3)  # the adapter changes something
+
+
+def test_numbers_of_a_head_that_overflow_are_an_error(
+    base: Bundle, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    large = Path(shutil.copytree(folders["heads-only"], tmp_path / "large"))
+    file = large / "adapter_model.safetensors"
+    tensors = {name: tensor * np.float32(1e38) for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    engine, adapters = opened(base, {"large": large})
+    with pytest.raises(FloatingPointError):
+        for seed in range(8):
+            engine.run([asking(seed, "class", adapters["large"].key)])
 
 
 def test_a_base_without_adapters_in_the_batch_runs_its_plain_graph(
@@ -227,6 +245,19 @@ BAD: dict[str, tuple[Change, str]] = {
     "no-rank": (setting(r="x"), "r is x; allowed are 0 to 512"),
     "pattern": (setting(alpha_pattern={"(a+)+$": 2}), "alpha_pattern has '(a+)+$'"),
     "task": (setting(task_type="CAUSAL_LM"), "belongs nowhere: task_type is 'CAUSAL_LM'"),
+    "task-type": (setting(task_type=["SEQ_CLS"]), "task_type \"['SEQ_CLS']\" is not a string"),
+    "infinite": (setting(lora_alpha=1e300), "times 2.5e+299, alpha by rank, is not finite"),
+    "twice": (
+        lambda _, tensors: tensors.update(
+            {
+                f"base_model.model.{QUERY.removeprefix('bert.')}.lora_{side}.weight": tensors[
+                    f"base_model.model.{QUERY}.lora_{side}.weight"
+                ]
+                for side in "AB"
+            }
+        ),
+        "under two names, with a prefix and without",
+    ),
     "width": (tensor(f"{QUERY}.lora_A.weight", lambda a: a[:, :32]), "has 32 inputs"),
     "layer": (tensor("bert.encoder.layer.7.x.lora_A.weight", lambda a: a), "has lora_A only"),
     "stray": (tensor("qa_outputs.weight", lambda a: a), "'qa_outputs.weight' belongs nowhere"),
@@ -271,8 +302,8 @@ def test_files_that_are_no_adapters_are_refused(
     with pytest.raises(StartupError, match=r"adapter_model\.safetensors: "):
         open_adapters([cut], [base], 64)
     other = Path(shutil.copytree(folders["stars"], tmp_path / "other"))
-    digest = {"cloze_encoder_sha256": "0" * 64}
-    (other / "config.json").write_text(json.dumps(digest))
+    file = other / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"cloze_encoder_sha256": "0" * 64})
     with pytest.raises(StartupError, match="was trained on another encoder"):
         open_adapters([other], [base], 64)
     with pytest.raises(StartupError, match=r"no served bundle takes adapters \(bert@1\)"):
@@ -365,9 +396,7 @@ def test_a_server_answers_by_adapters_in_every_protocol_and_reloads_them(
                     == 200
                 )
                 (served / "topics" / "adapter_model.safetensors").write_bytes(b"x" * 64)
-                refused = ask_reload(server)
-                assert refused.status_code == 409
-                assert "topics" in refused.text
+                assert [*ask_reload(server).json()["refused"]] == [str(served / "topics")]
                 shutil.rmtree(served / "topics")
                 assert ask_reload(server).json()["removed"] == ["topics@1"]
             finally:

@@ -27,6 +27,7 @@ TABLE: dict[type[Exception], tuple[int, str, str]] = {
     core.Overloaded: (429, "Overloaded", "rate_limit_error"),
     core.ClientGone: (499, "Validation", "invalid_request_error"),
     core.EngineFailed: (500, "Backend", "server_error"),
+    core.AdapterUnavailable: (503, "Unhealthy", "server_error"),
     core.ShuttingDown: (503, "Unhealthy", "server_error"),
     core.EngineDead: (503, "Unhealthy", "server_error"),
     core.DeadlineExceeded: (504, "Overloaded", "server_error"),

@@ -1,24 +1,28 @@
 """Low-rank matrices beside a frozen encoder: learnt, written as PEFT writes them, and merged.
 
 The oracle is transformers: its modules of the names in the folder get the products. PEFT itself was
-compared once, with all families and heads; it is no dependency.
+compared once, with all families and heads. sentence-transformers reads an adapter of embeddings.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from cloze.cli import cli
 from cloze.export.adapters import ALL_LAYERS, AdaptedModel
-from cloze.export.checkpoint import encoder_sha256, load_checkpoint
+from cloze.export.checkpoint import Checkpoint, encoder_sha256, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.model import hidden_states
 from cloze.export.publish import export
 from cloze.export.train.label_data import RowFiles
 from cloze.export.train.label_tasks import finetune_labels
@@ -30,7 +34,9 @@ from cloze.export.train.save import save_adapter, save_checkpoint
 from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsRecipe
 from cloze.model_store import Store
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.sections import Pooling
 from cloze.train import train
 from tests.test_train_tasks import (
     CPU,
@@ -135,8 +141,9 @@ def test_labels_are_learnt_and_the_encoder_is_not_written(bert: Path, tmp_path: 
     folder = finetune_labels(base, RowFiles([file], []), recipe(epochs=40), options)
     assert read_log(folder.parent)[-1]["held_out_accuracy"] > 0.9
     assert not (folder / "model.safetensors").exists()
+    with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
+        assert tensors.metadata()["cloze_encoder_sha256"] == base.source.encoder_sha256
     written = json.loads((folder / "config.json").read_text())
-    assert written["cloze_encoder_sha256"] == base.source.encoder_sha256
     assert encoder_sha256(base.model) == base.source.encoder_sha256, "the base is not changed"
     described = json.loads((folder / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(bert.resolve())
@@ -184,6 +191,7 @@ def test_a_run_with_patience_keeps_its_best_matrices(bert: Path, tmp_path: Path)
 COMMANDS = ("classify", "tokens", "qa", "embed")
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_writes_an_adapter(command: str, bert: Path, tmp_path: Path) -> None:
     option, file, task = {
@@ -206,10 +214,27 @@ def test_every_command_writes_an_adapter(command: str, bert: Path, tmp_path: Pat
     if command == "embed":
         assert (folder / "1_Pooling/config.json").is_file()
         assert merged.model.masked_lm is not None, "the heads of the base stay"
+        check_that_sentence_transformers_reads(folder, merged)
     else:
         assert [head.name for head in merged.default_heads] == [
             {"classify": HEAD, "tokens": "token_classification", "qa": "span"}[command]
         ]
+
+
+def check_that_sentence_transformers_reads(folder: Path, merged: Checkpoint) -> None:
+    """Compare the vectors of sentence-transformers, with PEFT below it, with those of the merge."""
+    model = SentenceTransformer(str(folder), device="cpu")
+    texts = ["the old king", "a moon over the sea"]
+    vectors = model.encode(texts)
+    assert any("lora_A" in name for name, _ in model.named_parameters()), "PEFT has merged nothing"
+    recipe = merged.recipe
+    assert (recipe.pooling, recipe.normalize) == (Pooling.MEAN, True)
+    for text, vector in zip(texts, vectors, strict=True):
+        ids = np.array(model.tokenizer(text)["input_ids"], np.int32)
+        encoding = Encoding(ids, np.zeros_like(ids))
+        hidden = hidden_states(merged.model, [encoding])[-1]
+        wanted = torch.nn.functional.normalize(hidden.mean(0), dim=0)
+        assert same(torch.from_numpy(vector), wanted.detach())
 
 
 def test_several_tasks_at_once_take_no_adapter(bert: Path, tmp_path: Path) -> None:
@@ -313,8 +338,8 @@ def change(folder: Path, **settings: Any) -> None:
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "IA3"}, "peft_type"),
-        ({"alpha_pattern": {"query": 3}}, "alpha_pattern"),
-        ({"r": 0}, "r: "),
+        ({"alpha_pattern": {".*query": 3}}, "alpha_pattern"),
+        ({"r": 0}, "its rank is 0"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),  # it changes the base
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"base_model_name_or_path": "/nowhere"}, "no directory /nowhere"),
@@ -334,11 +359,11 @@ QUERY = f"{PREFIX}encoder.layer.0.attention.self.query"
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        (f"{QUERY}.lora_A.weight", torch.full((2, 24), torch.nan), "lora_A.weight holds NaN"),
-        (f"{QUERY}.lora_A.weight", torch.zeros(3, 24), r"the base has \[24, 24\]"),
+        (f"{QUERY}.lora_A.weight", torch.full((2, 24), torch.nan), "not finite"),
+        (f"{QUERY}.lora_A.weight", torch.zeros(3, 24), r"A \[3, 24\] .* its rank is 2"),
         (f"{QUERY}.lora_B.weight", torch.zeros(48, 2), r"the base has \[24, 24\]"),
-        (f"{QUERY}.lora_magnitude_vector", torch.zeros(24), "lora_magnitude_vector is not"),
-        (f"{QUERY.replace('0', '7')}.lora_A.weight", torch.zeros(2, 24), "only one of"),
+        (f"{QUERY}.lora_magnitude_vector", torch.zeros(24), "lora_magnitude_vector' is not"),
+        (f"{QUERY.replace('0', '7')}.lora_A.weight", torch.zeros(2, 24), "has lora_A only"),
         ("encoder.layer.0.lora_A.weight", torch.zeros(2, 24), "does not begin with"),
     ],
 )

@@ -151,6 +151,7 @@ def test_a_new_version_is_served_without_a_failed_request(
             "removed": ["bert@1"],
             "kept": [],
             "reasons": {},
+            "refused": {},
         }
         after = httpx.post(f"{server.url}/embed", json={"inputs": "river"})
         assert after.headers["x-model"] == "bert@2"
@@ -202,6 +203,7 @@ def test_models_come_stay_and_go(serve: Start, store: Store, checkpoints: dict[s
             "removed": ["qa@1"],
             "kept": ["bert@1"],
             "reasons": {},
+            "refused": {},
         }
         gone = httpx.post(f"{server.url}/qa", json=question)
         assert gone.status_code == 424
@@ -250,7 +252,7 @@ def test_several_at_once_are_all_answered(serve: Start, store: Store) -> None:
         refused = [answer.json()["error"] for answer in answers if answer.status_code == 409]
         assert len(done) + len(refused) == 4
         assert done
-        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}}
+        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}, "refused": {}}
         assert all(body == unchanged for body in done)
         assert set(refused) <= {BUSY}
         reload(server)

@@ -49,6 +49,7 @@ class LittleMemory(FakeEngine):
     """Runs small batches only."""
 
     supports_varlen = True
+    adapters = None
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         if len(batch) > 2:

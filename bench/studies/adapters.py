@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from cloze.model_store import Bundle
+from cloze.model_store.adapter import Adapter
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads.head import HeadRequest
 from cloze.model_store.manifest import Manifest, Precision
-from cloze.model_store.peft import Adapter, LowRank
+from cloze.model_store.peft import LowRank
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine, SessionOptions
 
@@ -43,7 +44,7 @@ def random_adapter(support: AdapterSupport, rank: int, seed: int) -> Adapter:
         for layer in support.layers.values()
         for number in layer.numbers
     }
-    return Adapter(rank, layers, None, {}, str(seed))
+    return Adapter(rank, layers, None, {}, None, str(seed))
 
 
 def resident_bytes() -> int:

@@ -46,6 +46,7 @@ class Instant:
     precision = Precision.FP16
     reason = "it computes nothing"
     supports_varlen = True
+    adapters = None
 
     def __init__(self) -> None:
         manifest = Store(DEFAULT_ROOT).open("cloze-bert").manifest

@@ -10,6 +10,8 @@ from cloze.bulk.errors import BulkError
 from cloze.bulk.plan import FileFormat, Plan, first_doubled
 from cloze.bulk.sources import check_column, check_text_column
 from cloze.bulk.tasks import BULK_TASKS, BulkTask
+from cloze.model_store import Bundle, Store
+from cloze.service.adapters import AdapterBundle, open_adapters
 from cloze.service.settings import Settings
 
 
@@ -41,7 +43,8 @@ class BulkJob:
     """A job.
 
     Attributes:
-        model: full name of the bundle.
+        model: full name of the bundle; of the base, if an adapter of the settings answers.
+        digest: digest of what answers; see `base_and_digest`.
     """
 
     options: JobOptions
@@ -101,3 +104,23 @@ class BulkJob:
                 f"the input has a column {taken!a}, as the results have; give --prefix, or "
                 "--id-column"
             )
+
+
+def open_model(settings: Settings, reference: str) -> list[Bundle]:
+    """Return a bundle, and the adapter of the settings if there is one; the last one answers.
+
+    Raises:
+        StoreError: the bundle does not open.
+        StartupError: the adapter does not.
+    """
+    bundle = Store(settings.model_store).open(reference)
+    folders = [Path(folder) for folder in settings.adapter]
+    return [bundle, *open_adapters(folders, [bundle], settings.adapter_memory_mb).bundles]
+
+
+def base_and_digest(bundle: Bundle) -> tuple[str, str]:
+    """Return the full name of the bundle that an engine opens, and the digest of what answers."""
+    if isinstance(bundle, AdapterBundle):
+        base = bundle.base.manifest
+        return base.reference, f"{base.digest} {bundle.key}"
+    return bundle.manifest.reference, bundle.manifest.digest

@@ -1,6 +1,7 @@
 """Chooses the bundle of a run, as a server with the same settings does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from cloze.bulk.errors import BulkError
 from cloze.bulk.tasks import BulkTask
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store import Bundle, Store, StoreError
+from cloze.service.adapters import AdapterBundle, open_adapters
 from cloze.service.core import ServiceError, StartupError
 from cloze.service.pipeline import task_limits
 from cloze.service.served_models import in_default_order
@@ -18,10 +20,11 @@ from cloze.service.tokenizer import Tokenizer
 
 
 def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], None]) -> Bundle:
-    """Return the bundle of the setting `model`, or else the default of the task.
+    """Return the adapter of the settings, the bundle of `model`, or the default of the task.
 
     Args:
-        settings: the settings; `model` may name a bundle, a directory or a repository.
+        settings: the settings; `model` may name a bundle, a directory or a repository, and
+            `adapter` one adapter.
 
     Raises:
         BulkError: there is no such model, or it lacks the task.
@@ -35,14 +38,29 @@ def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], No
         serving = [manifest for manifest in manifests if task.task.is_served_by(manifest)]
         if not manifests:
             raise BulkError(f"the model store {settings.model_store} has no bundle")
+        if settings.adapter:
+            takes = [one for one in manifests if one.adapters is not None] or manifests
+            return _choose_adapter(settings, [store.open(one.reference) for one in takes], task)
         if not serving and len(manifests) == 1:
             tasks = ", ".join(manifests[0].tasks)
             raise BulkError(f"model {references[0]} cannot do {name}; it does {tasks}")
         if not serving:
             raise BulkError(f"no model in {settings.model_store} can do {name}")
         return store.open(serving[0].reference)
-    except (StoreError, SourceError) as error:
+    except (StoreError, SourceError, StartupError) as error:
         raise BulkError(str(error)) from None
+
+
+def _choose_adapter(settings: Settings, bases: Sequence[Bundle], task: BulkTask) -> AdapterBundle:
+    folders, name = [Path(folder) for folder in settings.adapter], task.task.name
+    adapters = open_adapters(folders, bases, settings.adapter_memory_mb).bundles
+    if len(adapters) != 1:
+        raise BulkError(f"--adapter {folders[0]} has {len(adapters)} adapters; name one")
+    manifest = adapters[0].manifest
+    if not task.task.is_served_by(manifest):
+        done = ", ".join(manifest.tasks)
+        raise BulkError(f"adapter {manifest.name} cannot do {name}; it does {done}")
+    return adapters[0]
 
 
 def check_parameters(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloze.bulk.errors import BulkError
-from cloze.bulk.job import BulkJob, JobOptions
+from cloze.bulk.job import BulkJob, JobOptions, base_and_digest
 from cloze.bulk.model_choice import check_parameters, choose_bundle
 from cloze.bulk.plan import Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
@@ -63,8 +63,7 @@ def run_job(
     plan = folder.recorded_plan(files, options.shard_rows)
     if plan is None:
         plan = make_plan(file_format, files, options.shard_rows, watcher.report)
-    manifest = bundle.manifest
-    job = BulkJob(options, manifest.reference, manifest.digest, settings, plan, output)
+    job = BulkJob(options, *base_and_digest(bundle), settings, plan, output)
     job.check_columns()
     with folder.locked():
         folder.begin(job.identity(), plan)

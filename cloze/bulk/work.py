@@ -12,12 +12,12 @@ from typing import Any
 
 from cloze.bulk.chunks import Chunk
 from cloze.bulk.errors import BulkError
-from cloze.bulk.job import BulkJob
+from cloze.bulk.job import BulkJob, base_and_digest, open_model
 from cloze.bulk.plan import Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import ShardReader
 from cloze.bulk.writers import RowResult, ShardWriter, open_writer
-from cloze.model_store import Store, StoreError
+from cloze.model_store import StoreError
 from cloze.service.core import (
     EngineFailed,
     Location,
@@ -27,7 +27,7 @@ from cloze.service.core import (
     Submission,
 )
 from cloze.service.pipeline import Pipeline, task_limits
-from cloze.service.served_models import LocalModels
+from cloze.service.served_models import LocalModels, ServedModel, close_models
 from cloze.service.tasks import TaskCall
 from cloze.service.tasks.task import INPUTS
 
@@ -59,7 +59,7 @@ class BulkWorker:
     def __init__(self, job: BulkJob, on_rows: Progress = lambda _: None) -> None:
         self._job, self._on_rows = job, on_rows
         self._folder = RunFolder(job.output, job.options.format)
-        self._pipeline = _open_pipeline(job)
+        self._models, self._pipeline = _open_pipeline(job)
         task = job.options.task
         self._task = task
         # The usage has the tokens of each row.
@@ -70,7 +70,7 @@ class BulkWorker:
 
     def close(self) -> None:
         """End the threads of the engine."""
-        self._pipeline.model.queue.close()
+        close_models(self._models)
 
     async def write_shard(self, shard: Shard) -> ShardReport:
         """Write the results of a shard, unless they are complete.
@@ -195,14 +195,15 @@ def _count(report: ShardReport, first_row: int, results: Sequence[RowResult]) ->
                 report.first_error = f"row {first_row + report.rows}: {result.error}"
 
 
-def _open_pipeline(job: BulkJob) -> Pipeline:
+def _open_pipeline(job: BulkJob) -> tuple[list[ServedModel], Pipeline]:
+    """Return the models of a job, and the pipeline of the last one, which answers."""
     try:
-        bundle = Store(job.settings.model_store).open(job.model)
-        if bundle.manifest.digest != job.digest:
+        bundles = open_model(job.settings, job.model)
+        *_, bundle = bundles
+        if base_and_digest(bundle) != (job.model, job.digest):
             raise BulkError(f"the bundle {job.model} is not the one that the run began with")
-        opener = LocalModels(job.settings)
-        [model] = opener.open([bundle])
-        return Pipeline(model, task_limits(job.settings, bundle.manifest))
+        models = LocalModels(job.settings).open(bundles)
+        return models, Pipeline(models[-1], task_limits(job.settings, bundle.manifest))
     except (StoreError, StartupError) as error:
         raise BulkError(str(error)) from None
 

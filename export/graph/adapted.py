@@ -8,14 +8,22 @@ Each sequence has its own A [R, in] and B^T [R, out], gathered from tables of ro
 (`cloze.model_store.adapter_section`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from onnx import TensorProto
 from torch import nn
 
 from cloze.export.graph.builder import FUSED, GraphBuilder
-from cloze.export.graph.linear_ops import Fp32, Int8, LinearInput, LinearOps
+from cloze.export.graph.linear_ops import (
+    LARGEST_INT8,
+    Fp32,
+    InputScale,
+    Int8,
+    LinearInput,
+    LinearOps,
+)
 from cloze.model_store import adapter_section
 from cloze.model_store.layouts import Layout
 
@@ -23,36 +31,67 @@ from cloze.model_store.layouts import Layout
 class LowRankInputs:
     """Adds the low-rank products of adapted layers, and declares the inputs of the graph.
 
+    Layers with the same input have one product with their A.
+
     Args:
-        numbers: the adapted layers, with their places in `adapter_in` and `adapter_out`.
+        layers: the adapted layers, in the order of `adapter_in` and `adapter_out`.
+        groups: all layers; those of a group have the same input.
     """
 
-    def __init__(self, g: GraphBuilder, numbers: Mapping[nn.Linear, int]) -> None:
-        self._g, self._numbers = g, numbers
-        rows = (adapter_section.LAYER_ROWS_IN, adapter_section.LAYER_ROWS_OUT)
-        self._rows_in, self._rows_out = (g.declare_input(spec, Layout.DENSE) for spec in rows)
-        widths = {w for layer in numbers for w in (layer.in_features, layer.out_features)}
+    def __init__(
+        self, g: GraphBuilder, layers: Collection[nn.Linear], groups: Sequence[Sequence[nn.Linear]]
+    ) -> None:
+        self._g = g
+        self._rows_in, self._rows_out = (
+            dict(zip(layers, self._split(rows, len(layers)), strict=True))
+            for rows in (
+                g.declare_input(adapter_section.LAYER_ROWS_IN, Layout.DENSE),
+                g.declare_input(adapter_section.LAYER_ROWS_OUT, Layout.DENSE),
+            )
+        )
+        widths = {w for layer in layers for w in (layer.in_features, layer.out_features)}
         self._tables = {
             width: g.declare_input(adapter_section.table(width), Layout.DENSE)
             for width in sorted(widths)
         }
+        self._groups = {
+            layer: [other for other in group if other in layers]
+            for group in groups
+            for layer in group
+        }
+        self._low: dict[tuple[str, nn.Linear], str] = {}
 
     def add(self, product: str, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """Write the product of a layer, and what the adapter of each sequence adds to it."""
-        if (number := self._numbers.get(linear)) is None:
+        if linear not in self._rows_in:
             return product
+        g = self._g
+        if (x.floats, linear) not in self._low:
+            self._multiply_in(x, name, self._groups[linear])
+        b = self._matrices(linear.out_features, self._rows_out[linear])  # [B, R, out]
+        return g.op("Add", [product, g.op("MatMul", [self._low[x.floats, linear], b])])
+
+    def _multiply_in(self, x: LinearInput, name: str, layers: Sequence[nn.Linear]) -> None:
+        """Write ``x A^T`` [B, S, R] of each of these layers, whose input is x [B, S, in]."""
         g, values = self._g, x.floats
         if x.offset is not None:
             values = g.op("Add", [values, g.weight(f"{name}.offset", x.offset)])
-        place = g.weight(f"adapted_{number}", np.array(number, np.int64))
-        a = self._matrices(self._rows_in, place, linear.in_features)  # [B, R, in]
-        b = self._matrices(self._rows_out, place, linear.out_features)  # [B, R, out]
-        low = g.op("FusedMatMul", [values, a], domain=FUSED, transB=1)  # [B, S, R]
-        return g.op("Add", [product, g.op("MatMul", [low, b])])
+        rows = [self._rows_in[layer] for layer in layers]
+        together = g.op("Concat", rows, axis=1) if len(rows) > 1 else rows[0]  # [B, n R]
+        a = self._matrices(layers[0].in_features, together)
+        low = g.op("FusedMatMul", [values, a], domain=FUSED, transB=1)
+        places = [(x.floats, layer) for layer in layers]
+        self._low |= zip(places, self._split(low, len(layers)), strict=True)
 
-    def _matrices(self, rows: str, place: str, width: int) -> str:
-        numbers = self._g.op("Gather", [rows, place], axis=0)
-        return self._g.op("Gather", [self._tables[width], numbers], axis=0)
+    def _matrices(self, width: int, rows: str) -> str:
+        return self._g.op("Gather", [self._tables[width], rows], axis=0)
+
+    def _split(self, value: str, count: int) -> list[str]:
+        """Write the equal parts of a value along its last axis."""
+        if count == 1:
+            return [value]
+        first = self._g.op("Split", [value], outputs=count, axis=-1, num_outputs=count)
+        return [first, *(f"{first}_{number}" for number in range(1, count))]
 
 
 class _Adapted(LinearOps):
@@ -76,4 +115,46 @@ class AdaptedFp32(_Adapted, Fp32):
 
 
 class AdaptedInt8(_Adapted, Int8):
-    """`Int8` with adapters: the integers of the base, and low-rank matrices in fp32."""
+    """`Int8` with adapters: the integers of the base, and low-rank matrices in fp32.
+
+    The fixed step of attention's output is that of the base. An adapter of the values may make the
+    output larger than 127 of these steps, and integers that are cut off lose its results. The step
+    of such a token is larger by a ratio. The ratio is 1 for a sequence without low-rank matrices,
+    which so has the bits of the plain graph.
+    """
+
+    def __init__(
+        self, g: GraphBuilder, scales: Mapping[str, InputScale], *, integers: bool = False
+    ) -> None:
+        super().__init__(g, scales, integers=integers)
+        self._ratios: dict[str, str] = {}
+        self._is_adapted = ""
+
+    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+        """See `LinearOps`."""
+        scale = self._scales.get(name)
+        if scale is None or scale.factors is not None:  # LayerNorm bounds smoothed inputs
+            return super().prepare_input(x, name, least)
+        ratio = self._write_ratio(x, scale.step)
+        prepared = super().prepare_input(self.g.op("Div", [x, ratio]), name, least)
+        self._ratios[prepared.value] = ratio
+        return replace(prepared, floats=x)
+
+    def _write_ratio(self, x: str, step: float) -> str:
+        """Write how many times the fixed step the step of each token is: [B, S, 1], at least 1."""
+        g = self.g
+        one, axis = self._one(), g.weight("axis_last", np.array([-1], np.int64))
+        if not self._is_adapted:
+            rows = g.op("Cast", [adapter_section.LAYER_ROWS_IN.name], to=TensorProto.FLOAT)
+            total = g.op("ReduceSum", [rows, axis], keepdims=1)  # [B, 1]; row 0 means none
+            some = g.op("Greater", [total, g.weight("zero", np.array(0, np.float32))])
+            self._is_adapted = g.op("Unsqueeze", [some, axis])  # [B, 1, 1]
+        largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
+        limit = g.weight(f"fixed_limit_{step!r}", np.array(step * LARGEST_INT8, np.float32))
+        ratio = g.op("Max", [g.op("Div", [largest, limit]), one])
+        return g.op("Where", [self._is_adapted, ratio, one])
+
+    def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:
+        product = super()._multiply(x, integers, steps)
+        ratio = self._ratios.get(x.value)
+        return product if ratio is None else self.g.op("Mul", [product, ratio])

@@ -12,7 +12,6 @@ from safetensors.torch import save
 from tokenizers import models, normalizers
 from torch import Tensor
 
-from cloze.export.adapter_folder import NO_TARGETS, AdapterConfig
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.checkpoint_files import read_settings
@@ -26,7 +25,13 @@ from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
-from cloze.model_store.peft import CONFIG_FILE, ENCODER_DIGEST, NAME_PREFIX, TENSORS_FILE
+from cloze.model_store.peft import (
+    CONFIG_FILE,
+    ENCODER_DIGEST,
+    LABELS_FILE,
+    NAME_PREFIX,
+    TENSORS_FILE,
+)
 from cloze.model_store.plain_files import replacing
 
 _AS_SAVED = "PreTrainedTokenizerFast"
@@ -71,8 +76,8 @@ def save_adapter(
 ) -> None:
     """Write a folder that PEFT reads: low-rank matrices and heads, without the encoder of the base.
 
-    ``config.json`` has the labels of the head and the digest of the base's encoder; PEFT does not
-    read it.
+    ``config.json`` has the labels of the head; PEFT does not read the file. Without a head there is
+    none, so that transformers and sentence-transformers read the folder as an adapter.
 
     Args:
         base: the checkpoint whose encoder the model has.
@@ -95,33 +100,44 @@ def save_adapter(
     head_tensors = family.write(own, config, of_modules=True)
     saved = sorted({_whole_module(name, family.prefix) for name in head_tensors})
     lora = next((one for one in model.modules() if isinstance(one, LowRankLinear)), None)
-    adapter = AdapterConfig(
-        base_model_name_or_path=base.source.location
-        if base.source.kind == "hub"
-        else str(base.folder.resolve()),
-        revision=base.source.revision,
-        task_type=TASK_TYPES[heads[0]] if heads else "FEATURE_EXTRACTION",
-        r=1 if lora is None else len(lora.lora_a),
-        lora_alpha=1 if lora is None else lora.scale * len(lora.lora_a),
-        target_modules=targets or NO_TARGETS,
-        modules_to_save=saved or None,
-    )
-    _write_json(folder / CONFIG_FILE, adapter.model_dump())
-    settings = {
-        name: value
-        for name, value in read_settings(encoder_folder(base.folder) / "config.json").items()
-        if name not in _OF_LABELS
+    is_hub = base.source.kind == "hub"
+    adapter = {
+        "peft_type": "LORA",
+        "task_type": TASK_TYPES[heads[0]] if heads else "FEATURE_EXTRACTION",
+        "base_model_name_or_path": base.source.location if is_hub else str(base.folder.resolve()),
+        "revision": base.source.revision,
+        "r": 1 if lora is None else len(lora.lora_a),
+        "lora_alpha": 1 if lora is None else lora.scale * len(lora.lora_a),
+        "target_modules": targets or _NO_TARGETS,
+        "modules_to_save": saved or None,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "inference_mode": True,
     }
-    settings |= _head_settings({n: one for n, one in model.options.items() if n in heads})
-    settings["architectures"] = [_architecture(config, frozenset(heads))]
-    settings[ENCODER_DIGEST] = base.source.encoder_sha256
-    _write_json(folder / "config.json", settings)
+    _write_json(folder / CONFIG_FILE, adapter)
+    (folder / LABELS_FILE).unlink(missing_ok=True)
+    if heads:
+        settings = {
+            name: value
+            for name, value in read_settings(encoder_folder(base.folder) / "config.json").items()
+            if name not in _OF_LABELS
+        }
+        settings |= _head_settings({n: one for n, one in model.options.items() if n in heads})
+        settings["architectures"] = [_architecture(config, frozenset(heads))]
+        _write_json(folder / LABELS_FILE, settings)
     prefixed = {f"{NAME_PREFIX}{name}": one for name, one in (tensors | head_tensors).items()}
-    _write_tensors(prefixed, folder / TENSORS_FILE)
+    digest = base.source.encoder_sha256
+    metadata = {} if digest is None else {ENCODER_DIGEST: digest}
+    _write_tensors(prefixed, folder / TENSORS_FILE, metadata)
     if embedding is not None:
         _write_tokenizer(model, base.tokenizer, folder)
         _write_sentence_transformer(folder, config, embedding)
 
+
+_NO_TARGETS: Final = "dummy-target-modules"
+"""PEFT's name of no module, in an adapter that has only heads."""
 
 TASK_TYPES: Final = {
     "sequence_classification": "SEQ_CLS",
@@ -245,11 +261,13 @@ def _write_weights(model: Model, folder: Path) -> None:
     _write_tensors(written, folder / "model.safetensors")
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+def _write_tensors(
+    tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     floats = {name: one.detach().float().cpu().contiguous() for name, one in tensors.items()}
     with replacing(file) as new_file:
         # safetensors' `save_file` would create a file that only its owner can read.
-        new_file.write_bytes(save(floats, metadata={"format": "pt"}))
+        new_file.write_bytes(save(floats, metadata={"format": "pt", **(metadata or {})}))
 
 
 def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:

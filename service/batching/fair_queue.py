@@ -334,7 +334,8 @@ class FairQueue:
 
     def share(self, client_name: str, key: LineKey) -> tuple[int, int, int]:
         """Return the tokens in a request's line, and the numbers of its lines and of clients."""
-        clients = sum(is_bulk == key.is_bulk for _, is_bulk in self._clients)
+        # A copy: the event loop asks without the lock, while workers change the dictionary.
+        clients = sum(is_bulk == key.is_bulk for _, is_bulk in tuple(self._clients))
         client = self._clients.get((client_name, key.is_bulk))
         if client is None:
             return 0, 1, clients + 1

@@ -336,6 +336,9 @@ class Scheduler:
             outputs = self._engine.run(encodings, alone=alone)
         except Exception as error:  # the runtime's errors have no common type
             if len(batch) == 1:
+                if isinstance(error, ServiceError):  # not of the engine
+                    self._finish(batch[0].request, error)
+                    return
                 [queued] = batch
                 count, which = len(queued.request.outputs), "this input"
                 if count > 1:

@@ -4,8 +4,9 @@ The matrices of all adapters are rows of a few tables, one per width. A table re
 as many bytes as adapters may have together; memory is taken as rows are written.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.model_store import adapter_section
+from cloze.model_store.adapter import Adapter, Head
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import ArrayResult, HeadRequest
 from cloze.model_store.layouts import Feeds, Int32
-from cloze.model_store.peft import Adapter, Head
+from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.session import Session
+
+log = logging.getLogger("cloze")
 
 ReadAdapter = Callable[[], Adapter]
 """Reads an adapter again; raises if it is not what was checked."""
+
+
+class _NoRoom(ValueError):
+    """Adapters need more bytes than the limit while others are in use."""
 
 
 @dataclass(slots=True)
@@ -60,7 +69,7 @@ class LoadedAdapters:
         self._free: dict[int, list[int]] = {width: [] for width in self.tables}
         self._readers: dict[str, ReadAdapter] = {}
         self._loaded: dict[str, _Loaded] = {}  # the longest unused first
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     @property
     def size(self) -> int:
@@ -74,12 +83,12 @@ class LoadedAdapters:
 
     def add(self, key: str, read: ReadAdapter) -> None:
         """Make an adapter known, without reading it."""
-        with self._lock:
+        with self._changed:
             self._readers[key] = read
 
     def forget(self, key: str) -> None:
         """Free an adapter that no request asks for any more."""
-        with self._lock:
+        with self._changed:
             self._readers.pop(key, None)
             if (one := self._loaded.get(key)) is not None and not one.users:
                 self._drop(key)
@@ -88,29 +97,56 @@ class LoadedAdapters:
     def using(self, keys: Sequence[str]) -> Iterator[list[_Loaded | None]]:
         """Yield the adapter of each key, None for ""; they stay loaded meanwhile.
 
+        If the adapters of other batches leave no room, wait until those batches have run. Who waits
+        holds no adapter.
+
         Raises:
-            ValueError: an adapter cannot be read, or they need more bytes than the limit.
+            AdapterUnavailable: an adapter cannot be read.
+            ValueError: they need more bytes than the limit.
         """
-        used: list[_Loaded] = []
+        with self._changed:
+            while (adapters := self._take(dict.fromkeys(filter(None, keys)))) is None:
+                self._changed.wait()
         try:
-            with self._lock:
-                adapters = {}
-                for key in dict.fromkeys(keys):
-                    if key:
-                        adapters[key] = one = self._load(key)
-                        one.users += 1
-                        used.append(one)
             yield [adapters.get(key) for key in keys]
         finally:
-            with self._lock:
-                for one in used:
-                    one.users -= 1
+            with self._changed:
+                self._release(adapters)
+
+    def _take(self, keys: Iterable[str]) -> dict[str, _Loaded] | None:
+        """Load adapters and count their use; None: other batches leave no room for them."""
+        taken: dict[str, _Loaded] = {}
+        try:
+            for key in keys:
+                taken[key] = one = self._load(key)
+                one.users += 1
+        except BaseException as error:
+            self._release(taken)
+            if isinstance(error, _NoRoom) and any(one.users for one in self._loaded.values()):
+                return None
+            raise
+        return taken
+
+    def _release(self, adapters: Mapping[str, _Loaded]) -> None:
+        for key, one in adapters.items():
+            one.users -= 1
+            if not one.users and key not in self._readers:  # forgotten meanwhile
+                self._drop(key)
+        self._changed.notify_all()
 
     def _load(self, key: str) -> _Loaded:
         if (one := self._loaded.pop(key, None)) is None:
+            name = key.partition("@")[0]
             if key not in self._readers:
-                raise ValueError(f"the adapter {key} was removed")
-            one = self._place(self._readers[key]())
+                raise AdapterUnavailable(f"the adapter {name} was removed")
+            try:
+                adapter = self._readers[key]()
+            except (ValueError, StartupError) as error:
+                log.error("the adapter %s: %s", name, first_line(error))
+                raise AdapterUnavailable(
+                    f"the files of the adapter {name} have changed since the last reload"
+                ) from error
+            one = self._place(adapter)
         self._loaded[key] = one  # the last one used
         return one
 
@@ -122,7 +158,7 @@ class LoadedAdapters:
             if not self._loaded[key].users:
                 self._drop(key)
         if self.size + adapter.size > self._most_bytes:
-            raise ValueError(
+            raise _NoRoom(
                 f"the adapters of one batch need {self.size + adapter.size} bytes, more than the "
                 f"limit of {self._most_bytes}"
             )
@@ -191,22 +227,26 @@ class AdaptedRuns:
             for output in (*outputs, hidden):
                 if output.dtype.kind == "f" and not np.isfinite(output).all():
                     raise FloatingPointError  # as `OnnxEngine.run` does
+            _check_finite(*outputs, hidden)
             results = packed.unpack(dict(zip(names, outputs, strict=True)))
             return self._with_heads(results, adapters, rows, hidden)
 
     def feeds(self, adapters: Sequence[_Loaded | None]) -> Feeds:
         """Return the graph's inputs about the adapter of each sequence."""
-        rank = max((one.rows.shape[2] for one in adapters if one is not None), default=0)
-        rows = np.zeros((2, self.adapters.layers, len(adapters), rank), np.int32)
-        for sequence, one in enumerate(adapters):
+        if len({id(one) for one in adapters}) == 1:
+            adapters = adapters[:1]  # their matrices are gathered once
+        rank = max([1, *(one.rows.shape[2] for one in adapters if one is not None)])
+        rows = np.zeros((2, len(adapters), self.adapters.layers, rank), np.int32)
+        for number, one in enumerate(adapters):
             if one is not None:
-                rows[:, :, sequence, : one.rows.shape[2]] = one.rows
+                rows[:, number, :, : one.rows.shape[2]] = one.rows
         feeds: dict[str, NDArray[Any]] = {
             adapter_section.table(width).name: table
             for width, table in self.adapters.tables.items()
         }
-        feeds[adapter_section.LAYER_ROWS_IN.name] = rows[0]
-        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows[1]
+        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
+        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
+        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
         return feeds
 
     @staticmethod
@@ -221,7 +261,9 @@ class AdaptedRuns:
         for sequence, (one, some) in enumerate(zip(adapters, rows, strict=True)):
             if one is None or one.head is None or not some:
                 continue
-            logits = one.head.logits(hidden[first : first + len(some)])
+            with np.errstate(over="ignore", invalid="ignore"):
+                logits = one.head.logits(hidden[first : first + len(some)])
+            _check_finite(logits)
             first += len(some)
             per_sequence = one.head.name == _PER_SEQUENCE
             result = ArrayResult(logits[0] if per_sequence else logits)
@@ -230,6 +272,13 @@ class AdaptedRuns:
 
 
 _PER_SEQUENCE = "sequence_classification"
+
+
+def _check_finite(*outputs: NDArray[Any]) -> None:
+    """Raise if a number overflowed: JSON would have null for it."""
+    for output in outputs:
+        if output.dtype.kind == "f" and not np.isfinite(output).all():
+            raise FloatingPointError
 
 
 def _own_request(encoding: Encoding, one: _Loaded | None) -> HeadRequest | None:

@@ -25,6 +25,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.Overloaded: (429, "Overloaded"),
     core.ClientGone: (499, "Validation"),
     core.EngineFailed: (500, "Backend"),
+    core.AdapterUnavailable: (503, "Unhealthy"),
     core.ShuttingDown: (503, "Unhealthy"),
     core.EngineDead: (503, "Unhealthy"),
     core.DeadlineExceeded: (504, "Overloaded"),
@@ -56,6 +57,7 @@ _REJECTIONS: dict[type[Exception], core.Rejection] = {
 _UNAVAILABLE: Final = {"retry-after": "1"}
 
 _HEADERS: Final[dict[type[Exception], dict[str, str]]] = {
+    core.AdapterUnavailable: _UNAVAILABLE,
     core.ShuttingDown: _UNAVAILABLE,
     core.EngineDead: _UNAVAILABLE,
     core.Unauthorized: {"www-authenticate": "Bearer"},

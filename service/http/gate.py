@@ -136,7 +136,11 @@ class Gate:
         promises: Promises,
         recorder: Recorder,
     ) -> None:
-        self._routes, self._max_wait_s = routes, max_wait_s
+        self._routes = {  # one model per queue, the first, and the default before all
+            route: [*{one.folder or one.reference: one for one in reversed(models)}.values()][::-1]
+            for route, models in routes.items()
+        }
+        self._max_wait_s = max_wait_s
         self._starts, self._promises, self._recorder = starts, promises, recorder
 
         @lru_cache(4096)

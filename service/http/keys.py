@@ -6,6 +6,7 @@ The file is TOML. Each table is a key:
     sha256 = "9f86d081884c7d65..."        # of the key; `cloze keys add` prints both
     scopes = ["inference"]                # of inference, metrics, admin
     requests_per_minute = 600             # optional
+    models = ["stars", "topics@2"]        # optional: the served models that the key may use
 
 A file without keys is refused, as a damaged one is, since it may be half written. The line
 `no_keys = true` says that nobody shall have a key.
@@ -19,8 +20,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from cloze.model_store.manifest import parse_reference
 from cloze.service.core import Overloaded, Rejection, StartupError
 from cloze.service.http.watched_files import WatchedFiles
 
@@ -42,14 +44,26 @@ class Permission(StrEnum):
     ADMIN = "admin"
 
 
+def _model_name(name: str) -> str:
+    parse_reference(name)
+    return name
+
+
 class KeyEntry(BaseModel):
-    """A key as the file describes it."""
+    """A key as the file describes it.
+
+    Attributes:
+        models: NAME or NAME@VERSION of the models that exist for the key, adapters too; None: all.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     scopes: Annotated[list[Annotated[Permission, Field(strict=False)]], Field(min_length=1)]
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    models: (
+        Annotated[list[Annotated[str, AfterValidator(_model_name)]], Field(min_length=1)] | None
+    ) = None
 
 
 class Key:
@@ -135,7 +149,8 @@ def _read(path: Path) -> list[Key]:
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "a key"
-        raise StartupError(f"the keys file {path}: {place}: {first['msg'].lower()}") from None
+        problem = first["msg"].lower().removeprefix("value error, ")
+        raise StartupError(f"the keys file {path}: {place}: {problem}") from None
     if keys and has_none:
         raise StartupError(f"the keys file {path} has keys, and the line `{_NO_KEYS} = true` too")
     if not (keys or has_none):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
@@ -53,10 +54,14 @@ class BytesResponse(Response):
 
 
 class GateModel(NamedTuple):
-    """A served model of a route, by its full name."""
+    """A served model of a route, by its full name.
+
+    Models with the same `folder` wait in one queue: a base and its adapters.
+    """
 
     reference: str
     queue: Queue
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

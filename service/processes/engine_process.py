@@ -159,7 +159,7 @@ async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) ->
     Raises:
         StartupError: a bundle does not open, or a device is missing.
     """
-    bundles = open_bundles(config.settings)
+    bundles = open_bundles(config.settings).bundles
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
     tracing = make_tracing(config.settings)
     loop = asyncio.get_running_loop()

@@ -315,7 +315,7 @@ async def run_front_end(config: ChildConfig) -> None:
         StartupError: a bundle, the keys or the certificate cannot be opened.
     """
     up = asyncio.Event()
-    bundles = open_bundles(config.settings)
+    bundles = open_bundles(config.settings).bundles
     links = [EngineLink(path, config.settings.model, up) for path in config.engine_sockets]
     queues = [RemoteQueue(links, model) for model in range(len(bundles))]
     models = [

@@ -225,7 +225,7 @@ class Supervisor:
         generation = make_generation(
             next(number for number in range(1, len(used) + 2) if number not in used),
             self._settings,
-            open_bundles(self._settings),
+            open_bundles(self._settings).bundles,
             (self._listener, *self._admin_listeners),
             self._folder,
             self._engine_command,

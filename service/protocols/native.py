@@ -21,8 +21,9 @@ from starlette.requests import Request
 from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.json_bodies import load, validate
+from cloze.service.http.record import RECORD
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import TaskResult
+from cloze.service.pipeline import Models, TaskResult
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (
     TIMING_HEADERS,
@@ -282,21 +283,21 @@ class _Dispatcher:
         handler = partial(answer_task, self._context, self._parse)
         return Route("POST", "/", handler, doc, gate_models(self._context.models.pipelines))
 
-    def _parse(self, _: Request, data: bytes) -> tuple[TaskRoute, BaseModel]:
+    def _parse(self, request: Request, data: bytes) -> tuple[TaskRoute, BaseModel]:
         """Return the route of the task that a body asks for, and the body of that task."""
         value = load(data, self._context.body_limits)
-        task = self._choose(validate(DispatchBody, value))
+        models = self._context.models_of(request.scope[RECORD])
+        task = self._choose(validate(DispatchBody, value), models)
         route = self._routes.get(task.name)
         if route is None:
             raise WrongTask(f"this server does not offer {task.name}")
         return route, validate(route.body, value)
 
-    def _choose(self, body: DispatchBody) -> Task:
+    def _choose(self, body: DispatchBody, models: Models) -> Task:
         """Return the task that a body asks for.
 
         A body that fits text and token classification needs exactly one of the two to be served.
         """
-        models = self._context.models
         texts = body.inputs if isinstance(body.inputs, list) else [body.inputs]
         for item in texts:
             if isinstance(item, dict):

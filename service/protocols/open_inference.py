@@ -24,7 +24,7 @@ from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
-from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     TIMING_HEADERS,
@@ -258,11 +258,11 @@ class _Server:
         name, number = unquote(request.path_params["model"]), request.path_params.get("version")
         bundle, _, task = name.rpartition(".")
         model = self._tasks.get(task)
-        models = self._context.models
+        models = self._context.models_of(request.scope[RECORD])
         if model is None or not bundle:
             raise UnknownModel(
                 f"no model {ascii(name)[:80]} is served; a name is <bundle>.<task>, "
-                f"such as {self._names()[0]}"
+                f"such as {_names(models)[0]}"
             )
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
@@ -270,24 +270,20 @@ class _Server:
             raise UnknownModel(f"no model {ascii(name)[:80]} is served: {error}") from None
         return model, chosen
 
-    def _names(self) -> list[str]:
-        models = self._context.models
-        pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of(p)]
-        return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
-
     async def server(self, _: Request) -> Response:
         extensions = ["binary_tensor_data"]
         return json_response(
             {"name": "cloze", "version": version(DISTRIBUTION), "extensions": extensions}
         )
 
-    async def models(self, _: Request) -> Response:
-        return json_response({"models": self._names()})
+    async def models(self, request: Request) -> Response:
+        return json_response({"models": _names(self._context.models_of(request.scope[RECORD]))})
 
     async def model(self, request: Request) -> Response:
         model, pipeline = self._find(request)
         bundle = pipeline.manifest.name
-        served = [other.manifest for other in self._context.models.serving(model.task)]
+        models = self._context.models_of(request.scope[RECORD])
+        served = [other.manifest for other in models.serving(model.task)]
         answer = {
             "name": f"{bundle}.{model.task.name}",
             "versions": [str(other.version) for other in served if other.name == bundle],
@@ -306,6 +302,12 @@ class _Server:
         """Answer a request for any model."""
         model, pipeline = self._find(request)
         return await answer_task(self._context, model.parse, request, pipeline)
+
+
+def _names(models: Models) -> list[str]:
+    """Return the names of the protocol's models: each task of each served model."""
+    pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of(p)]
+    return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
+from cloze.service.http.record import RECORD
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
@@ -202,12 +203,13 @@ class _Embeddings(TaskRoute):
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for OpenAI's clients."""
 
-    async def models(_: Request) -> Response:
-        rows = [_row(pipeline) for pipeline in context.models.pipelines]
+    async def models(request: Request) -> Response:
+        rows = [_row(pipeline) for pipeline in context.models_of(request.scope[RECORD]).pipelines]
         return json_response(ModelList("list", rows))
 
     async def model(request: Request) -> Response:
-        pipeline = context.models.named(unquote(request.path_params["model"]))
+        models = context.models_of(request.scope[RECORD])
+        pipeline = models.named(unquote(request.path_params["model"]))
         return json_response(_row(pipeline))
 
     doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, OpenAiErrorBody)

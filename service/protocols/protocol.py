@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.abandonment import run_on_thread
-from cloze.service.core import Changes, Location, RequestError, ServiceError
+from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
 from cloze.service.http.memory_limit import SMALL_BYTES
+from cloze.service.http.record import RequestRecord
 from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import RequestCost
@@ -60,6 +61,22 @@ class ProtocolContext:
     max_request_texts: int
     watch: RequestWatch
     has_keys: bool
+
+    def models_of(self, record: RequestRecord) -> Models:
+        """Return the models that exist for a request: those that its API key names, or all.
+
+        Raises:
+            Forbidden: none of the models that the key names is served.
+        """
+        if record.key is None or (names := record.key.entry.models) is None:
+            return self.models
+        models = self.models.within(frozenset(names))
+        if not models.pipelines:
+            raise Forbidden(
+                f"the key {record.key.name} is limited to models that are not served: "
+                f"{', '.join(names)[:200]}"
+            )
+        return models
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +201,7 @@ class TaskRoute(ABC):
 
 def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
     """Return what the gate needs of models."""
-    return [GateModel(p.reference, p.model.queue) for p in pipelines]
+    return [GateModel(p.reference, p.model.queue, p.model.bundle.path) for p in pipelines]
 
 
 async def answer_task(
@@ -210,7 +227,11 @@ async def answer_task(
         route, body = await run_anywhere(size, parse, request, data)
         del data  # a large body would otherwise stay in memory until the answer
         if pipeline is None:
-            pipeline = context.models.choose(route.task, body.model, route.models)
+            models, serving = context.models, route.models
+            if watched.record.key is not None:
+                models = context.models_of(watched.record)
+                serving = serving if models is context.models else route.serving(models)
+            pipeline = models.choose(route.task, body.model, serving)
         watched.record.model = pipeline.reference
         if route.check is not None:
             route.check(request)

@@ -14,7 +14,9 @@ def test_tensors_of_every_type_are_read() -> None:
     wanted = torch.tensor([[1.5, -2.0, 0.25], [3.0, 0.0, -1e-3]])
     types = {"a": torch.float32, "b": torch.float16, "c": torch.bfloat16}
     tensors = {name: wanted.to(dtype) for name, dtype in types.items()}
-    read = parse_safetensors(save({**tensors, "empty": torch.zeros(0, 4)}, {"format": "pt"}))
+    data = save({**tensors, "empty": torch.zeros(0, 4)}, {"format": "pt"})
+    read, metadata = parse_safetensors(data)
+    assert metadata == {"format": "pt"}
     assert read.pop("empty").shape == (0, 4)
     for name, tensor in tensors.items():
         assert np.array_equal(read[name], tensor.float().numpy())

@@ -19,7 +19,7 @@ from cloze.bulk.sources import input_files, make_plan
 from cloze.bulk.work import BulkWorker
 from cloze.model_store.batch import Encoding
 from cloze.service.pipeline import Pipeline, task_limits
-from cloze.service.served_models import LocalModels
+from cloze.service.served_models import LocalModels, ServedModel
 from cloze.service.settings import Settings
 from tests.fake_engine import FakeEngine
 from tests.unit.service.tasks.model import CLS, ID, SEP, bundle
@@ -40,9 +40,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     folder.mkdir()
     opened = bundle(folder)
 
-    def open_pipeline(job: BulkJob) -> Pipeline:
-        [model] = LocalModels(job.settings, lambda *_: fake).open([opened])
-        return Pipeline(model, task_limits(job.settings, opened.manifest))
+    def open_pipeline(job: BulkJob) -> tuple[list[ServedModel], Pipeline]:
+        models = LocalModels(job.settings, lambda *_: fake).open([opened])
+        return models, Pipeline(models[0], task_limits(job.settings, opened.manifest))
 
     monkeypatch.setattr(work, "_open_pipeline", open_pipeline)
     return fake

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -431,6 +432,20 @@ def test_what_a_request_waits_behind() -> None:
     assert queue.share("a", LONG) == (50, 2, 2)
     queue.take(1)
     assert queue.share("a", SHORT)[0] == 6
+
+
+def test_clients_may_come_while_a_share_is_counted() -> None:
+    queue, numbers = Queue(), count()
+    queue.put("a", 5)
+    queue.put("b", 7)
+
+    class Interrupted:
+        @property
+        def is_bulk(self) -> bool:
+            queue.put(f"new-{next(numbers)}", 1)  # as another thread may
+            return False
+
+    assert queue.share("a", Interrupted())[2] == 2  # type: ignore[arg-type]
 
 
 def test_a_queue_counts_what_waits_and_what_is_in_memory() -> None:

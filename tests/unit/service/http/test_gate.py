@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,8 +91,13 @@ class Gated:
         self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)  # type: ignore[arg-type]
         routes = {"/embed": models, "/of/{name}": models, "/none": []}
         self.paths = Paths(routes)
+        self.max_wait_s = max_wait_s
+        self.gate = self.gate_of(routes)
+
+    def gate_of(self, routes: dict[str, list[GateModel]]) -> Gate:
         recorder = Recorder(self.metrics, self.log, None, UnreadAnswers(1), None)  # type: ignore[arg-type]
-        self.gate = Gate(routes, self._error, max_wait_s, self.starts, self.promises, recorder)
+        own = (self.starts, self.promises, recorder)
+        return Gate(routes, self._error, self.max_wait_s, *own)
 
     @staticmethod
     def _error(path: str, error: ServiceError) -> bytes:
@@ -119,6 +125,17 @@ def parts(answer: bytes | None) -> tuple[dict[str, str], str]:
     first, *lines = head.split("\r\n")
     assert first == "HTTP/1.1 429 Too Many Requests"
     return dict(line.split(": ") for line in lines), body
+
+
+def test_a_queue_is_asked_once_for_a_base_and_its_adapters(clock: Clock) -> None:
+    base, adapter, other = Waiting(3.0), Waiting(3.0), Waiting(3.0)
+    folder = Path("base")
+    models = [GateModel("m@1", base, folder), GateModel("a@1", adapter, folder)]
+    gated = Gated()
+    gated.gate = gated.gate_of({"/embed": [*models, GateModel("m@2", other, Path("other"))]})
+    assert gated.ask() is not None
+    assert (len(base.asked), len(adapter.asked), len(other.asked)) == (1, 0, 1)
+    assert gated.record.model == "m@1"
 
 
 def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:

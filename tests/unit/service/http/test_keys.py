@@ -411,6 +411,7 @@ def test_every_error_has_its_status_and_its_kind() -> None:
         "Overloaded": (429, "Overloaded"),
         "ClientGone": (499, "Validation"),
         "EngineFailed": (500, "Backend"),
+        "AdapterUnavailable": (503, "Unhealthy"),
         "ShuttingDown": (503, "Unhealthy"),
         "EngineDead": (503, "Unhealthy"),
         "DeadlineExceeded": (504, "Overloaded"),

@@ -62,6 +62,7 @@ class HandEngine:
     precision = Precision.FP32
     reason = "the test says so"
     supports_varlen = False
+    adapters = None
     runs = 0
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:

@@ -141,7 +141,7 @@ def test_metrics_in_the_format_that_is_accepted(service: Service) -> None:
 
 
 def test_who_may_reload(tmp_path: Path, service: Service) -> None:
-    changes = {"added": ["a@2"], "removed": ["a@1"], "kept": [], "reasons": {}}
+    changes = {"added": ["a@2"], "removed": ["a@1"], "kept": [], "reasons": {}, "refused": {}}
     response = service.ask("POST", "/admin/reload")
     assert response.status_code == 403
     assert "is reloaded through its admin socket only" in response.json()["error"]

@@ -1,0 +1,215 @@
+"""Adapters that break, change, go or crowd each other while a server answers by them."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import BertForPreTraining
+
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Bundle, Store
+from cloze.service.adapters import adapter_bytes, open_adapters
+from cloze.service.core import Device, StartupError
+from cloze.service.graph_choice import check_memory
+from tests.adapter_folders import Recipe, classifier, write
+from tests.serving import Server, running_server
+from tests.test_adapters import ask_reload
+
+LARGE = [f"large-{number}" for number in range(4)]
+"""Adapters of which only one has room."""
+
+ODD = ("base", "two words", "ünï", "two\nlines", ".hidden", "x" * 65)
+TEXT = "the film was good"
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: dict[str, Path]) -> BertForPreTraining:
+    return BertForPreTraining.from_pretrained(checkpoints["bert"]).eval()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Bundle:
+    options = ExportOptions(adapters=("query", "key", "value"))
+    store = Store(tmp_path_factory.mktemp("store"))
+    return export(str(checkpoints["bert"]), "base", store, options)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model: BertForPreTraining) -> Path:
+    """Return a folder of good adapters and of bad ones."""
+    folder = tmp_path_factory.mktemp("served")
+    for seed, name in enumerate(("stars", "topics", "gone")):
+        write(folder / name, classifier(seed), model)
+    for seed, name in enumerate(LARGE):
+        write(folder / name, Recipe(seed, rank=300, targets=("query", "key", "value")), model)
+    for name in ODD:
+        shutil.copytree(folder / "stars", folder / name)
+    broken = Path(shutil.copytree(folder / "stars", folder / "broken"))
+    (broken / "adapter_model.safetensors").write_bytes(b"x" * 64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    base: Bundle, served: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    flags = ("--adapter", str(served), "--precision", "fp32", "--workers", "2")
+    variables = {
+        "CLOZE_ADMIN_SOCKET": str(tmp_path_factory.mktemp("admin") / "socket"),
+        "CLOZE_ADAPTER_MEMORY_MB": "1",
+        "CLOZE_MAX_QUEUE_WAIT_MS": "60000",  # on a busy machine, 429 is no failure
+    }
+    with running_server(base.path.parents[1], *flags, **variables) as server:
+        yield server
+
+
+def classify(server: Server, name: str) -> httpx.Response:
+    body = {"inputs": TEXT, "model": name}
+    return httpx.post(f"{server.url}/classify", json=body, timeout=90)
+
+
+def scores(server: Server, name: str) -> dict[str, float]:
+    response = classify(server, name)
+    assert response.status_code == 200, response.text
+    return {row["label"]: row["score"] for row in response.json()[0]}
+
+
+def test_bad_adapters_of_a_folder_do_not_touch_the_others(server: Server, served: Path) -> None:
+    names = {row["id"] for row in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    assert names == {"base@1", "stars@1", "topics@1", "gone@1", *(f"{n}@1" for n in LARGE)}
+    log = "".join(server.log)
+    assert f"an adapter is left out: adapter {served}/broken: adapter_model.safetensors" in log
+    assert "two\\nlines: its folder must have a name of 1 to 64 letters" in log
+    assert f"the adapter {served}/base has the name of the bundle base@1" in log
+    refused = ask_reload(server).json()["refused"]
+    assert len(refused) == 1 + len(ODD)
+    assert refused[f"{served}/broken"].startswith(f"adapter {served}/broken: adapter_model.safe")
+
+
+def test_parallel_first_requests_for_more_than_fits_are_all_answered(server: Server) -> None:
+    def embed(number: int) -> int:
+        body = {"inputs": f"{TEXT} {number}", "model": LARGE[number % len(LARGE)]}
+        return httpx.post(f"{server.url}/embed", json=body, timeout=90).status_code
+
+    with ThreadPoolExecutor(16) as clients:
+        statuses = list(clients.map(embed, range(160)))
+    assert statuses == [200] * 160
+
+
+def test_an_adapter_without_files_fails_alone_and_the_log_says_why(
+    server: Server, served: Path
+) -> None:
+    before = scores(server, "gone")
+    hidden = served.parent / "hidden"
+    (served / "gone").rename(hidden)
+    assert scores(server, "gone") == before  # it is loaded
+    for name in LARGE[:2]:  # makes room
+        body = {"inputs": TEXT, "model": name}
+        assert httpx.post(f"{server.url}/embed", json=body, timeout=90).status_code == 200
+    with ThreadPoolExecutor(8) as clients:
+        gone = [clients.submit(classify, server, "gone") for _ in range(8)]
+        others = [clients.submit(scores, server, "stars") for _ in range(8)]
+        answers = [future.result() for future in gone]
+        assert {answer.status_code for answer in answers} == {503}
+        assert answers[0].headers["retry-after"] == "1"
+        assert "the files of the adapter gone have changed since" in answers[0].text
+        assert len({json.dumps(future.result()) for future in others}) == 1
+    assert "ERROR the adapter gone: adapter_model.safetensors cannot be read" in "".join(server.log)
+    assert httpx.get(f"{server.url}/readyz").status_code == 200
+    assert ask_reload(server).json()["removed"] == ["gone@1"]
+    assert classify(server, "gone").status_code == 404
+    hidden.rename(served / "gone")
+    assert ask_reload(server).json()["added"] == ["gone@1"]
+    assert scores(server, "gone") == before
+
+
+def test_an_adapter_that_becomes_bad_is_served_as_it_was(server: Server, served: Path) -> None:
+    before = scores(server, "topics")
+    file = served / "topics" / "adapter_model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-4])
+    changes = ask_reload(server).json()
+    assert "topics@1" in changes["kept"]
+    assert f"{served}/topics" in changes["refused"]
+    assert scores(server, "topics") == before
+    file.write_bytes(data)
+    assert f"{served}/topics" not in ask_reload(server).json()["refused"]
+
+
+def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
+    server: Server, served: Path, model: BertForPreTraining, tmp_path: Path
+) -> None:
+    old = scores(server, "stars")
+    ended = threading.Event()
+
+    def ask() -> list[dict[str, float]]:
+        answers = []
+        while not ended.is_set():
+            answers.append(scores(server, "stars"))
+        return answers
+
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(ask) for _ in range(3)]
+        try:
+            for rank in (9, 2, 17):
+                new = write(tmp_path / str(rank), classifier(rank, rank=rank), model)
+                (served / "stars").rename(tmp_path / f"before-{rank}")
+                new.rename(served / "stars")
+                changes = ask_reload(server).json()
+                assert changes["added"] == changes["removed"] == ["stars@1"]
+                assert scores(server, "stars") != old  # in memory before the next one comes
+        finally:
+            ended.set()
+        answers = [answer for client in asking for answer in client.result()]
+    new_scores = scores(server, "stars")
+    assert new_scores != old
+    kinds = {json.dumps(answer) for answer in answers}
+    assert json.dumps(old) in kinds
+    assert len(kinds) <= 4, "an answer mixed two adapters"
+
+
+# ---- without a server ----------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_good_adapter_is_refused(
+    base: Bundle, served: Path, tmp_path: Path
+) -> None:
+    for name in ("broken", "two words"):
+        shutil.copytree(served / name, tmp_path / name)
+    with pytest.raises(StartupError, match=r"broken: adapter_model\.safetensors"):
+        open_adapters([tmp_path], [base], 64)
+    shutil.copytree(served / "topics", tmp_path / "good")
+    opened = open_adapters([tmp_path], [base], 64)
+    assert [adapter.manifest.name for adapter in opened.bundles] == ["good"]
+    assert len(opened.refused) == 2
+    with pytest.raises(StartupError, match=r"broken: adapter_model\.safetensors"):
+        open_adapters([tmp_path, tmp_path / "broken"], [base], 64)  # it is named by itself
+
+
+def test_an_adapter_has_the_name_of_its_link(base: Bundle, served: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(served / "topics")
+    opened = open_adapters([tmp_path / "current"], [base], 64)
+    assert [adapter.manifest.name for adapter in opened.bundles] == ["current"]
+
+
+def test_adapters_count_in_the_memory_of_the_start(base: Bundle, served: Path) -> None:
+    adapters = open_adapters([served / name for name in LARGE], [base], 64).bundles
+    size = sum(adapter.size for adapter in adapters)
+    assert size > 3 * 2**20
+    needed = adapter_bytes([base, *adapters], 64)
+    assert needed == {"base@1": size}
+    assert adapter_bytes([base, *adapters], 2) == {"base@1": 2 * 2**20}
+    weights = sum(f.stat().st_size for f in base.path.glob("weights.bin"))
+    limit = 70_000_000 + weights + 1_000_000
+
+    def check(adapters: dict[str, int] | None) -> None:
+        check_memory([base], limit, Device.CPU, "fp32", adapters)
+
+    check(None)
+    with pytest.raises(StartupError, match=r"the adapters of base@1 4 MB.*CLOZE_ADAPTER_MEMORY_MB"):
+        check(needed)

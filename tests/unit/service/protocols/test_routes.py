@@ -438,7 +438,7 @@ def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
             for route in made.routes
             if (route.method, route.path) != ("GET", "/")
         }
-        queues = {queue for r in made.routes for _, queue in r.models or ()}
+        queues = {model.queue for route in made.routes for model in route.models or ()}
         assert queues == set(made.queues)
     every = ["masks@3", "tiny@3", "both@3"]
     embedding = ["tiny@3", "both@3"]

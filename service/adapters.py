@@ -1,10 +1,12 @@
 """Adapters as served models: bundles that share the engine and the queue of their base."""
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +41,14 @@ class AdapterBundle(Bundle):
     Attributes:
         key: name and digest of the adapter, by which encodings refer to it.
         size: the bytes of its numbers.
+        files: what the folder held, see `_files`.
     """
 
     base: Bundle
     folder: Path
     key: str
     size: int
+    files: frozenset[tuple[str, int, int, int]]
 
     def read(self) -> Adapter:
         """Read the adapter again.
@@ -127,8 +131,9 @@ def open_adapters(
 ) -> OpenedAdapters:
     """Read and check adapters, each for the served bundle that takes it.
 
-    One bad adapter in a folder of adapters is left out, since the others are not concerned. If it
-    is served already, it is served as before.
+    What is served already is not read again while its files are the same: a reload that adds one
+    of a thousand adapters has to be short. One bad adapter in a folder of adapters is left out,
+    since the others are not concerned. If it is served already, it is served as before.
 
     Args:
         folders: adapters, or folders of adapters.
@@ -157,13 +162,18 @@ def open_adapters(
         below = [root] if is_adapter(root) else _adapters_below(root)
         served, first_error = len(adapters), None
         for folder in below:
+            kept = before.get(folder)
+            if kept is not None and not _fits(kept, bases, taken):
+                kept = None
             try:
-                adapter = _open(folder, bases, most_mb, taken)
+                if kept is not None and kept.files == _files(folder):
+                    adapter = kept
+                else:
+                    adapter = _open(folder, bases, most_mb, taken)
             except StartupError as error:
                 first_error = first_error or error
                 refused[printable(str(folder))] = str(error)
-                kept = before.get(folder)
-                if kept is None or not _fits(kept, bases, taken):
+                if kept is None:
                     continue
                 adapter = kept
             adapters.append(adapter)
@@ -187,6 +197,16 @@ def _fits(adapter: AdapterBundle, bases: Iterable[Bundle], taken: Mapping[str, s
     return is_free and any(base.manifest == adapter.base.manifest for base in bases)
 
 
+def _files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
+    """Return name, size, inode and time of change of each file; empty if they cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.stat()) for entry in entries]
+    except OSError:  # to read the folder says why
+        return frozenset()
+    return frozenset((name, its.st_size, its.st_ino, its.st_ctime_ns) for name, its in found)
+
+
 def _open(
     folder: Path, bases: Sequence[Bundle], most_mb: int, taken: Mapping[str, str]
 ) -> AdapterBundle:
@@ -202,6 +222,7 @@ def _open(
     if name in taken:
         raise StartupError(f"the adapter {shown} has the name of {taken[name]}")
     problems = []
+    files = _files(folder)  # before they are read
     for base in bases:
         try:
             adapter = _read(folder, base)
@@ -209,7 +230,7 @@ def _open(
                 raise AdapterError(
                     f"it needs {adapter.size / 2**20:.1f} MiB; CLOZE_ADAPTER_MEMORY_MB is {most_mb}"
                 )
-            return _of_base(name, folder, base, adapter)
+            return _of_base(name, folder, files, base, adapter)
         except AdapterError as error:
             problem = printable(str(error))
             problems.append(problem if len(bases) == 1 else f"{base.manifest.reference}: {problem}")
@@ -245,14 +266,25 @@ def _own_tensors(base: Bundle) -> Tensors:
     if support is None or support.tensors_file is None:
         return {}
     try:
-        return parse_safetensors(read_plain(base.file(support.tensors_file), MAX_ADAPTER_BYTES))[0]
+        return _tensors(base.file(support.tensors_file))
     except (OSError, ValueError) as error:
         raise StartupError(
             f"bundle {base.manifest.reference}: {support.tensors_file} {error}"
         ) from error
 
 
-def _of_base(name: str, folder: Path, base: Bundle, adapter: Adapter) -> AdapterBundle:
+@lru_cache(4)  # all adapters of a base have the same; a published file does not change
+def _tensors(file: Path) -> Tensors:
+    return parse_safetensors(read_plain(file, MAX_ADAPTER_BYTES))[0]
+
+
+def _of_base(
+    name: str,
+    folder: Path,
+    files: frozenset[tuple[str, int, int, int]],
+    base: Bundle,
+    adapter: Adapter,
+) -> AdapterBundle:
     manifest = base.manifest
     source = manifest.source
     weights = hashlib.sha256(f"{source.weights_sha256} {adapter.digest}".encode()).hexdigest()
@@ -275,6 +307,7 @@ def _of_base(name: str, folder: Path, base: Bundle, adapter: Adapter) -> Adapter
         folder,
         _key(name, adapter),
         adapter.size,
+        files,
     )
 
 

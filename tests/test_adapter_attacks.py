@@ -213,3 +213,16 @@ def test_adapters_count_in_the_memory_of_the_start(base: Bundle, served: Path) -
     check(None)
     with pytest.raises(StartupError, match=r"the adapters of base@1 4 MB.*CLOZE_ADAPTER_MEMORY_MB"):
         check(needed)
+
+
+def test_what_is_served_is_read_again_only_if_its_files_changed(
+    base: Bundle, served: Path, tmp_path: Path
+) -> None:
+    for name in ("stars", "topics"):
+        shutil.copytree(served / name, tmp_path / name)
+    stars, topics = open_adapters([tmp_path], [base], 64).bundles
+    weights = tmp_path / "topics" / "adapter_model.safetensors"
+    shutil.copyfile(served / "gone" / weights.name, weights)  # of the same size
+    again, changed = open_adapters([tmp_path], [base], 64, running=[base, stars, topics]).bundles
+    assert again is stars
+    assert changed.key != topics.key

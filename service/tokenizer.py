@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -62,21 +63,36 @@ wait for a core for up to a second, and the event loop with them.
 _SHORT_IDS = 4096
 """Most ids that are decoded at once on the calling thread."""
 
+_PLAIN = re.compile(r"[0-9A-Za-z .,;:!?'\"()-]*")
+"""Text that BERT's normalizer changes only in case; see `_Vocabulary.words`."""
+
+_WORD = re.compile("[0-9A-Za-z]+|[^ ]")
+"""A word of plain text: BERT's tokenizer divides it into tokens without its neighbours."""
+
+_NOT_PLAIN = re.compile(r"[][<>|{}_]")
+"""Characters that no normalizer changes, and no plain text has."""
+
+_MOST_WORDS, _LONGEST_WORD = 8192, 32
+"""Most words whose tokens are remembered, about 2 MB, and most characters of such a word."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Vocabulary:
-    """A tokenizer of the library, with what its file says. Nothing changes it.
+    """A tokenizer of the library, with what its file says.
 
     Attributes:
         places: see `find_places`.
         unknown_id: see `Tokenizer`.
         size: number of tokens, those included that no text becomes.
+        words: the ids of recent words; None unless the ids of plain text are those of its words,
+            one after another. The library takes five times as long to find them.
     """
 
     backend: Backend
     places: Places | None
     unknown_id: int | None
     size: int
+    words: dict[str, list[int]] | None
 
 
 _IN_USE: Final[WeakValueDictionary[bytes, _Vocabulary]] = WeakValueDictionary()
@@ -149,9 +165,21 @@ class Tokenizer:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
-        if sum(map(len, texts)) <= _SHORT_CHARACTERS:
-            encode = self._backend.encode
-            return [encode(text, add_special_tokens=False).ids for text in texts]
+        if sum(map(len, texts)) > _SHORT_CHARACTERS:
+            return self._long_ids(texts)
+        if (known := self._vocabulary.words) is None:
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+        ids: list[list[int]] = []
+        for text in texts:
+            words = _WORD.findall(text)
+            try:
+                ids.append(list(chain.from_iterable(map(known.__getitem__, words))))
+            except KeyError:
+                ids.append(self._learn(text, words, known))
+        return ids
+
+    def _long_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, piece by piece."""
         ids: list[list[int]] = [[] for _ in texts]
         for group in groups(texts, self._places):
             check_awaited()
@@ -160,6 +188,23 @@ class Tokenizer:
             for piece, encoding in zip(group, encodings, strict=True):
                 ids[piece.text].extend(encoding.ids)
         return ids
+
+    def _learn(self, text: str, words: Sequence[str], known: dict[str, list[int]]) -> list[int]:
+        """Return the ids of a text, and remember those of its words if it is plain."""
+        if not _PLAIN.fullmatch(text):
+            return self._backend.encode(text, add_special_tokens=False).ids
+        ids_of = {word: known.get(word) for word in words}
+        missing = [word for word, ids in ids_of.items() if ids is None]
+        encoding = self._backend.encode(" ".join(missing), add_special_tokens=False)
+        new: dict[str, list[int]] = {word: [] for word in missing}
+        for number, token in zip(encoding.word_ids, encoding.ids, strict=True):
+            assert number is not None  # only special tokens have no word
+            new[missing[number]].append(token)
+        ids_of |= new
+        if len(known) + len(new) > _MOST_WORDS:
+            known.clear()
+        known.update((word, ids) for word, ids in new.items() if len(word) <= _LONGEST_WORD)
+        return list(chain.from_iterable(ids_of[word] or () for word in words))
 
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the ids, character offsets and words of a text.
@@ -256,7 +301,12 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         backend, parts = Backend.from_str(data.decode()), json.loads(data)
         unknown_id = _unknown_id(backend, parts["model"])
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        vocabulary = _Vocabulary(backend, find_places(parts), unknown_id, size)
+        places = find_places(parts)
+        # The library looks for added tokens before it divides a text into words.
+        added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
+        is_bert = places is _SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
+        words: dict[str, list[int]] | None = {} if is_bert and added else None
+        vocabulary = _Vocabulary(backend, places, unknown_id, size, words)
         _IN_USE[key] = vocabulary
     return vocabulary
 

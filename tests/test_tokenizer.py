@@ -9,6 +9,8 @@ import weakref
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from transformers import BertTokenizerFast
 
@@ -223,6 +225,46 @@ def test_equal_files_have_one_vocabulary_in_memory(tiny_store: Path, tmp_path: P
     unused = weakref.ref(third._vocabulary)
     del third
     assert unused() is None, "a reload frees it"
+
+
+_PARTS = ("the", "king", "Kings", "red", "x" * 40, "a1b", "[MASK]", "]", "Ünï", "机", "e\u0301", "\t",
+          "\n", "\u00a0", "\x1c", "\x00", " ", "  ", ".", "?!", "'", "-", "_", "$", "<s>")  # fmt: skip
+
+
+@given(st.lists(st.lists(st.sampled_from(_PARTS), max_size=8).map("".join), max_size=6))
+def test_words_are_remembered_and_nothing_else_changes(
+    tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
+    assert tokenizer.ids(texts) == expected
+    assert tokenizer.ids(texts) == expected, "now by the words"
+
+
+def test_what_is_remembered_is_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloze.service.tokenizer._MOST_WORDS", 10)
+    known = tokenizer._vocabulary.words
+    assert known is not None
+    for number in range(30):
+        tokenizer.ids([f"king {number} {number}{'y' * 40}"])
+        assert str(number) in known
+        assert len(known) <= 10
+        assert max(map(len, known)) <= 32, "no client fills the memory with long words"
+
+
+def test_a_vocabulary_with_words_beside_it_remembers_none(tiny_store: Path, tmp_path: Path) -> None:
+    """The library finds an added token within words, so that these do not stand for themselves."""
+    bundle = Store(tiny_store).open("bert")
+    parts = json.loads(bundle.file(bundle.manifest.tokenizer.file).read_text())
+    size = bundle.manifest.tokenizer.vocab_size
+    token = {"id": size, "content": "kin", "single_word": False, "lstrip": False, "rstrip": False}
+    parts["added_tokens"].append({**token, "normalized": False, "special": False})
+    (tmp_path / bundle.manifest.tokenizer.file).write_text(json.dumps(parts))
+    spec = bundle.manifest.tokenizer.model_copy(update={"vocab_size": size + 1})
+    grown = Tokenizer(Bundle(bundle.manifest.model_copy(update={"tokenizer": spec}), tmp_path))
+    assert grown._vocabulary.words is None
+    assert size in grown.ids(["the king"])[0]
 
 
 def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer) -> None:

@@ -316,6 +316,6 @@ def _line(form: LogFormat, record: AccessRecord, left_out: int = 0) -> str:
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE).decode()
     shown = {**fields, **{f"{name}_ms": value for name, value in rounded.items()}}
     pairs = " ".join(f"{name}={value}" for name, value in shown.items())
-    at = datetime.fromtimestamp(record.time).strftime("%Y-%m-%d %H:%M:%S")  # as logging
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))  # as logging
     milliseconds = int(record.time * 1000) % 1000
     return f"{at},{milliseconds:03d} {level} {record.method} {record.route} {status} {pairs}\n"

@@ -315,10 +315,10 @@ def test_the_queues_of_a_process_are_written_from_the_begin(
     ]
     assert [gauge._value.get() for gauge in each] == [6, 1.5]
     metrics.observe_batch("tiny@3", BatchReport(2, 30, 0.5, BatchFill.TOKENS))
-    assert gauges.batches.labels("tokens", *model_labels("tiny@3"))._value.get() == 1
-    assert gauges.tokens.labels(*model_labels("tiny@3"))._value.get() == 30
+    each.append(gauges.batches.labels("tokens", *model_labels("tiny@3")))
+    each.append(gauges.tokens.labels(*model_labels("tiny@3")))
     state = QueueState(3, 0.5)
-    wait_until(lambda: [gauge._value.get() for gauge in each] == [3, 0.5])
+    wait_until(lambda: [gauge._value.get() for gauge in each] == [3, 0.5, 1, 30])
 
 
 # ---- the whole process --------------------------------------------------------------------------

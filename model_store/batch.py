@@ -42,7 +42,7 @@ class Encoding:
     @property
     def vocabulary_rows(self) -> int:
         """Number of rows that heads expand to the size of the vocabulary."""
-        return sum(request.vocabulary_rows for request in self.requests.values())
+        return sum([request.vocabulary_rows for request in self.requests.values()])
 
 
 @dataclass(frozen=True, slots=True)

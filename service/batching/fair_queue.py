@@ -13,6 +13,7 @@ Bulk requests take what the others leave, and a share of the tokens in any case:
 
 import math
 import time
+from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class LineKey(NamedTuple):
         is_bulk: bool = False,
     ) -> "LineKey":
         """Return the line of a request with so many tokens that states a time limit, or none."""
-        size = -1 if later_round else sum(tokens >= least for least in _SIZES)
+        size = -1 if later_round else bisect_right(_SIZES, tokens)
         return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length(), is_bulk)
 
 
@@ -311,15 +312,16 @@ class FairQueue:
         client.lines[key] = line
         if not line.tokens:
             line.turn = max(line.turn, client.virtual_time)
-        request = PendingRequest(submission, line)
+        request, tokens = PendingRequest(submission, line), 0
         for position, encoding in enumerate(submission.encodings):
             length, rows = len(encoding), encoding.vocabulary_rows
+            tokens += length
             group = line.groups.setdefault(0 if self._varlen else length, deque())
             group.append(QueuedEncoding(self._serial, length, rows, encoding, request, position))
             self._serial += 1
         line.requests += 1
         self.requests.add(request)
-        self._count(request, submission.tokens)
+        self._count(request, tokens)
         return request
 
     def _count(self, request: PendingRequest, tokens: int) -> None:

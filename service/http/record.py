@@ -50,6 +50,7 @@ class RequestRecord:
 
     Attributes:
         path: as it was sent; a path is never decoded, see `Paths`.
+        first: the first value of each header.
         length: the bytes of its body that the headers announce.
         client: the client, which has a fair share and limits: a key or an address; "" if unknown.
         stated_s: the time limit that it states, in seconds.
@@ -71,6 +72,7 @@ class RequestRecord:
     path: str
     route: str | None
     headers: Headers
+    first: Mapping[bytes, bytes]
     length: int | None
     identity: bytes
     key: Key | None
@@ -142,6 +144,7 @@ class Callers:
             path=scope["path"],
             route=route,
             headers=headers,
+            first=first,
             length=int(length) if length.isdigit() and len(length) <= 20 else None,
             identity=identity,
             key=key,
@@ -266,6 +269,7 @@ def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
     return frozenset(name.lower().encode() for name in (*_LOOPBACK_NAMES, *(allowed or [own])))
 
 
+@lru_cache(64)  # a client sends the same one with each request
 def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
     """Return whether the value of a Host header names one of the hosts, with or without a port."""
     name = value.strip().lower()

@@ -117,7 +117,7 @@ class WatchedRequest:
         announced = self.record.length or 0
         if announced > limit:
             raise RequestTooLarge(f"the body has {announced} bytes; the limit is {limit}")
-        encoding = dict(self.record.headers).get(b"content-encoding", b"identity").strip().lower()
+        encoding = self.record.first.get(b"content-encoding", b"identity").strip().lower()
         if encoding not in (b"identity", b"gzip"):
             shown = ascii(encoding.decode("latin-1"))[:60]
             raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.json_bodies import load, validate
-from cloze.service.http.record import RECORD
+from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import Models, TaskResult
 from cloze.service.protocols import operations
@@ -192,7 +192,8 @@ def accepted(request: Request) -> tuple[str, str]:
     Raises:
         InvalidRequest: there is no such dtype.
     """
-    accept = next((value for name, value in request.scope["headers"] if name == b"accept"), b"")
+    record: RequestRecord = request.scope[RECORD]
+    accept = record.first.get(b"accept", b"")
     if accept in _ANY:
         return JSON, "float32"
     best, best_weight = (JSON, "float32"), 0.0

@@ -136,7 +136,7 @@ TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-embedding-space": ("string", "name of the space of the answer's vectors, if it has any"),
 }
 
-_EXPECTED_SPACE: Final = "x-expect-embedding-space"
+_EXPECTED_SPACE: Final = b"x-expect-embedding-space"
 """The header of a request that refuses vectors of another space."""
 
 
@@ -236,6 +236,7 @@ async def answer_task(
         if route.check is not None:
             route.check(request)
         call = await run_anywhere(size, route.to_call, body)
+        space = watched.record.first.get(_EXPECTED_SPACE)
         try:
             result = await pipeline.run(
                 route.task,
@@ -243,7 +244,7 @@ async def answer_task(
                 size=size,
                 terms=watched.terms,
                 before_large=watched.begin_answer,
-                expected_space=request.headers.get(_EXPECTED_SPACE),
+                expected_space=space.decode("latin-1") if space is not None else None,
             )
         except RequestError as error:
             raise error.moved(route.place(error.at)) from None

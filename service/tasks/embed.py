@@ -100,6 +100,7 @@ class _State(NamedTuple):
 
 
 _SPANS: Final = Location(("spans",))
+_LEAST_NORM: Final = np.float32(1e-12)
 _REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: HeadRequest()}
 _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
@@ -128,16 +129,15 @@ def prepare(
             [inputs] = inputs  # some protocols have lists only
         encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
         state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
-        prepared = encoder.prepared(state, len(encoder.encodings[0]))
-        return prepared._replace(vectors=_recipe(parameters, state, context))
+        vectors = _recipe(parameters, state, context)
+        return encoder.prepared(state, len(encoder.encodings[0]), vectors)
     texts = context.limits.listed(inputs)
     encoder = encode_texts(texts, parameters, context, request)
     windows = None
     if encoder.rule.choice == "window":
         windows = encoder.windows, list(map(len, encoder.encodings))
     state = _State(next(iter(request)), dimensions, normalize, windows)
-    prepared = encoder.prepared(state, len(encoder.encodings))
-    return prepared._replace(vectors=_recipe(parameters, state, context))
+    return encoder.prepared(state, len(encoder.encodings), _recipe(parameters, state, context))
 
 
 def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) -> VectorRecipe:
@@ -146,8 +146,12 @@ def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) ->
     prompt = parameters.prompt(context)
     assert model is not None  # a model with the head has a recipe
     assert own is not None
+    of_last_layer = state.head != layer_embedding.HEAD.name
+    same_form = (state.normalize, state.dimensions) == (own.normalize, own.dimensions)
+    if of_last_layer and same_form and prompt == own.prompt:
+        return own
     recipe = replace(own, normalize=state.normalize, dimensions=state.dimensions, prompt=prompt)
-    if state.head != layer_embedding.HEAD.name:
+    if of_last_layer:
         return recipe
     pooling, layers = parameters.pooling or model.pooling, parameters.layers or own.layers
     return replace(recipe, pooling=pooling, layers=layers)
@@ -245,7 +249,8 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
         rows = [vectors_of_tokens[first:end].mean(0) for first, end in state.spans]
     else:
         rows = [result.array.ravel() for result in results]  # of layers: their vectors, joined
-    vectors = np.array(rows, np.float32)
+    # The array of a single vector is that of the engine; `np.array` would take 2 us.
+    vectors = rows[0][None] if len(rows) == 1 else np.array(rows, np.float32)
     if state.windows is not None:
         # The mean of each text's windows, weighted by their tokens.
         counts, tokens = state.windows
@@ -261,7 +266,7 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
 def normalized(vectors: Float32) -> Float32:
     """Return vectors [n, D] scaled to length 1."""
     norms = np.sqrt(np.vecdot(vectors, vectors))
-    scaled: Float32 = vectors / np.maximum(norms, 1e-12)[:, None]
+    scaled: Float32 = vectors / np.maximum(norms, _LEAST_NORM)[:, None]
     return scaled
 
 

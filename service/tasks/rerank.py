@@ -6,7 +6,7 @@ best window gives the score.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -203,7 +203,7 @@ def _classified(
     scored = TextClassificationParameters(function_to_apply="none")
     pairs = [(_TEXTS.below(n), inputs.query, text) for n, text in enumerate(inputs.texts)]
     prepared: PreparedRequest[Any]
-    rule = replace(rule, divides_pairs=True)
+    rule = rule._replace(divides_pairs=True)
     prepared = text_classification.prepare_pairs(pairs, scored, rule, context)
     # Each window has a score of its own.
     return prepared._replace(state=prepared.state._replace(windows=None))

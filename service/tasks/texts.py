@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field
 
 from cloze.model_store.batch import Encoding
+from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
@@ -156,8 +157,7 @@ class TextParameters(TruncationParameters, UsageParameters):
 # ---- encodings -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LongTextRule:
+class LongTextRule(NamedTuple):
     """What a request does with its long texts.
 
     Attributes:
@@ -335,7 +335,9 @@ class TextEncoder:
         firsts = range(0, count * step, step)
         return [(first, min(first + room, tokens)) for first in firsts]
 
-    def prepared(self, state: S, results: int = 0) -> PreparedRequest[S]:
+    def prepared(
+        self, state: S, results: int = 0, vectors: VectorRecipe | None = None
+    ) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""
         return PreparedRequest(
             self.encodings,
@@ -344,6 +346,7 @@ class TextEncoder:
             truncated=sum([usage.used < usage.tokens for usage in self.usage]),
             usage=self.usage if self.rule.report else None,
             texts=len(self.windows),
+            vectors=vectors,
         )
 
 

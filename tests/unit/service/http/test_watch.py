@@ -460,7 +460,7 @@ def test_a_body_that_is_too_large_holds_nothing(play: Any) -> None:
 def test_other_encodings(play: Any, encoding: str) -> None:
     async def run() -> None:
         asked = request(b"1")
-        asked.scope[RECORD].headers = [(b"content-encoding", encoding.encode("latin-1"))]
+        asked.scope[RECORD].first = {b"content-encoding": encoding.encode("latin-1")}
         with pytest.raises(UnsupportedEncoding) as refused:
             await read(watch_of(), asked)
         shown = ascii(encoding)[:60]

@@ -12,6 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
+from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.routes import JSON, NPY
 from cloze.service.protocols import native, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
@@ -200,7 +201,9 @@ def test_vectors_and_their_counts() -> None:
 
 def asking(accept: str | None = None) -> Request:
     headers = [] if accept is None else [(b"accept", accept.encode())]
-    return Request({"type": "http", "headers": headers})
+    scope: Any = {"type": "http", "method": "POST", "path": "/embed", "headers": headers}
+    scope[RECORD] = Callers().record(scope, "/embed")
+    return Request(scope)
 
 
 RAW = "application/octet-stream"

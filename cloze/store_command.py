@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,9 +16,10 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Architecture, Embedding, Gate, Manifest, Parity
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
-from cloze.service.adapters import AdapterBundle, open_adapters
-from cloze.service.core import StartupError
 from cloze.tables import Row, print_rows
+
+if TYPE_CHECKING:
+    from cloze.service.adapters import AdapterBundle
 
 T = TypeVar("T")
 
@@ -91,10 +92,13 @@ def _newest(bundles: Store) -> list[str]:
 
 def _adapters(
     bundles: Store, folders: Sequence[Path], names: Sequence[str]
-) -> tuple[list[AdapterBundle], list[str]]:
+) -> "tuple[list[AdapterBundle], list[str]]":
     """Return the adapters of named bundles, as a server reads them, and why others are refused."""
     if not folders:
         return [], []
+    from cloze.service.adapters import open_adapters
+    from cloze.service.core import StartupError
+
     bases = [_or_fail(partial(bundles.open, name)) for name in names]
     try:
         opened = open_adapters(folders, bases, _MOST_ADAPTER_MB)
@@ -103,7 +107,7 @@ def _adapters(
     return opened.bundles, list(opened.refused.values())
 
 
-def _adapter_values(adapter: AdapterBundle) -> dict[str, Any]:
+def _adapter_values(adapter: "AdapterBundle") -> dict[str, Any]:
     support = adapter.base.manifest.adapters
     return {
         "bundle": adapter.manifest.name,
@@ -115,7 +119,7 @@ def _adapter_values(adapter: AdapterBundle) -> dict[str, Any]:
     }
 
 
-def _adapter_row(adapter: AdapterBundle) -> Row:
+def _adapter_row(adapter: "AdapterBundle") -> Row:
     values = _adapter_values(adapter)
     del values["base"]
     size = values.pop("bytes")
@@ -180,13 +184,14 @@ def verify(
         fail("\ncloze: ".join(errors))
 
 
-def _verify_adapter(adapter: AdapterBundle) -> tuple[str, str]:
+def _verify_adapter(adapter: "AdapterBundle") -> tuple[str, str]:
     """Return the result of an adapter's check, and what it loses too much; "" for nothing."""
     base = adapter.base.manifest
     if base.adapters is None or base.adapters.int8 is None:
         return "ok", ""
     try:
         from cloze.adapter_check import int8_figures
+        from cloze.service.core import StartupError
     except ModuleNotFoundError as error:
         fail(
             f"the check of adapters in int8 needs {error.name}; install it with: "

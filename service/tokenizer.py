@@ -304,8 +304,8 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         places = find_places(parts)
         # The library looks for added tokens before it divides a text into words.
         added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
-        is_bert = places is _SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
-        words: dict[str, list[int]] | None = {} if is_bert and added else None
+        whole_words = places is _SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
+        words: dict[str, list[int]] | None = {} if whole_words and added else None
         vocabulary = _Vocabulary(backend, places, unknown_id, size, words)
         _IN_USE[key] = vocabulary
     return vocabulary

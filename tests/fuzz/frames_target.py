@@ -38,6 +38,7 @@ REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "targets": st.lists(numbers, max_size=3),
     "tokens": numbers,
     "keys": numbers,
+    "first": numbers,
     "vectors": st.lists(
         st.dictionaries(st.integers(0, 12), st.floats(-2, 2), min_size=1), min_size=1, max_size=2
     ),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cloze.model_store.batch import Encoding
-from cloze.model_store.heads import ArrayResult, HeadRequest
+from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service import core
 from cloze.service.core import BatchResult, Overloaded, Rejection
@@ -30,7 +31,7 @@ from cloze.service.processes.frames import (
     encode_run,
 )
 
-SHARED = {"embedding": HeadRequest()}
+SHARED = {"embedding": EmbeddingRequest(4)}
 MASKED = {"masked_lm": MaskedLMRequest([1, 2], 3, [7])}
 
 

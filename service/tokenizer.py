@@ -6,6 +6,7 @@ The only module of the service that imports the tokenizers library.
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -163,7 +164,7 @@ class Tokenizer:
         self.continuation = getattr(self._backend.model, "continuing_subword_prefix", None)
         self.special = bundle.manifest.special_tokens
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
         if sum(map(len, texts)) > _SHORT_CHARACTERS:
             return self._long_ids(texts)
@@ -178,9 +179,9 @@ class Tokenizer:
                 ids.append(self._learn(text, words, known))
         return ids
 
-    def _long_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, piece by piece."""
-        ids: list[list[int]] = [[] for _ in texts]
+    def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
+        ids = [array("i") for _ in texts]
         for group in groups(texts, self._places):
             check_awaited()
             contents = [piece.content for piece in group]

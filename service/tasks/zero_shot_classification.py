@@ -143,9 +143,7 @@ def prepare(
     return encoder.prepared(state, len(encoder.encodings))
 
 
-def _hypotheses(
-    labels: Sequence[str], template: str | None, context: TaskContext
-) -> list[list[int]]:
+def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContext) -> list[Ids]:
     """Return the tokens of each label's hypothesis, after a check of the labels."""
     limits = context.limits
     limits.check_count(len(labels), _LABELS, "label")

@@ -192,9 +192,16 @@ def test_labels_that_do_not_count_from_zero_are_refused(
     folder = tmp_path / "checkpoint"
     shutil.copytree(classifiers["single"], folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"1": "a", "2": "b"}}))
-    with pytest.raises(ExportError, match="id2label must name the labels 0 to N - 1"):
-        export(str(folder), "x", Store(tmp_path / "store"))
+    for changes, message in (
+        ({"id2label": {"1": "a", "2": "b"}}, "id2label must name the labels 0 to N - 1"),
+        ({"id2label": {}}, "id2label must name the labels 0 to N - 1, got {}"),
+        ({"id2label": None, "num_labels": None}, "num_labels must be a number .*, got None"),
+        ({"id2label": None, "num_labels": 10**12}, "num_labels must be .* 1 to 65536, got 10{12}"),
+        ({"id2label": None, "num_labels": 5}, "sizes and labels ask for .5, "),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ExportError, match=message):
+            export(str(folder), "x", Store(tmp_path / "store"))
 
 
 def test_a_masked_token_model_has_no_classifier(checkpoints: dict[str, Path]) -> None:

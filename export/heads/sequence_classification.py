@@ -18,6 +18,7 @@ from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.limits import MAX_WIDTH
 
 _DEFAULT_LABELS = 2
 
@@ -138,14 +139,20 @@ def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the labels in the order of the logits, as transformers reads ``id2label``.
 
     Raises:
-        ExportError: ``id2label`` does not name every label from 0 on.
+        ExportError: ``id2label`` does not name every label from 0 on, or ``num_labels`` is no
+            number of labels.
     """
     by_id = settings.get("id2label")
     if by_id is None:
-        return tuple(f"LABEL_{i}" for i in range(settings.get("num_labels", _DEFAULT_LABELS)))
+        count = settings.get("num_labels", _DEFAULT_LABELS)
+        if type(count) is not int or not 0 < count <= MAX_WIDTH:
+            raise ExportError(
+                f"config.json: num_labels must be a number from 1 to {MAX_WIDTH}, got {count!r:.80}"
+            )
+        return tuple(f"LABEL_{i}" for i in range(count))
     try:
         labels = {int(number): str(label) for number, label in by_id.items()}
-        return tuple(labels[number] for number in range(len(labels)))
+        return tuple(labels[number] for number in range(max(1, len(labels))))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ExportError(
             f"config.json: id2label must name the labels 0 to N - 1, got {str(by_id)[:80]}"

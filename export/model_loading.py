@@ -31,6 +31,11 @@ _COMPUTED = ("position_ids", "inv_freq")
 _LISTED_NAMES = 3
 """The most unknown tensor names that an error lists."""
 
+_LABELLED = ("classifier.weight", "classifier.bias")
+"""The ends of the names of tensors with a row per label."""
+
+_WHY_MISSING = "a tensor is missing or renamed, or config.json asks for one too many"
+
 RenamedTensors = dict[str, tuple[str, Tensor]]
 """Our tensor name -> the name in the checkpoint, and the tensor."""
 
@@ -118,7 +123,7 @@ def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     sections = settings.get(HEAD_SECTIONS, {})
     if not isinstance(sections, dict):
-        raise ExportError(f"config.json: {HEAD_SECTIONS} must be an object")
+        raise ExportError(f"config.json: {HEAD_SECTIONS} must be an object, got {sections!r:.80}")
     return sections
 
 
@@ -270,8 +275,7 @@ def _find_head(
             return False, f"{task} is not offered: {reason}"
     absent = [tensor for tensor in required if tensor not in present]
     raise ExportError(
-        f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: "
-        "a tensor is missing or renamed"
+        f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: {_WHY_MISSING}"
     )
 
 
@@ -322,11 +326,16 @@ def _check_whole_encoder(
                 f"the checkpoint has {theirs}, but config.json names only "
                 f"{model.config.layers} layers"
             )
+        if ours.endswith("token_type.weight") and ours not in parameters:
+            raise ExportError(
+                f"the checkpoint has {theirs}, but config.json's type_vocab_size is "
+                f"{model.config.type_vocab_size}"
+            )
 
 
 def _lacks_untied(renamed: RenamedTensors, settings: Mapping[str, Any]) -> bool:
     """Return whether a matrix of its own is missing, which transformers would fill at random."""
-    untied = settings.get("tie_word_embeddings", True) is False
+    untied = not settings.get("tie_word_embeddings", True)
     return untied and "masked_lm.decoder.weight" not in renamed
 
 
@@ -342,9 +351,10 @@ def _check_tied(renamed: RenamedTensors) -> None:
 def _checked(ours: str, theirs: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     """Return a checkpoint's tensor as contiguous float32; raise if it is not valid."""
     if tensor.shape != shape:
+        sizes = "sizes and labels" if ours.endswith(_LABELLED) else "sizes"
         raise ExportError(
             f"{theirs} has shape {list(tensor.shape)}, "
-            f"but config.json's sizes ask for {list(shape)}"
+            f"but config.json's {sizes} ask for {list(shape)}"
         )
     if not tensor.is_floating_point():
         raise ExportError(f"{theirs} holds {tensor.dtype}, not floating-point weights")
@@ -357,7 +367,7 @@ def _checked(ours: str, theirs: str, tensor: Tensor, shape: torch.Size) -> Tenso
 def _describe_missing(missing: list[str], unknown: list[str], family: Family) -> str:
     """Return the error for missing tensors, with the unknown tensors, which may be renamed ones."""
     others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    message = f"the checkpoint lacks {missing[0]}{others}: a tensor is missing or renamed"
+    message = f"the checkpoint lacks {missing[0]}{others}: {_WHY_MISSING}"
     names = ", ".join(sorted(unknown)[:_LISTED_NAMES])
     if len(unknown) > _LISTED_NAMES:
         more = len(unknown) - _LISTED_NAMES

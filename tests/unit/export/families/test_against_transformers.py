@@ -602,10 +602,11 @@ def test_an_untied_decoder_that_is_missing_fills_no_masks(family: str, tmp_path:
     assert not any(name.endswith(DECODERS) for name in tensors), "a tied one is not saved"
     assert load_checkpoint(str(tmp_path)).model.masked_lm is not None
     file = tmp_path / "config.json"
-    settings = json.loads(file.read_text()) | {"tie_word_embeddings": False}
-    file.write_text(json.dumps(settings))
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert checkpoint.model.masked_lm is None
+    settings = json.loads(file.read_text())
+    for untied in (None, False):
+        file.write_text(json.dumps(settings | {"tie_word_embeddings": untied}))
+        checkpoint = load_checkpoint(str(tmp_path))
+        assert checkpoint.model.masked_lm is None
     assert any("fill-mask is not offered: config.json" in note for note in checkpoint.notes)
     ids = ids_of(network, 9)
     with torch.no_grad():

@@ -32,6 +32,7 @@ from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.families.pruned import PRUNED, read_pruned
 from cloze.export.families.refused import reason
+from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model, head_module
@@ -211,11 +212,18 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
             "the checkpoint is quantised (config.json's quantization_config); "
             "export the original weights"
         )
+    names = settings.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ExportError(
+            f"config.json: architectures must be a list of names of classes, got {names!r:.80}"
+        )
     config = _parse_config(family, settings)
-    for activation in (config.activation, config.head_activation or config.activation):
-        if activation not in ACTIVATIONS:
+    of_convolution = config.convolution.activation if config.convolution else None
+    for activation in (config.activation, config.head_activation, of_convolution):
+        if activation is not None and activation not in ACTIVATIONS:
+            name = next((name for name in settings if settings[name] == activation), "activation")
             raise ExportError(
-                f"activation {activation!r} is not supported ({', '.join(ACTIVATIONS)})"
+                f"config.json: {name} {activation!r} is not supported ({', '.join(ACTIVATIONS)})"
             )
     return family, config, settings
 
@@ -227,44 +235,21 @@ def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
     except KeyError as error:
         raise ExportError(f"config.json does not give {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        problem = first["msg"]
-        if first["loc"]:
-            problem = f"{first['loc'][0]}: {problem}, got {first['input']!r}"
-        raise ExportError(f"config.json: {problem}") from error
+        raise ExportError(f"config.json: {describe_invalid(error, family, settings)}") from error
     except ValueError as error:
         raise ExportError(f"config.json: {error}") from error
-    except _WRONG_TYPE as error:
-        name = _wrong_setting(family, settings)
+    except WRONG_TYPE as error:
+        name = wrong_setting(family, settings)
         problem = f"{name} cannot be {settings[name]!r:.80}" if name else str(error)
         raise ExportError(f"config.json: {problem}") from error
-
-
-_WRONG_TYPE = (TypeError, AttributeError, ArithmeticError)
-"""Errors of a computation with a setting that has another type than a family expects, or is 0."""
-
-
-def _wrong_setting(family: Family, settings: Mapping[str, Any]) -> str | None:
-    """Return the setting without which, or as a 2, a family raises no such error; None: no such."""
-    for name in settings:
-        others = {other: value for other, value in settings.items() if other != name}
-        for changed in (others, {**others, name: 2}):
-            try:
-                family.read_config(changed)
-            except ValidationError:
-                return name
-            except (*_WRONG_TYPE, KeyError, ValueError):
-                continue
-            return name
-    return None
 
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
     rows, size = config.vocab_size, tokenizer.size
     if size > rows or rows - size >= max(_PADDING_MULTIPLE, rows * _PADDING_SHARE):
         raise ExportError(
-            f"the tokenizer has {size} tokens, but the embedding has {rows} rows: "
-            "they do not belong together"
+            f"the tokenizer has {size} tokens, but the embedding has {rows} rows (config.json's "
+            "vocab_size): they do not belong together"
         )
 
 

@@ -41,7 +41,10 @@ class RelativePositions:
         if not self.terms or set(self.terms) - {"c2p", "p2c"}:
             raise ValueError(f"pos_att_type {list(self.terms)} is not supported (c2p, p2c)")
         if self.buckets and not 1 < self.buckets // 2 < self.distances - 1:
-            raise ValueError(f"{self.buckets} buckets do not fit distances up to {self.distances}")
+            raise ValueError(
+                f"position_buckets: {self.buckets} buckets do not fit distances up to "
+                f"{self.distances} (max_relative_positions)"
+            )
         return self
 
 
@@ -60,7 +63,9 @@ class Convolution:
     @model_validator(mode="after")
     def _is_centred(self) -> Self:
         if self.kernel % 2 == 0:
-            raise ValueError(f"a convolution of {self.kernel} tokens has no middle")
+            raise ValueError(
+                f"conv_kernel_size: a convolution of {self.kernel} tokens has no middle"
+            )
         return self
 
 
@@ -170,7 +175,8 @@ class EncoderConfig:
     def _every_layer_is_described(self) -> Self:
         if self.local_layers and len(self.local_layers) != self.layers:
             raise ValueError(
-                f"{len(self.local_layers)} kinds of attention for {self.layers} layers"
+                f"layer_types has {len(self.local_layers)} kinds of attention for {self.layers} "
+                "layers"
             )
         return self
 

@@ -66,21 +66,27 @@ def _relative_positions(config: Mapping[str, Any]) -> RelativePositions:
         raise ValueError("a DeBERTa without relative_attention is not supported")
     terms = config.get("pos_att_type") or ()
     terms = terms.lower().split("|") if isinstance(terms, str) else terms
-    norm = str(config.get("norm_rel_ebd", "none")).lower().split("|")
+    norm = config.get("norm_rel_ebd", "none")
+    if not isinstance(norm, str):
+        raise ValueError(f"norm_rel_ebd must be a word, got {norm!r:.80}")
     distances = config.get("max_relative_positions", -1)
     return RelativePositions(
         distances=distances if distances > 0 else config["max_position_embeddings"],
         buckets=max(config.get("position_buckets", -1), 0),
         terms=tuple(sorted({term.strip() for term in terms})),
         share_projections=bool(config.get("share_att_key", False)),
-        norm="layer_norm" in [name.strip() for name in norm],
+        norm="layer_norm" in [name.strip() for name in norm.lower().split("|")],
     )
 
 
 def _convolution(config: Mapping[str, Any]) -> Convolution | None:
     if (kernel := config.get("conv_kernel_size", 0)) <= 0:
         return None
-    return Convolution(kernel, config.get("conv_groups", 1), config.get("conv_act", "tanh"))
+    return Convolution(
+        kernel=kernel,
+        groups=config.get("conv_groups", 1),
+        activation=config.get("conv_act", "tanh"),
+    )
 
 
 def write_config(config: EncoderConfig) -> dict[str, Any]:

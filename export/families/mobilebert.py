@@ -59,6 +59,11 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     for name, only in _FIXED.items():
         if (value := config.get(name, only)) != only:
             raise ValueError(f"{name} {value!r} is not supported (only {only!r})")
+    hidden, width = config["hidden_size"], config["embedding_size"]
+    if width > hidden:
+        raise ValueError(f"embedding_size {width!r} is more than hidden_size {hidden!r}")
+    if (bottleneck := config["intra_bottleneck_size"]) is None:
+        raise ValueError("intra_bottleneck_size must be a number, got None")
     defaults = {
         "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
@@ -68,8 +73,8 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     return read_sizes(
         "mobilebert",
         defaults | dict(config),
-        embedding_size=config["embedding_size"],
-        bottleneck=config["intra_bottleneck_size"],
+        embedding_size=width,
+        bottleneck=bottleneck,
         feed_forwards=config.get("num_feedforward_networks", 4),
         pooler=config.get("classifier_activation", True),
     )

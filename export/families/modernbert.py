@@ -15,6 +15,7 @@ from cloze.export.blocks.window import Window
 from cloze.export.families.bert import head_classes, read_sizes, write_sizes
 from cloze.export.families.family import Family, HeadSpec, Rename, Split
 from cloze.model_store.layouts import Layout
+from cloze.model_store.limits import MAX_LAYERS
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -43,11 +44,14 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     kinds = config.get("layer_types")
     if kinds is None:
         every = config.get("global_attn_every_n_layers", 3)
-        kinds = [_LOCAL if number % every else _GLOBAL for number in range(layers)]
+        counted = range(min(layers, MAX_LAYERS))  # `EncoderConfig` refuses more
+        kinds = [_LOCAL if number % every else _GLOBAL for number in counted]
     if unknown := set(kinds) - {_LOCAL, _GLOBAL}:
         raise ValueError(f"layer_types {sorted(unknown)} are not supported")
     base = _base(config, _GLOBAL, "global_rope_theta")
     local_base = _base(config, _LOCAL, "local_rope_theta")
+    if (activation := config.get("classifier_activation", "gelu")) in (None, ""):
+        raise ValueError(f"classifier_activation must be an activation, got {activation!r}")
     window = config.get("sliding_window")  # transformers lets it replace half of local_attention
     biased = {
         part
@@ -71,7 +75,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         window=config.get("local_attention", 128) // 2 if window is None else window,
         local_layers=tuple(kind == _LOCAL for kind in kinds),
         without_bias=frozenset(part for parts in _FLAGS.values() for part in parts) - biased,
-        head_activation=config.get("classifier_activation", "gelu"),
+        head_activation=activation,
         classifier_pooling=config.get("classifier_pooling", "cls"),
     )
 
@@ -85,7 +89,10 @@ def _base(config: Mapping[str, Any], kind: str, older: str) -> float | None:
     """
     if config.get("rope_scaling"):
         raise ValueError(f"rope_scaling {config['rope_scaling']} is not supported")
-    given = (config.get("rope_parameters") or {}).get(kind) or {}
+    parameters = config.get("rope_parameters") or {}
+    given = (parameters.get(kind) or {}) if isinstance(parameters, dict) else parameters
+    if not isinstance(given, dict):
+        raise ValueError(f"rope_parameters must have an object for {kind}, got {parameters!r:.80}")
     if (scaling := given.get("rope_type", "default")) != "default":
         raise ValueError(f"rope_type {scaling!r} is not supported (only 'default')")
     base: float | None = given["rope_theta"] if "rope_theta" in given else config[older]

@@ -45,16 +45,25 @@ def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[f
         KeyError: the base is missing. Its defaults differ between programs.
         ValueError: the frequencies are scaled in a way that is not supported, or two bases differ.
     """
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    given = (base, rope.get("rope_theta"), config.get("rope_theta"))
-    bases = sorted({float(one) for one in given if one is not None})
-    if not bases:
+    older, newer = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    for name, rope in (("rope_scaling", older), ("rope_parameters", newer)):
+        if not isinstance(rope, dict):
+            raise ValueError(f"{name} must be an object, got {rope!r:.80}")
+    if older and newer and older != newer:
+        raise ValueError(f"rope_scaling {older!r:.80} and rope_parameters {newer!r:.80} differ")
+    rope = older or newer
+    named = (base, rope.get("rope_theta"), config.get("rope_theta"))
+    given = [one for one in named if one is not None]
+    factor = rope.get("factor") or 1.0
+    for number in (*given, factor):
+        if type(number) not in (int, float):
+            raise ValueError(f"rope_theta and factor must be numbers, got {number!r:.80}")
+    if not given:
         raise KeyError("rope_theta")
-    if len(bases) > 1:
-        raise ValueError(f"rotary bases {bases} differ")
+    if len(bases := sorted({float(one) for one in given})) > 1:
+        raise ValueError(f"rotary bases {bases} differ (rope_theta)")
     [theta] = bases
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    factor = float(rope.get("factor") or 1.0)
     refuse_settings(rope, {"partial_rotary_factor": 1.0, "mixed_b": None})
     if kind == "default":
         return theta, 1.0
@@ -63,7 +72,7 @@ def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[f
     if kind == "linear":  # all frequencies divided by one number, as `write_rotary` writes them
         scaled = round(factor ** (_head_size(config) / 2), 6)
         return round(theta / scaled, 6), scaled
-    raise ValueError(f"rope_scaling {kind!r} is not supported (only ntk)")
+    raise ValueError(f"rope_type {kind!r} is not supported (only ntk)")
 
 
 def write_rotary(base: float | None, factor: float, head_size: int) -> dict[str, Any]:

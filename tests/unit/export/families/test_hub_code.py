@@ -404,7 +404,16 @@ def test_questions_are_answered_with_the_heads_of_the_hub(
         (GTE | {"layer_norm_type": "rms_norm"}, "layer_norm_type 'rms_norm'"),
         (GTE | {"position_embedding_type": "absolute"}, "position_embedding_type 'absolute'"),
         (GTE | {"logn_attention_scale": True}, "logn_attention_scale True"),
-        (GTE | {"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn'"),
+        (GTE | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type 'yarn'"),
+        (GTE | {"rope_scaling": "x"}, "rope_scaling must be an object, got 'x'"),
+        (
+            GTE | {"rope_parameters": {"rope_theta": 30.0}},
+            "rope_scaling .*ntk.* and rope_parameters .*30.0.* differ",
+        ),
+        (
+            GTE | {"rope_scaling": {"type": "ntk", "factor": "4"}},
+            "rope_theta and factor must be numbers, got '4'",
+        ),
         (GTE | {"rope_scaling": {"type": "ntk", "factor": 2, "mixed_b": 0.5}}, r"mixed_b 0\.5"),
         (GTE | {"model_type": "bert"}, "position_embedding_type 'rope'"),
         (

@@ -59,11 +59,11 @@ def load_model(
     begun = {name.partition(".")[0] for name in renamed}
     required = _required([h for h in possible if h.head.name in begun], config, settings)
     heads, notes = _find_heads(possible, required, renamed, unknown, family)
-    if "masked_lm" in heads and _lacks_untied(renamed, settings):
+    if "masked_lm" in heads and _lacks_untied(renamed, tensors, settings):
         heads.remove("masked_lm")
         notes.append(
             "fill-mask is not offered: config.json says that the decoder is not tied to the words "
-            "(tie_word_embeddings), and the checkpoint has no decoder"
+            "(tie_word_embeddings), and the checkpoint has no decoder, or none with its bias"
         )
     options = read_head_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
     with torch.device("meta"):
@@ -333,10 +333,19 @@ def _check_whole_encoder(
             )
 
 
-def _lacks_untied(renamed: RenamedTensors, settings: Mapping[str, Any]) -> bool:
-    """Return whether a matrix of its own is missing, which transformers would fill at random."""
-    untied = not settings.get("tie_word_embeddings", True)
-    return untied and "masked_lm.decoder.weight" not in renamed
+def _lacks_untied(
+    renamed: RenamedTensors, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> bool:
+    """Return whether a decoder of its own lacks a tensor, which transformers would fill anew.
+
+    The bias of the head, under another name, is then no bias of the decoder.
+    """
+    if settings.get("tie_word_embeddings", True):
+        return False
+    if (decoder := renamed.get("masked_lm.decoder.weight")) is None:
+        return True
+    own_bias = decoder[0].removesuffix("weight") + "bias"
+    return "masked_lm.decoder.bias" in renamed and own_bias not in tensors
 
 
 def _check_tied(renamed: RenamedTensors) -> None:

@@ -107,7 +107,7 @@ def write_config(config: EncoderConfig) -> dict[str, Any]:
         position_biased_input=config.position_embeddings,
         relative_attention=True,
         max_relative_positions=positions.distances,
-        position_buckets=positions.buckets or -1,
+        position_buckets=positions.buckets,
         pos_att_type=list(positions.terms),
         share_att_key=positions.share_projections,
         norm_rel_ebd="layer_norm" if positions.norm else "none",

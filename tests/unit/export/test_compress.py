@@ -298,6 +298,11 @@ def test_settings_of_a_pruned_checkpoint_are_checked(settings: Any, problem: str
         read_pruned(FAMILIES["bert"], config(**SIZES), settings)
 
 
+def test_a_pruned_head_that_is_named_twice_is_one() -> None:
+    pruned = read_pruned(FAMILIES["bert"], config(**SIZES), {"pruned_heads": {"1": [2, 2]}})
+    assert pruned.layer_heads == (4, 3)
+
+
 @pytest.mark.parametrize("family", ["albert", "mpnet", "mobilebert"])
 def test_families_that_cannot_be_pruned_are_named(
     family: str, stories: Path, tmp_path: Path

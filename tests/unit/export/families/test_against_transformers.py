@@ -613,6 +613,57 @@ def test_an_untied_decoder_that_is_missing_fills_no_masks(family: str, tmp_path:
         assert same(checkpoint.model(ids), network.base_model(ids).last_hidden_state)
 
 
+BIASES = {
+    "roberta": "lm_head.bias", "xlm-roberta": "lm_head.bias", "mpnet": "lm_head.bias",
+    "bert": "cls.predictions.bias", "albert": "predictions.bias",
+    "deberta-v2": "cls.predictions.bias",
+}  # fmt: skip
+"""Names of the bias that a tied decoder has, too."""
+
+
+@pytest.fixture(params=BIASES)
+def biased(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Tensor], str]:
+    """Return a network, its tensors, and the name of its bias."""
+    network = save(request.param, "masked_lm", tmp_path)
+    return network, dict(read_tensors([tmp_path / "model.safetensors"])), BIASES[request.param]
+
+
+def test_of_two_biases_that_differ_transformers_adds_the_decoder_s_and_we_refuse(
+    biased: Any, tmp_path: Path
+) -> None:
+    network, tensors, name = biased
+    own = name.replace("bias", "decoder.bias")
+    tensors[own] = tensors[name] + torch.linspace(-1, 1, len(tensors[name]))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = CLASSES["masked_lm"].from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = ids_of(network, 9)
+    expected = theirs(network, "masked_lm", ids) - tensors[name] + tensors[own]
+    assert same(theirs(again, "masked_lm", ids), expected)
+    with pytest.raises(ExportError, match=f"{own} and {name} should be one tensor, but differ"):
+        load_checkpoint(str(tmp_path))
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert same(ours(load_checkpoint(str(tmp_path)), "masked_lm", ids), expected)
+
+
+def test_the_bias_of_an_untied_decoder_is_not_that_of_the_head(biased: Any, tmp_path: Path) -> None:
+    """transformers does not read the head's bias then, and begins with zeros."""
+    network, tensors, name = biased
+    words = next(one for one in tensors if one.endswith("word_embeddings.weight"))
+    tensors[name.replace("bias", "decoder.weight")] = tensors[words].clone()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = CLASSES["masked_lm"].from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = ids_of(network, 9)
+    expected = theirs(network, "masked_lm", ids)
+    assert same(theirs(again, "masked_lm", ids), expected - tensors[name])
+    assert load_checkpoint(str(tmp_path)).model.masked_lm is None
+    tensors[name.replace("bias", "decoder.bias")] = tensors[name].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert same(ours(load_checkpoint(str(tmp_path)), "masked_lm", ids), expected)
+
+
 def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Path) -> None:
     tokenizer = unigram()
     network = transformers.AlbertForPreTraining(settings_of("albert", tokenizer))
@@ -629,12 +680,18 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
     [
         ("bert", {"auto_map": {"AutoModel": "x/jina-bert--modeling.JinaBert"}}, "auto_map"),
         ("bert", {"is_decoder": True}, "decoder"),
+        ("roberta", {"add_cross_attention": True}, "decoder"),
         ("ernie", {"position_embedding_type": "relative_key"}, "relative_key"),
         ("electra", {"position_embedding_type": "alibi"}, "alibi"),
         ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets 64"),
+        ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets 16"),
         ("xlm-roberta", {"pad_token_id": 0}, "pad_token_id 0"),
         ("albert", {"num_hidden_groups": 6}, "num_hidden_groups 6"),
         ("mobilebert", {"normalization_type": "layer_norm"}, "normalization_type 'layer_norm'"),
+        ("mobilebert", {"trigram_input": False}, "trigram_input False"),
+        ("mobilebert", {"use_bottleneck": False}, "use_bottleneck False"),
+        ("mobilebert", {"use_bottleneck_attention": True}, "use_bottleneck_attention True"),
+        ("mobilebert", {"key_query_shared_bottleneck": False}, "key_query_shared_bottleneck False"),
         ("mobilebert", {"intra_bottleneck_size": 14}, "bottleneck size 14"),
         ("deberta-v2", {"relative_attention": False}, "relative_attention"),
         ("deberta-v2", {"pos_att_type": ["p2p"]}, "p2p"),
@@ -643,6 +700,7 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("deberta-v2", {"attention_head_size": 16}, "attention_head_size 16"),
         ("deberta-v2", {"conv_kernel_size": 4}, "4 tokens has no middle"),
         ("deberta-v2", {"position_buckets": 2}, "2 buckets"),
+        ("deberta-v2", {"max_relative_positions": 1}, "greater than 1, got 1"),
         ("camembert", {"quantization_config": {"bits": 8}}, "quantised"),
         ("modernbert", {"layer_types": ["full_attention", "x", "x"]}, "layer_types"),
         ("modernbert", {"layer_types": ["full_attention"]}, "1 kinds of attention for 3 layers"),

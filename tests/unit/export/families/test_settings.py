@@ -59,9 +59,29 @@ def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family)
     undropped = {"mobilebert", "nomic_bert", "modernbert"}
     assert config.dropout == (0.0 if family.name in undropped else 0.1)
     assert config.group_layers == 1
+    assert not config.task_types
+    if family.name == "mobilebert":
+        assert config.feed_forwards == theirs.num_feedforward_networks
     assert config.layer_groups == (1 if family.name == "albert" else None)
     if family.name in WITH_DEFAULTS:
         assert (config.type_vocab_size, config.layer_norm_eps) == (2, 1e-12)
+
+
+def test_settings_that_a_modernbert_leaves_out_are_those_of_transformers() -> None:
+    theirs = transformers.ModernBertConfig(num_hidden_layers=7)
+    needed = only_needed("modernbert") | {"num_hidden_layers": 7}
+    config = FAMILIES["modernbert"].read_config(needed)
+    assert [theirs.layer_types[number] == "sliding_attention" for number in range(7)] == list(
+        config.local_layers
+    )
+    assert config.window == theirs.local_attention // 2
+    assert config.classifier_pooling == theirs.classifier_pooling
+    assert config.head_activation == theirs.classifier_activation
+    for part, flag in (
+        ("attention", "attention_bias"), ("up", "mlp_bias"), ("down", "mlp_bias"),
+        ("norm", "norm_bias"), ("head", "classifier_bias"), ("decoder", "decoder_bias"),
+    ):  # fmt: skip
+        assert config.has_bias(part) == getattr(theirs, flag), flag
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - WITH_DEFAULTS - {"distilbert"}))

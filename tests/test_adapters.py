@@ -259,6 +259,11 @@ BAD: dict[str, tuple[Change, str]] = {
         "under two names, with a prefix and without",
     ),
     "width": (tensor(f"{QUERY}.lora_A.weight", lambda a: a[:, :32]), "has 32 inputs"),
+    "outputs": (tensor(f"{QUERY}.lora_B.weight", lambda b: b[:32]), "has 32 outputs"),
+    "more-outputs": (
+        tensor(f"{QUERY}.lora_B.weight", lambda b: np.concatenate([b, b])),
+        "has 128 outputs",
+    ),
     "layer": (tensor("bert.encoder.layer.7.x.lora_A.weight", lambda a: a), "has lora_A only"),
     "stray": (tensor("qa_outputs.weight", lambda a: a), "'qa_outputs.weight' belongs nowhere"),
     "nan": (tensor("classifier.bias", lambda a: a * np.nan), "a number that is not finite"),

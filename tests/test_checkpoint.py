@@ -208,6 +208,18 @@ def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
     torch.testing.assert_close(logits.logsumexp(1), logits[:, :size].logsumexp(1))
 
 
+@pytest.mark.parametrize(("spare", "belongs"), [(127, True), (128, False)])
+def test_fewer_than_128_rows_may_be_beyond_the_vocabulary(
+    spare: int, belongs: bool, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=len(vocabulary()) + spare)
+    if belongs:
+        assert load_checkpoint(str(folder)).heads
+    else:
+        with pytest.raises(ExportError, match="do not belong together"):
+            load_checkpoint(str(folder))
+
+
 def test_one_token_type_is_enough(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
     bundle = export(str(folder), "one", Store(tmp_path / "store"))
@@ -267,6 +279,11 @@ def evil_pickle(folder: Path) -> None:
             return Path.touch, (folder / "executed",)  # type: ignore[return-value]
 
     torch.save({"x": Evil()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def numbers_in_a_pickle(folder: Path) -> None:
+    torch.save({WORD: [1.0, 2.0]}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
@@ -335,6 +352,8 @@ DAMAGES = {
     "no mask token": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()).replace("[MASK]", "[NONE]")), "no mask token"),
     "code in a pickle": (evil_pickle, "more than tensors"),
     "rubbish in a pickle": (with_file("pytorch_model.bin", "rubbish"), "pytorch_model.bin"),
+    "numbers in a pickle": (numbers_in_a_pickle, "pytorch_model.bin is not a table of tensors"),
+    "index names nothing": (with_file("model.safetensors.index.json", '{"weight_map": {}}'), "names no shard"),
     "index names no file": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors, which is missing"),
     "index climbs out": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "../model.safetensors"}}'), "not a file beside it"),
     "index is no index": (with_file("model.safetensors.index.json", "[]"), "not an index of shards"),

@@ -116,6 +116,15 @@ def test_what_moves_vectors_changes_the_name(
     assert space(other) != space(Store(store).manifest("roles"))
 
 
+def test_the_length_that_a_request_asks_for_counts_whatever_the_model_s_own_is(
+    checkpoint: Path, store: Path, tmp_path: Path
+) -> None:
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    CHANGES["normalisation"](changed)
+    other = exported(changed, tmp_path / "store")
+    assert space(other, normalize=True) == space(Store(store).manifest("roles"))
+
+
 def test_a_request_and_a_precision_change_the_name(
     checkpoint: Path, store: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +146,7 @@ def test_a_name_and_another_export_leave_the_space(
     card.write_text("another card")
     settings = json.loads((copied / "config.json").read_text())
     settings |= {"transformers_version": "9.9", "_name_or_path": "elsewhere", "use_cache": False}
+    settings |= {"hidden_dropout_prob": 0.25}  # of training
     (copied / "config.json").write_text(json.dumps(settings))
     for _ in range(2):
         other = exported(copied, tmp_path / "store", name="other")

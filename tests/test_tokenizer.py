@@ -125,6 +125,28 @@ def test_settings_overrule_tokenizer_json_as_in_transformers(
         assert "overrules" in loaded.note
 
 
+@pytest.mark.parametrize("text", ["北京 the", "café the"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tokenize_chinese_chars": False},
+        {"strip_accents": False},
+        {"strip_accents": True, "do_lower_case": False},
+    ],
+    ids=str,
+)
+def test_settings_of_a_vocabulary_are_those_of_transformers(
+    tmp_path: Path, settings: dict[str, bool], text: str
+) -> None:
+    pieces = [*vocabulary(), "北京", "北", "京", "café", "cafe"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    settings = {"do_lower_case": True} | settings
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = BertTokenizerFast(str(tmp_path / "vocab.txt"), **settings)(text)["input_ids"]
+    assert load_tokenizer(tmp_path).tokenizer.encode(text).ids == expected
+
+
 @pytest.mark.parametrize(("piece", "lowercase"), [("é", False), ("##ü", False), ("e", True)])
 def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercase: bool) -> None:
     """Uncased normalisation removes accents, so a vocabulary made with it has none."""

@@ -23,6 +23,7 @@ from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store.heads import HEADS, ArrayResult, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision
+from cloze.model_store.parity import output_errors
 from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model
 from tests.unit.export.scorers import ByHand, gate_texts
 
@@ -118,9 +119,25 @@ def verified(folder: Path, made: Model, written: Model | None = None) -> Parity:
     return verify(folder, GraphUnderTest(graph, checkpoint(made, recipe), TWO, 20))
 
 
-def test_rounding_that_torch_shares_is_no_wrong_graph(tmp_path: Path) -> None:
-    """The error above 1e-4 is accepted, and the golden outputs are compared with as much."""
-    parity = verified(tmp_path, rounding_model(0.3))
+def test_rounding_that_torch_shares_is_no_wrong_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error above 1e-4 is accepted, and the golden outputs are compared with as much.
+
+    The tolerance is four errors of torch's own fp32 against fp64, and one between the two.
+    """
+    own: list[float] = []
+
+    def measured(actual: Any, expected: Any, tolerance: float) -> dict[str, float]:
+        errors = output_errors(actual, expected, tolerance)
+        if tolerance == 0.0:
+            own.append(max(errors[name] for name in errors if expected[name].dtype.kind == "f"))
+        return errors
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verification, "output_errors", measured)
+        parity = verified(tmp_path, rounding_model(0.3))
+    assert parity.tolerance == pytest.approx(5 * max(own))
     assert 1e-4 < max(parity.max_error.values()) <= parity.tolerance < 0.03
     assert verified(tmp_path / "other", rounding_model(0.2)).tolerance == 1e-4
 

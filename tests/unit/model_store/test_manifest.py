@@ -177,6 +177,47 @@ def test_files_have_a_largest_size(file: str, limit: int) -> None:
             Manifest.model_validate(with_size(size))
 
 
+ADAPTERS: dict[str, Any] = {
+    "graph": FIELDS["graph"] | {"file": "a.onnx"},
+    "int8": INT8["graph"] | {"file": "a8.onnx"},
+    "prefixes": ["bert."],
+    "layers": {
+        "one": {"numbers": [0], "inputs": 8, "outputs": 8},
+        "two": {"numbers": [1, 2], "inputs": 8, "outputs": 8},
+    },
+    "heads": {},
+    "tensors_file": "heads.safetensors",
+}
+ADAPTER_FILES = dict.fromkeys(("a.onnx", "a8.onnx", "heads.safetensors"), STORED)
+
+
+@pytest.mark.parametrize(
+    ("file", "limit"), [("a.onnx", 2**21), ("a8.onnx", 2**21), ("heads.safetensors", 2**29)]
+)
+def test_files_of_adapters_are_listed_and_have_a_largest_size(file: str, limit: int) -> None:
+    fields = changed("adapters", ADAPTERS)
+    fields["files"] = FILES | ADAPTER_FILES | {file: STORED | {"size": limit}}
+    Manifest.model_validate(fields)
+    fields["files"] |= {file: STORED | {"size": limit + 1}}
+    with pytest.raises(ValueError, match=f"the file '{file}' has {limit + 1} bytes"):
+        Manifest.model_validate(fields)
+    del fields["files"][file]
+    with pytest.raises(ValueError, match=f"the file '{file}' is named but not listed"):
+        Manifest.model_validate(fields)
+
+
+@pytest.mark.parametrize("numbers", [[1], [1, 1], [0, 1], [2, 3]], ids=str)
+def test_adapted_layers_have_each_place_once(numbers: list[int]) -> None:
+    two = ADAPTERS["layers"] | {"two": ADAPTERS["layers"]["two"] | {"numbers": numbers}}
+    fields = changed("adapters", ADAPTERS | {"layers": two})
+    fields["files"] = FILES | ADAPTER_FILES
+    if numbers == [1]:
+        assert Manifest.model_validate(fields).adapters is not None
+    else:
+        with pytest.raises(ValueError, match="must be 0 to N - 1, each once"):
+            Manifest.model_validate(fields)
+
+
 def test_a_bundle_has_at_most_64_files() -> None:
     many = {f"f{n}": STORED for n in range(61)}
     assert accepts("files", FIELDS["files"] | many)
@@ -338,7 +379,7 @@ def test_a_pruned_encoder_has_sizes_for_each_layer() -> None:
         assert not accepts(f"architecture.{name}", [1] * (layers + 1))
         assert not accepts(f"architecture.{name}", [0] * layers)
     assert accepts("architecture.layer_heads", [heads] * layers)
-    assert not accepts("architecture.layer_heads", [heads + 1] * layers)
+    assert not accepts("architecture.layer_heads", [heads + 1] + [1] * (layers - 1))
 
 
 def test_special_tokens_of_a_pair_are_counted() -> None:

@@ -36,6 +36,7 @@ def place(shape: object = (2,), offsets: object = (0, 8), dtype: str = "F32") ->
     [
         (b"", "its header does not fit"),
         ((2**62).to_bytes(8, "little") + b"{}", "its header does not fit"),
+        ((2**22 + 1).to_bytes(8, "little") + bytes(2**22 + 1), "its header does not fit"),
         (header(data=b"")[:-1] + b"[", "JSONDecodeError"),
         (header([1]), "TypeError in header"),
         (header(place(dtype="I64")), "allowed are F32, F16, BF16"),

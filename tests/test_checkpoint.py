@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.checkpoint import Checkpoint, _check_vocabulary, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.heads import NEXT_SENTENCE
 from cloze.export.publish import ExportOptions, export
@@ -220,6 +222,16 @@ def test_fewer_than_128_rows_may_be_beyond_the_vocabulary(
             load_checkpoint(str(folder))
 
 
+def test_a_large_vocabulary_may_have_a_256th_of_spare_rows(folder: Path) -> None:
+    """mDeBERTa has 900."""
+    loaded = load_checkpoint(str(folder))
+    words = {str(number): number for number in range(250_100)}
+    large = replace(loaded.tokenizer, tokenizer=Backend(models.WordLevel(words)))
+    _check_vocabulary(large, replace(loaded.model.config, vocab_size=len(words) + 980))
+    with pytest.raises(ExportError, match="do not belong together"):
+        _check_vocabulary(large, replace(loaded.model.config, vocab_size=len(words) + 990))
+
+
 def test_one_token_type_is_enough(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
     bundle = export(str(folder), "one", Store(tmp_path / "store"))
@@ -344,6 +356,7 @@ DAMAGES = {
     "truncated tensor": (tensors(lambda t: t.update({DOWN: t[DOWN][:5].clone()})), r"has shape \[5, 128\], but config.json's sizes ask for \[64, 128\]"),
     "integer tensor": (tensors(lambda t: t.update({DOWN: t[DOWN].int()})), "not floating-point"),
     "NaN": (tensors(lambda t: t[DOWN].fill_(float("nan"))), "holds NaN"),
+    "infinity": (tensors(lambda t: t[DOWN][2].fill_(float("-inf"))), "holds NaN or infinity"),
     "half a head": (tensors(lambda t: t.pop("cls.predictions.transform.dense.bias")), "fill-mask head lacks transform.bias"),
     "more layers than the config": (config(num_hidden_layers=1), "config.json names only 1 layers"),
     "untied decoder": (tensors(lambda t: t.update({UNTIED: t[WORD] + 1})), "only tied decoders"),

@@ -300,6 +300,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no such prompt": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name="ask"), "default_prompt_name 'ask' is not one of the prompts"),
     "list for a name": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name=[]), r"default_prompt_name \[\] is not"),
     "mask of tokens": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("pooling.Pooling", "x.MultiVectorMask")), "names a MultiVectorMask module, which is not supported"),
+    "short limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length=2), "max_seq_length must be a number of at least 3, got 2"),
     "bad limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length="128"), "max_seq_length must be a number of at least 3, got '128'"),
 }  # fmt: skip
 

@@ -160,7 +160,7 @@ def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercas
 def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     size = len(vocabulary())
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"covid": size, "[E1]": size + 1}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[E1]": size + 1, "covid": size}))
     decoder = {
         str(size + 1): {"content": "[E1]", "special": True},
         "0": {"content": "[PAD]", "special": True},

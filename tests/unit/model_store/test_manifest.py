@@ -283,6 +283,9 @@ def test_the_specification_of_a_graph_follows_from_the_manifest() -> None:
     assert spec.heads == tuple(head.name for head in manifest().graph_heads)
     no_types = Manifest.model_validate(changed("architecture.type_vocab_size", 0))
     assert no_types.graph_spec(Layout.DENSE).token_types is False
+    assert spec.include_prompt
+    without_prompts = Manifest.model_validate(changed("embedding.include_prompt", False))
+    assert not without_prompts.graph_spec(Layout.DENSE).include_prompt
     only_qa = changed("tasks", ["qa"]) | {"embedding": None, "heads": {}}
     assert Manifest.model_validate(only_qa).graph_spec(Layout.DENSE).pooling is None
 

@@ -59,3 +59,41 @@ def test_ranks_have_a_limit(tmp_path: Path) -> None:
     assert read_files(write(tmp_path, rank=512)).layers
     with pytest.raises(AdapterError, match="r is 513; allowed are 0 to 512"):
         read_files(write(tmp_path, rank=513))
+
+
+USUAL = {
+    "alpha_pattern": {}, "auto_mapping": None, "base_model_name_or_path": "bert", "bias": "none",
+    "corda_config": None, "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False,
+    "inference_mode": True, "init_lora_weights": True, "layer_replication": None,
+    "layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_alpha": 8,
+    "lora_bias": False, "lora_dropout": 0.1, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": ["classifier"], "peft_type": "LORA",
+    "qalora_group_size": 16, "rank_pattern": {}, "revision": None,
+    "target_modules": ["query", "value"], "target_parameters": None, "task_type": "SEQ_CLS",
+    "trainable_token_indices": None, "use_dora": False, "use_qalora": False, "use_rslora": False,
+}  # fmt: skip
+"""The settings of a folder that PEFT writes."""
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "orthogonal", "eva"])
+def test_the_settings_that_peft_writes_are_accepted(start: object, tmp_path: Path) -> None:
+    layers = read_files(write(tmp_path, **USUAL | {"init_lora_weights": start})).layers
+    assert layers.keys() == set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_lora_weights", "olora"),
+        ("use_dora", True),
+        ("lora_bias", True),
+        ("layer_replication", [[0, 2]]),
+        ("trainable_token_indices", [3]),
+        ("unheard_of", 1),
+    ],
+)
+def test_what_would_change_a_result_is_refused_by_name(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterError, match=f"{name} is "):
+        read_files(write(tmp_path, **USUAL | {name: value}))

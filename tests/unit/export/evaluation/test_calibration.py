@@ -55,6 +55,9 @@ def test_the_error_is_the_gap_between_confidence_and_accuracy() -> None:
     gold = np.array([[1, 0], [0, 1], [0, 1], [1, 0]], bool)
     # bins: two of confidence 0.9, of which half is right; one of 0.61, right; one of 1.0, right
     assert calibration_error(probabilities, gold) == pytest.approx((2 * 0.4 + 0.39 + 0.0) / 4)
+    # A confidence of 1 is in the last bin, with those above 14/15.
+    sure, same = np.array([[1.0, 0.0], [0.95, 0.05]]), np.array([[0, 1], [1, 0]], bool)
+    assert calibration_error(sure, same) == pytest.approx((1.0 + 0.95 - 1) / 2)
     assert calibration_error(np.array([[0.8, 0.3]]), np.array([[True, True]]), True) == (
         pytest.approx((0.2 + 0.7) / 2)
     )

@@ -228,11 +228,20 @@ def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path:
 def test_a_class_outside_of_torch_is_tanh_as_in_sentence_transformers(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
     edit(folder, "2_Dense/config.json", activation_function="my_package.Special")
+    assert activation_of(folder) == "Tanh"
+    file = folder / "2_Dense/config.json"
+    settings = json.loads(file.read_text())
+    del settings["activation_function"]
+    file.write_text(json.dumps(settings))
+    assert activation_of(folder) == "Tanh"
+
+
+def activation_of(folder: Path) -> str:
     recipe = read_recipe(folder)
     assert recipe is not None
     [step] = recipe.steps
     assert isinstance(step, Projection)
-    assert step.activation == "Tanh"
+    return step.activation
 
 
 def test_no_flag_of_an_older_version_means_the_mean(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 from transformers import BertTokenizerFast
 
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Bundle, Store
 from cloze.service.tokenizer import Tokenizer
+from tests.tokenizer_kinds import wordpiece
 from tests.vocabulary import vocabulary
 
 SENTENCES = [
@@ -322,3 +324,19 @@ def test_singles_are_cut_at_either_end(tokenizer: Tokenizer) -> None:
     assert encode(5) == [cls, 7, 8, 9, sep]
     assert encode(4) == [cls, 7, 8, sep]
     assert encode(4, keep_end=True) == [cls, 8, 9, sep]
+
+
+@pytest.mark.parametrize(
+    "pair", ["[CLS] $A [MASK] $B [SEP]", "[CLS] $A $B [SEP]", "[CLS] $A [SEP] $B", "$A [SEP] $B"]
+)
+def test_special_tokens_in_other_places_are_refused(tmp_path: Path, pair: str) -> None:
+    backend = wordpiece()
+    names = ("[CLS]", "[SEP]", "[MASK]")
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair=pair,
+        special_tokens=[(name, backend.token_to_id(name)) for name in names],
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ExportError, match="puts its special tokens where no supported family"):
+        load_tokenizer(tmp_path)

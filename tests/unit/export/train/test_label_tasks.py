@@ -1,0 +1,130 @@
+"""What fine-tuning gives a text or a token as its target, and how much each label weighs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cloze.export.evaluation.calibration import Calibration
+from cloze.export.evaluation.labelled import LabelledText, TaggedSentence
+from cloze.export.evaluation.labels import EncodedRow
+from cloze.export.train.label_data import LabelData
+from cloze.export.train.label_tasks import (
+    RowBatch,
+    TagObjective,
+    _balanced,
+    _label_targets,
+    _plan,
+    _tag_targets,
+)
+from cloze.export.train.recipe import Optimisation
+from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe
+from cloze.model_store.heads.label_sets import LabelSet
+from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
+
+
+def data(problem: Any, rows: list[tuple[str, ...]], weights: Any = "balanced") -> LabelData:
+    learnt = [LabelledText("a", None, labels, 2.5, "at") for labels in rows]
+    labels = SequenceLabelSet(labels=("x", "y", "z"), problem_type=problem)
+    return LabelData(learnt, [], labels, LabelSettings(class_weights=weights))
+
+
+def test_balanced_weights_are_1_per_row_on_average() -> None:
+    counts = np.array([6, 3, 0, 1])
+    weights = _balanced(counts)
+    assert weights[:3].tolist() == pytest.approx([10 / 18, 10 / 9, 10 / 3])
+    assert (counts * weights).sum() / counts.sum() == pytest.approx(1)
+
+
+def test_targets_of_one_label_are_its_number() -> None:
+    rows = [("x",), ("z",), ("x",), ("x",)]
+    targets, weights = _label_targets(data("single_label_classification", rows), ("x", "y", "z"))
+    assert targets == [0, 2, 0, 0]
+    assert weights.tolist() == pytest.approx([4 / 6, 2, 2])
+    given = data("single_label_classification", rows, {"z": 3.0})
+    assert _label_targets(given, ("x", "y", "z"))[1].tolist() == [1, 1, 3]
+
+
+def test_a_label_among_several_weighs_as_the_rows_without_it_by_those_with_it() -> None:
+    rows: list[tuple[str, ...]] = [("x", "z"), ("x",), (), ("x",)]
+    targets, weights = _label_targets(data("multi_label_classification", rows), ("x", "y", "z"))
+    assert np.array_equal(targets, [[1, 0, 1], [1, 0, 0], [0, 0, 0], [1, 0, 0]])
+    assert weights.tolist() == pytest.approx([1 / 3, 4, 3])
+    numbers, weights = _label_targets(data("regression", rows, "none"), ("score",))
+    assert np.array_equal(numbers, [[2.5]] * 4)
+    assert weights.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("all_tokens", "expected"),
+    [
+        (False, [-100, 0, 1, -100, 2, -100, -100]),
+        (True, [-100, 0, 1, 2, 2, 2, -100]),
+    ],
+)
+def test_further_tokens_of_a_word_continue_its_entity(
+    all_tokens: bool, expected: list[int]
+) -> None:
+    words = np.array([-1, 0, 1, 1, 2, 2, -1])
+    row = EncodedRow(np.zeros(7, np.int64), np.zeros(7, np.int64), words)
+    sentence = TaggedSentence(("a", "b", "c"), ("O", "B-X", "I-X"), "at")
+    number = {"O": 0, "B-X": 1, "I-X": 2}
+    assert _tag_targets(row, sentence, number, all_tokens).tolist() == expected
+
+
+def test_steps_are_epochs_of_accumulated_batches() -> None:
+    recipe = LabelsRecipe(epochs=3, sequences=4, optimisation=Optimisation(accumulation=2))
+    assert _plan(50, recipe).steps == 3 * 50 // 8
+    assert _plan(1, recipe).steps == 1
+
+
+class Tags(TagObjective):
+    """An objective whose logits are given."""
+
+    def __init__(self, logits: torch.Tensor, weights: torch.Tensor) -> None:
+        self._logits, self._weights = logits, weights
+
+    def logits(self, _: RowBatch) -> torch.Tensor:
+        return self._logits
+
+
+def test_the_loss_of_tags_is_the_weighted_mean_of_labelled_tokens() -> None:
+    logits = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(1))
+    targets = torch.tensor([[-100, 0, 2], [1, -100, 2]])
+    weights = torch.tensor([0.5, 1.0, 4.0])
+    nothing = torch.zeros(2, 3, dtype=torch.long)
+    batch = RowBatch(nothing, nothing, nothing.bool(), targets)
+    loss, figures = Tags(logits, weights).loss(batch)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights)
+    torch.testing.assert_close(loss, expected)
+    right = (logits.argmax(-1) == targets).sum() / 4
+    assert figures["accuracy"] == right
+
+
+class Columns(TagObjective):
+    """An objective of the last two labels of three."""
+
+    def __init__(self) -> None:
+        self.module: Any = torch.nn.Module()
+        self.module.head = torch.nn.Module()
+        self.module.head.classifier = torch.nn.Linear(2, 3)
+        options = SequenceLabels(
+            name="one", labels=("a",), problem_type="regression",
+            further=(SequenceLabelSet(name="two", labels=("b", "c"), problem_type="regression"),),
+        )  # fmt: skip
+        self.module.options = {"head": options}
+        self._head, self._columns = "head", slice(1, 3)
+
+
+def test_a_temperature_divides_weights_and_biases_of_its_own_set() -> None:
+    objective = Columns()
+    classifier = objective.module.head.classifier
+    weight, bias = classifier.weight.detach().clone(), classifier.bias.detach().clone()
+    objective._divide_by(Calibration(2.0, 0.1, 0.0), "two")
+    factors = torch.tensor([1.0, 2.0, 2.0])
+    torch.testing.assert_close(classifier.weight * factors[:, None], weight)
+    torch.testing.assert_close(classifier.bias * factors, bias)
+    sets: tuple[LabelSet, ...] = objective.module.options["head"].sets
+    assert [each.temperature for each in sets] == [None, 2.0]

@@ -537,7 +537,8 @@ def test_int8_and_a_further_training_keep_what_they_can(
 def test_a_manifest_names_only_ids_of_the_vocabulary(store: Store) -> None:
     manifest = store.manifest("pylate")
     body = json.loads(manifest.model_dump_json())
-    for field, value in (("query_marker", 9999), ("filling", 9999), ("skipped_ids", [1, 9999])):
+    size = manifest.tokenizer.vocab_size
+    for field, value in (("query_marker", size), ("filling", size), ("skipped_ids", [1, size])):
         heads = {"multi_vector": body["heads"]["multi_vector"] | {field: value}}
-        with pytest.raises(ValueError, match="has the id 9999, which is not in the vocabulary"):
+        with pytest.raises(ValueError, match=f"has the id {size}, which is not in the vocabulary"):
             Manifest.model_validate(body | {"heads": heads})

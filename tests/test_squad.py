@@ -21,7 +21,7 @@ from cloze.export.heads import SPAN
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
-from cloze.export.train.windows import Window, answers_of, guess, make_windows
+from cloze.export.train.windows import Window, _best_span, answers_of, guess, make_windows
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
@@ -159,6 +159,16 @@ def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> 
     answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
     assert score(answers, questions)["exact_match"] == 100
     assert answers["none"] == ""
+
+
+@pytest.mark.parametrize(("end", "tokens"), [(30, 30), (31, 1)])
+def test_an_answer_has_at_most_30_tokens(end: int, tokens: int) -> None:
+    logits = np.zeros((40, 2), np.float32)
+    logits[1, 0], logits[end, 1] = 5, 4
+    inside = np.ones(40, bool)
+    inside[0] = False
+    _, (first, last) = _best_span(logits, inside)
+    assert (first, last - first + 1) == (1, tokens)
 
 
 def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_answer(

@@ -700,6 +700,7 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("deberta-v2", {"attention_head_size": 16}, "attention_head_size 16"),
         ("deberta-v2", {"conv_kernel_size": 4}, "4 tokens has no middle"),
         ("deberta-v2", {"position_buckets": 2}, "2 buckets"),
+        ("deberta-v2", {"position_buckets": 8, "max_relative_positions": 5}, "8 buckets"),
         ("deberta-v2", {"max_relative_positions": 1}, "greater than 1, got 1"),
         ("camembert", {"quantization_config": {"bits": 8}}, "quantised"),
         ("modernbert", {"layer_types": ["full_attention", "x", "x"]}, "layer_types"),

@@ -1,0 +1,61 @@
+"""The check of a graph with adapters, and the settings of an adapter without its own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cloze.export.adapter_folder import head_settings
+from cloze.export.adapters import ALL_LAYERS, AdaptedModel
+from cloze.export.errors import ExportError
+from cloze.model_store.heads import GraphSpec
+from cloze.model_store.layouts import Layout
+from cloze.model_store.peft import AdapterFiles
+from tests.unit.export.graph.tiny_models import model
+
+SPEC = GraphSpec(Layout.DENSE, (), token_types=True)
+
+
+class Same:
+    """A graph whose states all have one value."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def run(self, _: Any, feeds: dict[str, Any]) -> list[Any]:
+        rows = len(feeds["adapter_rows"])
+        return [np.full((rows, model().config.hidden_size), self._value, np.float32)]
+
+
+def test_a_graph_that_differs_from_torch_is_refused() -> None:
+    """States of zeros differ by as much as the largest state: 1 in units of it."""
+    adapted = AdaptedModel.of(model(), [ALL_LAYERS])
+    assert adapted.verify(Same(0.0), SPEC, 1.01) == pytest.approx(1)
+    for value, tolerance in ((0.0, 0.99), (float("nan"), 1e9)):
+        with pytest.raises(ExportError, match=r"differs from torch by .* leave out --adapters"):
+            adapted.verify(Same(value), SPEC, tolerance)
+
+
+def test_the_difference_of_small_states_is_absolute() -> None:
+    small = model()
+    with torch.no_grad():
+        norm = small.encoder.layers[-1].output_norm
+        norm.weight.fill_(1e-3)  # type: ignore[union-attr, operator]
+        norm.bias.zero_()  # type: ignore[union-attr, operator]
+    assert AdaptedModel.of(small, [ALL_LAYERS]).verify(Same(0.0), SPEC, 1.0) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("task", "classes"),
+    [("SEQ_CLS", ["ForSequenceClassification"]), ("FEATURE_EXTRACTION", []), (None, [])],
+)
+def test_the_class_of_an_adapter_follows_from_its_task(
+    task: str | None, classes: list[str]
+) -> None:
+    tensors = {"classifier.weight": np.zeros((3, 4), np.float32)}
+    adapter = AdapterFiles({"task_type": task}, {}, tensors, {}, None, "")
+    settings = head_settings(adapter, {"architectures": ["BertForMaskedLM"], "hidden_size": 4})
+    assert settings["architectures"] == classes
+    assert settings["hidden_size"] == 4
+    assert settings["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}

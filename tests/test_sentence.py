@@ -236,6 +236,14 @@ def test_a_class_outside_of_torch_is_tanh_as_in_sentence_transformers(tmp_path: 
     assert activation_of(folder) == "Tanh"
 
 
+def test_the_length_of_the_result_is_the_request_s_choice_and_no_step(tmp_path: Path) -> None:
+    modules = (Pooling(64, pooling_mode="mean"), Normalize(), Dense(64, 8), Normalize())
+    recipe = read_recipe(saved(tmp_path, "bert-plain", *modules))
+    assert recipe is not None
+    assert recipe.normalize
+    assert [step.kind for step in recipe.steps] == ["Normalize", "Dense"]
+
+
 def activation_of(folder: Path) -> str:
     recipe = read_recipe(folder)
     assert recipe is not None

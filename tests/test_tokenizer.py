@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import BertTokenizerFast
 
 from cloze.export.errors import ExportError
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
 from cloze.service.tokenizer import Tokenizer
 from tests.tokenizer_kinds import wordpiece
@@ -340,3 +340,18 @@ def test_special_tokens_in_other_places_are_refused(tmp_path: Path, pair: str) -
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ExportError, match="puts its special tokens where no supported family"):
         load_tokenizer(tmp_path)
+
+
+def test_only_a_tokenizer_that_keeps_case_is_changed_to_lower_case() -> None:
+    """Another file would be another space of vectors."""
+    backend = wordpiece()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    lowering = describe_tokenizer(backend)
+    assert lower_cased(lowering) is lowering
+    backend = wordpiece()
+    backend.normalizer = normalizers.NFKC()
+    keeping = describe_tokenizer(backend)
+    changed = lower_cased(keeping)
+    assert changed.lowercase
+    assert changed.tokenizer.encode("THE").ids == backend.encode("the").ids
+    assert keeping.tokenizer.encode("THE").ids != backend.encode("the").ids

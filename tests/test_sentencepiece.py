@@ -59,6 +59,8 @@ def test_a_mask_takes_the_space_before_it(tmp_path: Path) -> None:
     ids = pieces(loaded, "The <mask> was quiet.")
     without = pieces(loaded, "The"), pieces(loaded, "was quiet.")
     assert ids == [*without[0], loaded.mask_id, *without[1]]
+    encoding = loaded.tokenizer.encode("The <mask> was quiet.", add_special_tokens=False)
+    assert encoding.offsets[encoding.ids.index(loaded.mask_id or 0)] == (3, 10)
 
 
 def test_offsets_are_characters_of_the_original_text(tmp_path: Path) -> None:

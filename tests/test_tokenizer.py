@@ -172,6 +172,8 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     assert loaded.size == size + 2
     ids = loaded.tokenizer.encode("the covid [E1] king", add_special_tokens=False).ids
     assert ids == [vocabulary().index("the"), size, size + 1, vocabulary().index("king")]
+    assert loaded.tokenizer.encode("Covid", add_special_tokens=False).ids == [size]
+    assert size + 1 not in loaded.tokenizer.encode("[e1]").ids, "special tokens keep their case"
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"covid": size + 5}))
     with pytest.raises(

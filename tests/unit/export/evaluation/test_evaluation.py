@@ -284,6 +284,7 @@ def test_pairs_with_their_scores(tmp_path: Path) -> None:
         (b"a,b,1\na,b\n", "line 2 is not 'sentence,sentence,score'"),
         (b"a,b,x\n", "line 1 is not"),
         (b"a,b,nan\n", "the score nan is not a finite number"),
+        (b"a,b,inf\n", "the score inf is not a finite number"),
         (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
         (b"", "there are no pairs in"),
         (b"\xff,b,1\n", "cannot be read"),

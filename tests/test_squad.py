@@ -161,6 +161,25 @@ def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> 
     assert answers["none"] == ""
 
 
+class FirstToken:
+    """Gives the score of "no answer", which is the sum at ``[CLS]``, by the id there."""
+
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        logits = np.zeros((len(batch), 4, 2), np.float32)
+        logits[:, 0, 0] = [encoding.input_ids[0] for encoding in batch]
+        return [{SPAN: ArrayResult(one)} for one in logits]
+
+
+@pytest.mark.parametrize("nulls", [(1, 5), (5, 1)])
+def test_no_answer_scores_as_in_the_window_that_doubts_it_most(nulls: tuple[int, int]) -> None:
+    offsets = np.array([[-1, -1], [0, 1], [1, 2], [-1, -1]])
+    windows = [
+        Window(0, np.array([null, 7, 8, 9]), np.zeros(4, np.int64), offsets, 0, 0) for null in nulls
+    ]
+    [guessed] = guess([Question("q", "t", "Who?", "ab", ())], windows, FirstToken())
+    assert guessed.null_margin == 1
+
+
 @pytest.mark.parametrize(("end", "tokens"), [(30, 30), (31, 1)])
 def test_an_answer_has_at_most_30_tokens(end: int, tokens: int) -> None:
     logits = np.zeros((40, 2), np.float32)

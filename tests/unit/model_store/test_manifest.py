@@ -12,6 +12,7 @@ from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_NAMES
 from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
 from cloze.model_store.sequences import SpecialTokens
+from cloze.model_store.tensors import POSITION_TABLE, WORD_TABLE
 from tests.unit.service.tasks.model import LABELS, manifest
 
 FIELDS: Mapping[str, Any] = manifest().model_dump(mode="json")
@@ -269,6 +270,16 @@ def test_tasks_have_what_they_need() -> None:
         "heads.sequence_classification", {"labels": [], "problem_type": "regression"}
     )
     assert not accepts("heads.sequence_classification", {"labels": ["a"], "problem_type": "other"})
+
+
+def test_tables_are_those_of_the_architecture() -> None:
+    sizes = FIELDS["architecture"]
+    words = {WORD_TABLE: [sizes["vocab_size"], 8]}
+    positions = {POSITION_TABLE: [sizes["max_positions"], 8]}
+    assert accepts("tables", words)
+    assert accepts("tables", words | positions)
+    assert not accepts("tables", positions)
+    assert not accepts("tables", words | {POSITION_TABLE: [sizes["max_positions"] + 1, 8]})
 
 
 def test_a_default_prompt_is_one_of_the_prompts() -> None:

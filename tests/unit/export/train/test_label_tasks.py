@@ -1,5 +1,6 @@
 """What fine-tuning gives a text or a token as its target, and how much each label weighs."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cloze.export.errors import DataError
 from cloze.export.evaluation.calibration import Calibration
 from cloze.export.evaluation.labelled import LabelledText, TaggedSentence
 from cloze.export.evaluation.labels import EncodedRow
-from cloze.export.train.label_data import LabelData
+from cloze.export.train.label_data import LabelData, RowFiles, read_label_data
 from cloze.export.train.label_tasks import (
     RowBatch,
     TagObjective,
@@ -29,6 +31,14 @@ def data(problem: Any, rows: list[tuple[str, ...]], weights: Any = "balanced") -
     learnt = [LabelledText("a", None, labels, 2.5, "at") for labels in rows]
     labels = SequenceLabelSet(labels=("x", "y", "z"), problem_type=problem)
     return LabelData(learnt, [], labels, LabelSettings(class_weights=weights))
+
+
+def test_held_out_rows_are_of_the_kind_that_is_learnt(tmp_path: Path) -> None:
+    learnt, held_out = tmp_path / "learnt.jsonl", tmp_path / "held-out.jsonl"
+    learnt.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
+    held_out.write_text('{"text": "a", "label": 1.5}\n')
+    with pytest.raises(DataError, match="has another kind of label"):
+        read_label_data(RowFiles([learnt], [held_out]), LabelSettings(), print)
 
 
 def test_balanced_weights_are_1_per_row_on_average() -> None:

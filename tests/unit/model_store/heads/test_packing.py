@@ -19,6 +19,7 @@ from cloze.model_store.heads import (
 from cloze.model_store.heads.head import Pooling
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, sequence_rows
 from cloze.model_store.layouts import Layout, Placement
 
@@ -159,6 +160,12 @@ def test_dense_embeddings_name_their_sequences() -> None:
             [[3**-0.5] * 3, [2**-0.5, 2**-0.5, 0]],
         ),
         (Pooling.MAX, [[0, 1, 2], [3, 4, 3]], None),
+        (Pooling.LAST, [[2], [4]], [[1], [1]]),
+        (
+            Pooling.WEIGHTED_MEAN,
+            [[0, 1, 2], [3, 4, 3]],
+            [[1 / 6, 2 / 6, 3 / 6], [1 / 3, 2 / 3, 0]],
+        ),
     ],
 )
 def test_pooled_rows_and_their_weights(
@@ -172,6 +179,32 @@ def test_pooled_rows_and_their_weights(
     else:
         np.testing.assert_allclose(feeds["pool_weights"], weights, rtol=1e-6)
         assert feeds["pool_weights"].dtype == np.float32
+
+
+def test_positions_keep_their_weights_where_a_prompt_is_left_out() -> None:
+    firsts = np.array([1, 0], np.int32)
+    starts, lengths = PLACEMENT.starts[:2], PLACEMENT.lengths[:2]
+    feeds = embedding.pool(starts, lengths, Pooling.WEIGHTED_MEAN, firsts)
+    assert feeds["pool_rows"].tolist() == [[1, 2], [3, 4]]
+    weights = [[2 / 5, 3 / 5], [1 / 3, 2 / 3]]
+    np.testing.assert_allclose(feeds["pool_weights"], weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "differ"),
+    [
+        ({}, False),
+        ({"filling": 3}, True),
+        ({"skipped_ids": (1,)}, True),
+        ({"query_marker": 1}, True),
+        ({"query_marker": 1, "document_marker": 1}, False),
+        ({"document_tokens": 9}, True),
+    ],
+    ids=str,
+)
+def test_roles_differ_in_whatever_moves_vectors(options: dict[str, Any], differ: bool) -> None:
+    given: dict[str, Any] = {"dimensions": 4, "query_tokens": 8, "document_tokens": 8} | options
+    assert LateInteraction(**given).roles_differ is differ
 
 
 def test_pooling_nothing_gives_arrays_without_rows() -> None:

@@ -192,7 +192,7 @@ def short(kind: type[Any], **fields: Any) -> Any:
 def test_a_pruned_checkpoint_becomes_a_smaller_bundle(
     source: Path, stories: Path, tmp_path: Path
 ) -> None:
-    recipe = short(PruneRecipe, heads=0.5, neurons=0.25, rounds=2, importance_batches=2)
+    recipe = short(PruneRecipe, heads=0.5, neurons=0.75, rounds=2, importance_batches=2)
     options, lines = run_options(tmp_path / "run"), []
     options = replace(options, report=lines.append)
     folder = prune(str(source), [stories], recipe, options)
@@ -201,7 +201,7 @@ def test_a_pruned_checkpoint_becomes_a_smaller_bundle(
     assert "gate" in text
     pruned = load_checkpoint(str(folder)).model
     assert sum(pruned.config.layer_heads or ()) == 3
-    assert sum(pruned.config.layer_intermediate_sizes or ()) == 32
+    assert sum(pruned.config.layer_intermediate_sizes or ()) == 64
     first = load_checkpoint(str(tmp_path / "run/round-1/checkpoint")).model.config
     assert sum(first.layer_heads or ()) == 4, "half of the way"
     settings = json.loads((folder / "config.json").read_text())

@@ -218,13 +218,11 @@ def finetune_classify(
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
     from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_labels
+    from cloze.export.train.label_tasks import finetune_rows
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_labels(
-        checkpoint, RowFiles(labelled, held_out), recipe.with_rank(lora), options
-    )
+    return finetune_rows(checkpoint, RowFiles(labelled, held_out), recipe.with_rank(lora), options)
 
 
 @train.command("finetune-tokens")
@@ -250,11 +248,11 @@ def finetune_tokens(
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
     from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_tags
+    from cloze.export.train.label_tasks import finetune_rows
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_tags(checkpoint, RowFiles(tagged, held_out), recipe.with_rank(lora), options)
+    return finetune_rows(checkpoint, RowFiles(tagged, held_out), recipe.with_rank(lora), options)
 
 
 @train.command("finetune-tasks")

@@ -4,7 +4,6 @@ An error names the file, the line and the value.
 """
 
 import json
-import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cloze.export.errors import DataError
+from cloze.export.evaluation.data_files import read_text
 from cloze.model_store.heads.sequence_classification import ProblemType
 
 SCORE = "score"
@@ -118,11 +118,11 @@ def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, Pro
         raise DataError(f'{at} needs either "label" or "labels": {_shown(entry)}')
     if "labels" in entry:
         labels = entry["labels"]
-        if not isinstance(labels, list) or not all(map(_is_label, labels)):
+        if not isinstance(labels, list) or not all(map(_is_text, labels)):
             raise DataError(f'{at}: "labels" must be a list of strings, got {_shown(labels)}')
         return LabelledText(text, second, tuple(labels), 0.0, at), "multi_label_classification"
     label = entry["label"]
-    if _is_label(label):
+    if _is_text(label):
         return LabelledText(text, second, (label,), 0.0, at), "single_label_classification"
     if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
         raise DataError(f'{at}: "label" must be a string or a number, got {_shown(label)}')
@@ -131,10 +131,6 @@ def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, Pro
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip()) and _is_unicode(value)
-
-
-def _is_label(value: object) -> bool:
-    return _is_text(value)
 
 
 def _is_unicode(text: str) -> bool:
@@ -216,17 +212,7 @@ def _check_tags(tags: Sequence[tuple[str, str]]) -> None:
 
 def _lines(file: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
     """Yield the numbered lines of a UTF-8 file, which may be compressed as ``.xz``."""
-    try:
-        data = file.read_bytes()
-        text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file") from None
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1 if file.suffix != ".xz" else "?"
-        raise DataError(f"{file}, line {line} is not UTF-8 text: {error}") from None
-    except (lzma.LZMAError, EOFError, OSError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(read_text(file).split("\n"), 1):
         if blank or line.strip():
             yield number, line
 

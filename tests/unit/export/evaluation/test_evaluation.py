@@ -286,7 +286,7 @@ def test_pairs_with_their_scores(tmp_path: Path) -> None:
         (b"a,b,nan\n", "the score nan is not a finite number"),
         (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
         (b"", "there are no pairs in"),
-        (b"\xff,b,1\n", "cannot be read"),
+        (b"\xff,b,1\n", "line 1 is not UTF-8 text"),
     ],
 )
 def test_pairs_that_cannot_be_ranked(tmp_path: Path, content: bytes, message: str) -> None:

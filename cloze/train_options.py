@@ -17,6 +17,7 @@ import click
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.model_store.store import StoreError
+from cloze.tables import report
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def run_command(
             recipes = import_module(f"cloze.export.train.{module}")
             settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
             opened = open_device(device, threads)
-            options = RunOptions(out, opened, print_event, license=license_name)
+            options = RunOptions(out, opened, report, license=license_name)
             with locked(out):
                 checkpoint = run(settings, options, **arguments)
             click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
@@ -167,11 +168,6 @@ def open_device(name: str, threads: int | None) -> "torch.device":
         torch.set_num_threads(threads)
     devices.keep_freed_memory()
     return devices.open_device(name)
-
-
-def print_event(line: str) -> None:
-    """Print a line of progress."""
-    click.echo(line, err=True)
 
 
 def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:

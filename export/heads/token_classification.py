@@ -1,6 +1,6 @@
 """Token classification: torch module, graph, labels and gate figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,9 +10,9 @@ from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, token_rows
-from cloze.export.heads.sequence_classification import read_labels, write_labels
+from cloze.export.heads.sequence_classification import write_labels
 from cloze.model_store.heads import HeadRequest, token_classification
-from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.heads.token_classification import read_options
 from cloze.model_store.layouts import Placement
 
 
@@ -47,14 +47,6 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
-    return TokenLabels(labels=read_labels(settings))
-
-
-def _write_options(options: TokenLabels) -> dict[str, Any]:
-    return write_labels(options)
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of tokens for which both models choose the same label."""
     name = token_classification.HEAD.name
@@ -76,6 +68,6 @@ EXPORT_HEAD: Final = ExportHead(
     limits={"token_classification_agreement": 0.95},
     fine_tuned=True,
     architecture="ForTokenClassification",
-    read_options=_read_options,
-    write_options=_write_options,
+    read_options=read_options,
+    write_options=write_labels,
 )

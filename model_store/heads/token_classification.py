@@ -5,10 +5,11 @@ The result is the logits [S, L] of a sequence.
 Source: Devlin et al. 2019, section 5.3 (named-entity recognition).
 """
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from cloze.model_store.heads.head import ModelSizes
-from cloze.model_store.heads.label_sets import LabelSet, LabelSets
+from cloze.model_store.heads.label_sets import LabelSet, LabelSets, read_labels
 from cloze.model_store.heads.rows import per_token
 from cloze.model_store.tensors import TensorSpec
 
@@ -24,6 +25,11 @@ class TokenLabels(LabelSets):
     """The head's section in a manifest. Labels are, for example, ``O``, ``B-PER``, ``I-PER``."""
 
     further: tuple[LabelSet, ...] = ()
+
+
+def read_options(settings: Mapping[str, Any]) -> TokenLabels:
+    """Return the labels of a ``config.json``; see `read_labels`."""
+    return TokenLabels(labels=read_labels(settings))
 
 
 def _model_sizes(sizes: ModelSizes) -> dict[str, int]:

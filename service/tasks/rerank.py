@@ -143,9 +143,8 @@ def interacts(manifest: Manifest) -> bool:
 
 def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
     """Return the function from a classifier's logits to scores."""
-    options = manifest.heads[sequence_classification.HEAD.name]
-    assert isinstance(options, SequenceLabels)
-    raw = options.raw_scores if parameters.raw_scores is None else parameters.raw_scores
+    declared = text_classification.sequence_labels(manifest).raw_scores
+    raw = declared if parameters.raw_scores is None else parameters.raw_scores
     return "none" if raw else "sigmoid"
 
 

@@ -237,14 +237,7 @@ class AdaptedRuns:
         for number, one in enumerate(adapters):
             if one is not None:
                 rows[:, number, :, : one.rows.shape[2]] = one.rows
-        feeds: dict[str, NDArray[Any]] = {
-            adapter_section.table(width).name: table
-            for width, table in self.adapters.tables.items()
-        }
-        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
-        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
-        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
-        return feeds
+        return adapter_section.row_inputs(self.adapters.tables, rows)
 
 
 _PER_SEQUENCE = "sequence_classification"

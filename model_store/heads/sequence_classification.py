@@ -8,7 +8,7 @@ Source: Devlin et al. 2019, section 4.1.
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
-from cloze.model_store.heads.head import ModelSizes
+from cloze.model_store.heads.head import Head, ModelSizes
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets, read_labels
 from cloze.model_store.heads.rows import per_sequence
 from cloze.model_store.tensors import TensorSpec
@@ -84,11 +84,12 @@ def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     return {"L": options.logits}
 
 
-HEAD: Final = per_sequence(
+HEAD: Final = Head(
     "sequence_classification",
     "text-classification",
-    CLASS_ROWS,
-    CLASS_LOGITS,
+    (CLASS_ROWS,),
+    (CLASS_LOGITS,),
+    *per_sequence(CLASS_ROWS, CLASS_LOGITS),
     options=SequenceLabels,
     model_sizes=_model_sizes,
 )

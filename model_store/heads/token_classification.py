@@ -8,7 +8,7 @@ Source: Devlin et al. 2019, section 5.3 (named-entity recognition).
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cloze.model_store.heads.head import ModelSizes
+from cloze.model_store.heads.head import Head, ModelSizes
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets, read_labels
 from cloze.model_store.heads.rows import per_token
 from cloze.model_store.tensors import TensorSpec
@@ -38,11 +38,12 @@ def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     return {"L": options.logits}
 
 
-HEAD: Final = per_token(
+HEAD: Final = Head(
     "token_classification",
     "token-classification",
-    TOKEN_ROWS,
-    TOKEN_LOGITS,
+    (TOKEN_ROWS,),
+    (TOKEN_LOGITS,),
+    *per_token(TOKEN_ROWS, TOKEN_LOGITS),
     options=TokenLabels,
     model_sizes=_model_sizes,
 )

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Floats, Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer, head_arrays
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import layer_norm, linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, write_activated
-from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels, read_options
 from cloze.model_store.layouts import Layout, Placement
@@ -123,8 +123,9 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     """
     ids_and_types = [(ids, np.zeros_like(ids)) for ids in texts.sentences()]
     ids_and_types += texts.sentence_pairs()
+    name = sequence_classification.HEAD.name
     one, other = (
-        np.concatenate([_logits(scorer, ids, types) for ids, types in ids_and_types])
+        np.concatenate([head_arrays(scorer, name, *each) for each in ids_and_types])
         for scorer in (checkpoint, graph)
     )
     if one.shape[1] == 1:
@@ -132,13 +133,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     else:
         same = one.argmax(1) == other.argmax(1)
     return {"text_classification_agreement": float(same.mean())}
-
-
-def _logits(scorer: Scorer, ids: Any, types: Any) -> Floats:
-    name = sequence_classification.HEAD.name
-    requests = [{name: HeadRequest()}] * len(ids)
-    outputs = scorer.run(encodings(ids, types, requests))
-    return np.stack([output[name].array for output in outputs])
 
 
 EXPORT_HEAD: Final = ExportHead(

@@ -6,12 +6,19 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, token_rows
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    HeadSetup,
+    Transform,
+    of_sentences,
+    token_rows,
+)
 from cloze.export.heads.sequence_classification import write_labels
-from cloze.model_store.heads import HeadRequest, token_classification
+from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import read_options
 from cloze.model_store.layouts import Placement
 
@@ -49,12 +56,8 @@ def _reference(
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of tokens for which both models choose the same label."""
-    name = token_classification.HEAD.name
-    same = []
-    for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
-        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
-        same.append(one.argmax(1) == other.argmax(1))
+    pairs = of_sentences((checkpoint, graph), token_classification.HEAD.name, texts)
+    same = [one.argmax(1) == other.argmax(1) for one, other in pairs]
     return {"token_classification_agreement": float(np.concatenate(same).mean())}
 
 

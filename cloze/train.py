@@ -151,7 +151,6 @@ def finetune_qa(
     options: "RunOptions",
     source: str,
     questions: tuple[Path, ...],
-    lora: int | None,
 ) -> Path:
     """Fine-tune the checkpoint SOURCE for question answering.
 
@@ -161,7 +160,7 @@ def finetune_qa(
     """
     from cloze.export.train.questions import finetune_questions
 
-    return finetune_questions(source, list(questions), recipe.with_rank(lora), options)
+    return finetune_questions(source, list(questions), recipe, options)
 
 
 labelled_option = click.option(
@@ -205,7 +204,6 @@ def finetune_classify(
     source: str,
     labelled: tuple[Path, ...],
     held_out: tuple[Path, ...],
-    lora: int | None,
     model_store: Path,
 ) -> Path:
     """Fine-tune SOURCE, a checkpoint or bundle:NAME, for labels of texts or pairs.
@@ -222,7 +220,7 @@ def finetune_classify(
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_rows(checkpoint, RowFiles(labelled, held_out), recipe.with_rank(lora), options)
+    return finetune_rows(checkpoint, RowFiles(labelled, held_out), recipe, options)
 
 
 @train.command("finetune-tokens")
@@ -238,7 +236,6 @@ def finetune_tokens(
     source: str,
     tagged: tuple[Path, ...],
     held_out: tuple[Path, ...],
-    lora: int | None,
     model_store: Path,
 ) -> Path:
     """Fine-tune SOURCE, a checkpoint or bundle:NAME, for tags of words, such as entities.
@@ -252,7 +249,7 @@ def finetune_tokens(
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_rows(checkpoint, RowFiles(tagged, held_out), recipe.with_rank(lora), options)
+    return finetune_rows(checkpoint, RowFiles(tagged, held_out), recipe, options)
 
 
 @train.command("finetune-tasks")
@@ -378,7 +375,6 @@ def finetune_embed(
     pairs: tuple[Path, ...],
     held_out_pairs: tuple[Path, ...],
     corpus: tuple[Path, ...],
-    lora: int | None,
 ) -> Path:
     """Fine-tune the embeddings of the checkpoint SOURCE.
 
@@ -391,7 +387,7 @@ def finetune_embed(
     from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    return finetune_embedding(source, files, recipe.with_rank(lora), options)
+    return finetune_embedding(source, files, recipe, options)
 
 
 @train.command()

@@ -127,6 +127,8 @@ def run_command(
 
             recipes = import_module(f"cloze.export.train.{module}")
             settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            if "lora" in arguments:
+                settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)
             options = RunOptions(out, opened, report, license=license_name)
             with locked(out):

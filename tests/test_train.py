@@ -1283,7 +1283,7 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
     file.write_text(line)
     with pytest.raises(DataError, match=reason):
         read_sentences(file)
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match="no such file"):
         read_sentences(tmp_path / "nowhere.tsv")
 
 

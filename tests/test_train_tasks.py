@@ -382,7 +382,7 @@ WRONG_ROWS = [
     ([GOOD, {"text": "x", "label": 3}], "line 2: .* a text with a number, but .*line 1 is"),
     ([GOOD, {"text": "x", "text_pair": "y", "label": "b"}], "line 2: .* is a pair with one label"),
     ([GOOD, {"text": "x", "labels": ["a", 3]}], 'line 2: "labels" must be a list of strings'),
-    ([], "there is no labelled text in it"),
+    ([], "is empty"),
 ]
 
 

@@ -1,7 +1,10 @@
 """Reads the files of texts, pairs and questions that models are measured on."""
 
+import json
 import lzma
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cloze.export.errors import DataError
 
@@ -33,3 +36,24 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{file}, line {line} is not UTF-8 text: {error}") from None
+
+
+def read_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file and line, object) of a file of JSON lines.
+
+    Raises:
+        DataError: see `read_text`; or a line is not an object, or there is no line.
+    """
+    row = None
+    for number, line in enumerate(read_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise DataError(f"{file}, line {number} is not a JSON object: {line.strip()!r:.80}")
+        yield f"{file}, line {number}", row
+    if row is None:
+        raise DataError(f"{file} is empty")

@@ -3,7 +3,6 @@
 An error names the file, the line and the value.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_text
+from cloze.export.evaluation.data_files import read_objects, read_text
 from cloze.model_store.heads.sequence_classification import ProblemType
 
 SCORE = "score"
@@ -71,20 +70,16 @@ def read_labelled(files: Iterable[Path]) -> tuple[list[LabelledText], ProblemTyp
     rows: list[LabelledText] = []
     kinds: list[tuple[ProblemType, bool]] = []
     for file in files:
-        before = len(rows)
-        for number, line in _lines(file):
-            at = f"{file}, line {number}"
-            row, problem = _labelled_text(_object(line, at), at)
+        for at, entry in read_objects(file):
+            row, problem = _labelled_text(entry, at)
             kind = (problem, row.text_pair is not None)
             if kinds and kind != kinds[0]:
                 raise DataError(
-                    f"{at}: {_shown(line)} is {_described(kind)}, but {rows[0].at} is "
+                    f"{at}: {_shown(entry)} is {_described(kind)}, but {rows[0].at} is "
                     f"{_described(kinds[0])}"
                 )
             kinds.append(kind)
             rows.append(row)
-        if len(rows) == before:
-            raise DataError(f"{file}: there is no labelled text in it")
     return rows, kinds[0][0]
 
 
@@ -96,16 +91,6 @@ def _described(kind: tuple[ProblemType, bool]) -> str:
         "regression": "a number",
     }
     return f"a {'pair' if is_pair else 'text'} with {names[problem]}"
-
-
-def _object(line: str, at: str) -> Mapping[str, Any]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{at} is not JSON ({error}): {_shown(line)}") from None
-    if not isinstance(entry, dict):
-        raise DataError(f"{at} is not a JSON object: {_shown(line)}")
-    return entry
 
 
 def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, ProblemType]:
@@ -157,9 +142,7 @@ def read_tagged(files: Iterable[Path]) -> list[TaggedSentence]:
 
 
 def _from_jsonl(file: Path) -> Iterator[TaggedSentence]:
-    for number, line in _lines(file):
-        at = f"{file}, line {number}"
-        entry = _object(line, at)
+    for at, entry in read_objects(file):
         words, tags = entry.get("tokens"), entry.get("tags")
         for name, values in (("tokens", words), ("tags", tags)):
             if not isinstance(values, list) or not values or not all(map(_is_text, values)):
@@ -177,7 +160,7 @@ def _from_jsonl(file: Path) -> Iterator[TaggedSentence]:
 
 def _from_columns(file: Path) -> Iterator[TaggedSentence]:
     rows: list[tuple[str, str, str]] = []
-    for number, line in [*_lines(file, blank=True), (0, "")]:
+    for number, line in enumerate([*read_text(file).split("\n"), ""], 1):
         columns = line.split()
         if columns and not (columns[0].startswith("#") and not rows and not _is_tag(columns[-1])):
             at = f"{file}, line {number}"
@@ -208,13 +191,6 @@ def _check_tags(tags: Sequence[tuple[str, str]]) -> None:
                 f"in IOB2 an entity begins with B-{tag[2:]}"
             )
         previous = tag
-
-
-def _lines(file: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file, which may be compressed as ``.xz``."""
-    for number, line in enumerate(read_text(file).split("\n"), 1):
-        if blank or line.strip():
-            yield number, line
 
 
 def _shown(value: object) -> str:

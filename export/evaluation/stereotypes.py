@@ -11,7 +11,6 @@ Three computations, each on minimal pairs, whose sentences differ in a few words
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import DataError, ExportError
-from cloze.export.evaluation.data_files import read_text
+from cloze.export.evaluation.data_files import read_objects, read_text
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
@@ -291,27 +290,6 @@ def read_stereoset(file: Path) -> list[Triple]:
             )
         triples.append(Triple(*texts))
     return triples
-
-
-def read_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, object) of a file of JSON lines.
-
-    Raises:
-        DataError: the file cannot be read, a line is not an object, or there is no line.
-    """
-    lines = [
-        (number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()
-    ]
-    if not lines:
-        raise DataError(f"{file} is empty")
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise DataError(f"{file}, line {number} is not a JSON object: {line.strip()!r:.80}")
-        yield f"{file}, line {number}", row
 
 
 def _sentence(row: dict[str, Any], name: str, line: str) -> str:

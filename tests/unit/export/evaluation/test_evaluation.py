@@ -122,7 +122,7 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(DataError, match="holds no sentences"):
         read_sentences(file)
-    with pytest.raises(DataError, match="missing: No such file"):
+    with pytest.raises(DataError, match="missing: no such file"):
         read_sentences(tmp_path / "missing")
 
 

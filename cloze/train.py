@@ -26,6 +26,7 @@ from cloze.train_options import (
     lora_option,
     one_line_errors,
     open_device,
+    questions_option,
     recipe_option,
     required,
     run_command,
@@ -137,13 +138,7 @@ def pretrain(
 
 @train.command("finetune-qa")
 @click.argument("source")
-@click.option(
-    "--questions",
-    multiple=True,
-    required=True,
-    type=FILE,
-    help="SQuAD 1.1 or 2.0 format, also .xz; may be repeated.",
-)
+@questions_option("SQuAD 1.1 or 2.0")
 @lora_option
 @run_command("QuestionsRecipe", "finetune-qa")
 def finetune_qa(
@@ -320,13 +315,7 @@ def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> No
 
 @train.command("calibrate-qa")
 @click.argument("source")
-@click.option(
-    "--questions",
-    multiple=True,
-    required=True,
-    type=FILE,
-    help="SQuAD 2.0 format, also .xz; may be repeated.",
-)
+@questions_option("SQuAD 2.0")
 @held_out_option(0.08, "; only these are used")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
 @device_options

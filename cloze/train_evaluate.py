@@ -16,6 +16,7 @@ from cloze.train_options import (
     held_out_option,
     one_line_errors,
     open_device,
+    precision_option,
 )
 
 
@@ -56,12 +57,7 @@ from cloze.train_options import (
     default=128,
     help="Tokens per sequence, limited by the model.",
 )
-@click.option(
-    "--precision",
-    type=click.Choice([str(p) for p in Precision]),
-    default=str(Precision.FP32),
-    help="Precision of a bundle's graph.",
-)
+@precision_option
 @json_option
 @store_option
 @device_options

@@ -16,6 +16,7 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
+from cloze.model_store.manifest import Precision
 from cloze.model_store.store import StoreError
 from cloze.tables import report
 
@@ -80,6 +81,25 @@ lora_option = click.option(
     metavar="RANK",
     help="Learn low-rank matrices beside the frozen encoder, and write a PEFT adapter.",
 )
+
+
+precision_option = click.option(
+    "--precision",
+    type=click.Choice([str(p) for p in Precision]),
+    default=str(Precision.FP32),
+    help="Precision of a bundle's graph.",
+)
+
+
+def questions_option(formats: str) -> Callable[[Command], Command]:
+    """Return the option of the files of questions, in these formats."""
+    return click.option(
+        "--questions",
+        multiple=True,
+        required=True,
+        type=FILE,
+        help=f"{formats} format, also .xz; may be repeated.",
+    )
 
 
 def device_options(command: Command) -> Command:

@@ -6,7 +6,7 @@ pipeline. Source: Yin et al. 2019, "Benchmarking Zero-shot Text Classification".
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -35,6 +35,7 @@ from cloze.service.tasks.text_classification import (
     sequence_labels,
 )
 from cloze.service.tasks.texts import (
+    LongText,
     TextEncoder,
     TruncationParameters,
     UsageParameters,
@@ -56,7 +57,7 @@ Ids = Sequence[int]
 class ZeroShotParameters(TruncationParameters, UsageParameters):
     """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts."""
 
-    long_text: Literal["error", "truncate", "window"] | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
         None,
         description="error refuses a long text, truncate cuts it, window divides it and returns "
         "the mean of its windows' scores; the label is never cut; the default is truncate",

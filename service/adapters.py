@@ -122,7 +122,7 @@ class OpenedAdapters(NamedTuple):
 
 
 def open_adapters(
-    folders: Sequence[Path],
+    folders: Iterable[str | Path],
     bundles: Sequence[Bundle],
     most_mb: int,
     running: Iterable[Bundle] = (),
@@ -143,7 +143,8 @@ def open_adapters(
         StartupError: one of `folders` is no adapter or has no good one: it fits no bundle, has the
             name of another model, or needs more memory.
     """
-    if not folders:
+    roots = [Path(folder) for folder in folders]
+    if not roots:
         return OpenedAdapters([], {})
     bases = [bundle for bundle in bundles if bundle.manifest.adapters is not None]
     if not bases:
@@ -156,7 +157,7 @@ def open_adapters(
     taken = {bundle.manifest.name: f"the bundle {bundle.manifest.reference}" for bundle in bundles}
     adapters: list[AdapterBundle] = []
     refused: dict[str, str] = {}
-    for root in folders:
+    for root in roots:
         below = [root] if is_adapter(root) else _adapters_below(root)
         served, first_error = len(adapters), None
         for folder in below:

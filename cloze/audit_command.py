@@ -11,7 +11,7 @@ from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store
 from cloze.options import json_option, store_option
 from cloze.tables import Row, print_rows, report
-from cloze.train_options import FILE, device_options, one_line_errors, open_device
+from cloze.train_options import FILE, device_options, one_line_errors, open_device, precision_option
 
 if TYPE_CHECKING:
     from cloze.export.evaluation.audit import Figure
@@ -41,12 +41,7 @@ if TYPE_CHECKING:
     "--resamples", type=click.IntRange(min=100), default=1000, help="Drawings of the bootstrap."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=1, help="Seed of the drawings.")
-@click.option(
-    "--precision",
-    type=click.Choice([str(p) for p in Precision]),
-    default=str(Precision.FP32),
-    help="Precision of a bundle's graph.",
-)
+@precision_option
 @click.option("--page", type=FILE, help="Write a page with plots to this file, HTML.")
 @json_option
 @store_option

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -22,10 +22,6 @@ from cloze.model_store.manifest import Precision
 from cloze.model_store.store import StoreError
 from cloze.options import json_option, store_option
 from cloze.tables import print_rows, report
-
-if TYPE_CHECKING:
-    pass
-
 
 _PROGRAMS = {"BINARY": "The program", "PYTHON": "Interpreter of an environment with"}
 """Begins the help text of a peer's option, by kind of program."""

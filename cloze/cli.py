@@ -69,7 +69,7 @@ def _end_at_once() -> None:
 @click.group(context_settings=_CONTEXT)
 @click.version_option(package_name=DISTRIBUTION)
 def cli() -> None:
-    """Serve BERT and DistilBERT: fill-mask, embeddings, next sentence and question answering.
+    """Serve BERT and its kin: vectors, masks, labels, entities, answers and rankings.
 
     `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
     a model store. `cloze fetch` puts a model from an address into a model store. `cloze store`
@@ -138,6 +138,7 @@ def _check_name(_: click.Context, __: click.Parameter, value: str | None) -> str
     "--adapters",
     metavar="LAYERS",
     default="",
+    show_default=False,
     help="Linear layers that adapters of `cloze serve --adapter` may change: names like PEFT's "
     "target_modules, separated by commas, for example query,value; or all-linear. The bundle gets "
     "a second graph on the same weights.  [default: the bundle takes no adapters]",

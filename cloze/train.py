@@ -26,6 +26,7 @@ from cloze.train_options import (
     lora_option,
     one_line_errors,
     open_device,
+    questions_option,
     recipe_option,
     required,
     run_command,
@@ -137,13 +138,7 @@ def pretrain(
 
 @train.command("finetune-qa")
 @click.argument("source")
-@click.option(
-    "--questions",
-    multiple=True,
-    required=True,
-    type=FILE,
-    help="SQuAD 1.1 or 2.0 format, also .xz; may be repeated.",
-)
+@questions_option("SQuAD 1.1 or 2.0")
 @lora_option
 @run_command("QuestionsRecipe", "finetune-qa")
 def finetune_qa(
@@ -151,7 +146,6 @@ def finetune_qa(
     options: "RunOptions",
     source: str,
     questions: tuple[Path, ...],
-    lora: int | None,
 ) -> Path:
     """Fine-tune the checkpoint SOURCE for question answering.
 
@@ -161,7 +155,7 @@ def finetune_qa(
     """
     from cloze.export.train.questions import finetune_questions
 
-    return finetune_questions(source, list(questions), recipe.with_rank(lora), options)
+    return finetune_questions(source, list(questions), recipe, options)
 
 
 labelled_option = click.option(
@@ -205,7 +199,6 @@ def finetune_classify(
     source: str,
     labelled: tuple[Path, ...],
     held_out: tuple[Path, ...],
-    lora: int | None,
     model_store: Path,
 ) -> Path:
     """Fine-tune SOURCE, a checkpoint or bundle:NAME, for labels of texts or pairs.
@@ -218,13 +211,11 @@ def finetune_classify(
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
     from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_labels
+    from cloze.export.train.label_tasks import finetune_rows
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_labels(
-        checkpoint, RowFiles(labelled, held_out), recipe.with_rank(lora), options
-    )
+    return finetune_rows(checkpoint, RowFiles(labelled, held_out), recipe, options)
 
 
 @train.command("finetune-tokens")
@@ -240,7 +231,6 @@ def finetune_tokens(
     source: str,
     tagged: tuple[Path, ...],
     held_out: tuple[Path, ...],
-    lora: int | None,
     model_store: Path,
 ) -> Path:
     """Fine-tune SOURCE, a checkpoint or bundle:NAME, for tags of words, such as entities.
@@ -250,11 +240,11 @@ def finetune_tokens(
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
     from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_tags
+    from cloze.export.train.label_tasks import finetune_rows
     from cloze.export.train.start import open_start
 
     checkpoint = open_start(source, Store(model_store))
-    return finetune_tags(checkpoint, RowFiles(tagged, held_out), recipe.with_rank(lora), options)
+    return finetune_rows(checkpoint, RowFiles(tagged, held_out), recipe, options)
 
 
 @train.command("finetune-tasks")
@@ -325,13 +315,7 @@ def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> No
 
 @train.command("calibrate-qa")
 @click.argument("source")
-@click.option(
-    "--questions",
-    multiple=True,
-    required=True,
-    type=FILE,
-    help="SQuAD 2.0 format, also .xz; may be repeated.",
-)
+@questions_option("SQuAD 2.0")
 @held_out_option(0.08, "; only these are used")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
 @device_options
@@ -380,7 +364,6 @@ def finetune_embed(
     pairs: tuple[Path, ...],
     held_out_pairs: tuple[Path, ...],
     corpus: tuple[Path, ...],
-    lora: int | None,
 ) -> Path:
     """Fine-tune the embeddings of the checkpoint SOURCE.
 
@@ -393,7 +376,7 @@ def finetune_embed(
     from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    return finetune_embedding(source, files, recipe.with_rank(lora), options)
+    return finetune_embedding(source, files, recipe, options)
 
 
 @train.command()

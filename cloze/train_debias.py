@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cloze.tables import print_rows
+from cloze.tables import print_rows, report
 from cloze.train_options import (
     FILE,
     FOLDER,
@@ -14,7 +14,6 @@ from cloze.train_options import (
     device_options,
     one_line_errors,
     open_device,
-    print_event,
     required,
     run_command,
 )
@@ -99,7 +98,7 @@ def debias_embed(
 
     files = _files(corpus, word_pairs, pairs)
     opened = open_device(device, threads)
-    _print_changes(project(source, files, dimensions, out, opened, print_event))
+    _print_changes(project(source, files, dimensions, out, opened, report))
     click.echo(out)
 
 

@@ -8,7 +8,7 @@ from cloze.failing import fail
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store
 from cloze.options import json_option, store_option
-from cloze.tables import print_rows
+from cloze.tables import print_rows, report
 from cloze.train_options import (
     FILE,
     corpus_option,
@@ -16,7 +16,7 @@ from cloze.train_options import (
     held_out_option,
     one_line_errors,
     open_device,
-    print_event,
+    precision_option,
 )
 
 
@@ -57,12 +57,7 @@ from cloze.train_options import (
     default=128,
     help="Tokens per sequence, limited by the model.",
 )
-@click.option(
-    "--precision",
-    type=click.Choice([str(p) for p in Precision]),
-    default=str(Precision.FP32),
-    help="Precision of a bundle's graph.",
-)
+@precision_option
 @json_option
 @store_option
 @device_options
@@ -119,7 +114,7 @@ def evaluate(
         label_set=label_set,
     )
     with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
-        figures = measure(subject, data, Path(folder), print_event)
+        figures = measure(subject, data, Path(folder), report)
     if not figures:
         fail(
             "there is nothing to measure: "

@@ -16,7 +16,9 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
+from cloze.model_store.manifest import Precision
 from cloze.model_store.store import StoreError
+from cloze.tables import report
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +83,25 @@ lora_option = click.option(
 )
 
 
+precision_option = click.option(
+    "--precision",
+    type=click.Choice([str(p) for p in Precision]),
+    default=str(Precision.FP32),
+    help="Precision of a bundle's graph.",
+)
+
+
+def questions_option(formats: str) -> Callable[[Command], Command]:
+    """Return the option of the files of questions, in these formats."""
+    return click.option(
+        "--questions",
+        multiple=True,
+        required=True,
+        type=FILE,
+        help=f"{formats} format, also .xz; may be repeated.",
+    )
+
+
 def device_options(command: Command) -> Command:
     """Add the options of where a command computes."""
     threads = click.option(
@@ -126,8 +147,10 @@ def run_command(
 
             recipes = import_module(f"cloze.export.train.{module}")
             settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            if "lora" in arguments:
+                settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)
-            options = RunOptions(out, opened, print_event, license=license_name)
+            options = RunOptions(out, opened, report, license=license_name)
             with locked(out):
                 checkpoint = run(settings, options, **arguments)
             click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
@@ -167,11 +190,6 @@ def open_device(name: str, threads: int | None) -> "torch.device":
         torch.set_num_threads(threads)
     devices.keep_freed_memory()
     return devices.open_device(name)
-
-
-def print_event(line: str) -> None:
-    """Print a line of progress."""
-    click.echo(line, err=True)
 
 
 def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:

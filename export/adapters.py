@@ -24,6 +24,7 @@ from cloze.model_store.adapter_section import (
 )
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec
+from cloze.model_store.layouts import Feeds
 from cloze.model_store.manifest import Graph, Precision
 
 ALL_LAYERS: Final = "all-linear"
@@ -194,7 +195,7 @@ class AdaptedModel:
             for layer, weight in before.items():
                 layer.weight.data = weight
 
-    def _feeds(self, adapters: Sequence[Mapping[nn.Linear, Any]]) -> dict[str, NDArray[Any]]:
+    def _feeds(self, adapters: Sequence[Mapping[nn.Linear, Any]]) -> Feeds:
         """Return the tables and the rows of adapters, one per sequence."""
         numbers = self.numbers
         rows = np.zeros((2, len(adapters), len(numbers), _RANK), np.int32)
@@ -207,14 +208,9 @@ class AdaptedModel:
                     first = sum(map(len, table))
                     rows[side, sequence, numbers[layer]] = range(first, first + _RANK)
                     table.append(matrix.numpy())
-        feeds: dict[str, NDArray[Any]] = {
-            adapter_section.table(width).name: np.concatenate(table)
-            for width, table in tables.items()
-        }
-        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
-        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
-        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
-        return feeds
+        return adapter_section.row_inputs(
+            {width: np.concatenate(table) for width, table in tables.items()}, rows
+        )
 
 
 def _linear(model: Model, name: str) -> nn.Linear:

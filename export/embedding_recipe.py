@@ -1,7 +1,7 @@
 """Reads the embedding recipe of a sentence-transformers directory."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,18 +139,15 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         raise ExportError(
             f"{file.name}: default_prompt_name {default!r} is not one of the prompts ({names})"
         )
-    poolings, steps, normalize, include_prompt = _read_modules(folder, modules)
+    recipe = _read_modules(folder, modules)
     max_tokens, lowercase = sentence_settings(encoder_folder(folder))
-    return EmbeddingRecipe(
-        pooling=poolings[0],
-        further_poolings=poolings[1:],
-        steps=tuple(steps),
-        normalize=normalize,
+    return replace(
+        recipe,
         max_tokens=max_tokens,
         prompts=prompts,
         default_prompt=default if default in [*prompts] else None,
         lowercase=lowercase,
-        include_prompt=include_prompt or not any(prompts.values()),
+        include_prompt=recipe.include_prompt or not any(prompts.values()),
     )
 
 
@@ -179,10 +176,8 @@ def with_activation(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
     """Refuse a sparse encoder that does not compute what `cloze.model_store.heads` describes."""
-    kinds, settings = (
-        [kind for kind, _ in modules],
-        read_settings(folder / modules[-1][1] / "config.json"),
-    )
+    kinds = [kind for kind, _ in modules]
+    settings = read_settings(folder / modules[-1][1] / "config.json")
     if len(kinds) != 2 or kinds[0] not in ("Transformer", "MLMTransformer"):
         raise ExportError(
             f"modules.json names {', '.join(kinds)}; before SpladePooling, one encoder is supported"
@@ -196,13 +191,8 @@ def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
 _BEFORE, _STEPS = ("Transformer", "Dropout", "Pooling"), ("Dense", "LayerNorm", "Normalize")
 
 
-def _read_modules(
-    folder: Path, modules: list[tuple[str, str]]
-) -> tuple[tuple[Pooling, ...], list[Step], bool, bool]:
-    """Return the poolings, the steps after them, and two properties.
-
-    The properties are whether embeddings are normalised last, and whether prompts are pooled.
-    """
+def _read_modules(folder: Path, modules: list[tuple[str, str]]) -> EmbeddingRecipe:
+    """Return what the modules say of a recipe."""
     poolings: tuple[Pooling, ...] = ()
     include_prompt = True
     steps: list[Step] = []
@@ -236,7 +226,13 @@ def _read_modules(
     if not poolings:
         raise ExportError("modules.json names no Pooling module")
     normalize = bool(steps) and isinstance(steps[-1], UnitLength)
-    return poolings, steps[:-1] if normalize else steps, normalize, include_prompt
+    return EmbeddingRecipe(
+        pooling=poolings[0],
+        further_poolings=poolings[1:],
+        steps=tuple(steps[:-1] if normalize else steps),
+        normalize=normalize,
+        include_prompt=include_prompt,
+    )
 
 
 def describe_steps(folder: Path) -> list[Any]:

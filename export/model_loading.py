@@ -102,9 +102,13 @@ def read_head_options(
     for head in heads:
         if head.read_options is not None:
             section = head_sections(settings).get(head.head.name)
-            options[head.head.name] = (
-                head.read_options(settings) if section is None else _parse_section(head, section)
-            )
+            if section is not None:
+                options[head.head.name] = _parse_section(head, section)
+                continue
+            try:
+                options[head.head.name] = head.read_options(settings)
+            except ValueError as error:
+                raise ExportError(f"config.json: {first_line(error)}") from None
     return options
 
 

@@ -9,11 +9,15 @@ sequence; row 0 is zero.
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from cloze.model_store.heads.head import Frozen
+from cloze.model_store.layouts import Feeds, Int32
 from cloze.model_store.limits import MAX_LAYERS
 from cloze.model_store.sections import FileName, Graph, Precision, Width
 from cloze.model_store.tensors import TensorSpec
@@ -42,6 +46,18 @@ def table(width: int) -> TensorSpec:
     """Return the table of rows of a width."""
     meaning = "rows of A and columns of B, times alpha / rank; row 0 is zero"
     return TensorSpec(f"adapter_table_{width}", "float32", ("rows", width), meaning)
+
+
+def row_inputs(tables: Mapping[int, NDArray[np.float32]], rows: Int32) -> Feeds:
+    """Return the inputs about adapters of a batch, without `HIDDEN_ROWS`.
+
+    Args:
+        tables: by width [rows, width].
+        rows: [2, B, N, R], the rows of A and of B of each sequence and layer.
+    """
+    rows_in, rows_out = rows.reshape(2, rows.shape[1], -1)
+    own = {LAYER_ROWS_IN.name: rows_in, LAYER_ROWS_OUT.name: rows_out}
+    return own | {table(width).name: values for width, values in tables.items()}
 
 
 class AdaptedLayer(Frozen):

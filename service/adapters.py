@@ -8,15 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Bundle
 from cloze.model_store.adapter import Adapter, Head, check_head, read_adapter
-from cloze.model_store.error_lines import printable
-from cloze.model_store.heads import sequence_classification, token_classification
-from cloze.model_store.heads.head import Frozen
-from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.error_lines import first_line, printable
+from cloze.model_store.heads import HEADS, sequence_classification, token_classification
+from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.limits import MAX_ADAPTER_BYTES
 from cloze.model_store.manifest import NAME_PATTERN
 from cloze.model_store.peft import AdapterError, is_adapter
@@ -124,7 +122,7 @@ class OpenedAdapters(NamedTuple):
 
 
 def open_adapters(
-    folders: Sequence[Path],
+    folders: Iterable[str | Path],
     bundles: Sequence[Bundle],
     most_mb: int,
     running: Iterable[Bundle] = (),
@@ -145,7 +143,8 @@ def open_adapters(
         StartupError: one of `folders` is no adapter or has no good one: it fits no bundle, has the
             name of another model, or needs more memory.
     """
-    if not folders:
+    roots = [Path(folder) for folder in folders]
+    if not roots:
         return OpenedAdapters([], {})
     bases = [bundle for bundle in bundles if bundle.manifest.adapters is not None]
     if not bases:
@@ -158,7 +157,7 @@ def open_adapters(
     taken = {bundle.manifest.name: f"the bundle {bundle.manifest.reference}" for bundle in bundles}
     adapters: list[AdapterBundle] = []
     refused: dict[str, str] = {}
-    for root in folders:
+    for root in roots:
         below = [root] if is_adapter(root) else _adapters_below(root)
         served, first_error = len(adapters), None
         for folder in below:
@@ -315,7 +314,13 @@ def _key(name: str, adapter: Adapter) -> str:
     return f"{name}@{adapter.digest[:16]}"
 
 
-def _labels(head: Head, hidden_size: int, settings: Mapping[str, Any]) -> tuple[str, Frozen]:
+_READ_LABELS: Final[Mapping[str, Callable[[Mapping[str, Any]], LabelSets]]] = {
+    sequence_classification.HEAD.name: sequence_classification.read_options,
+    token_classification.HEAD.name: token_classification.read_options,
+}
+
+
+def _labels(head: Head, hidden_size: int, settings: Mapping[str, Any]) -> tuple[str, LabelSets]:
     """Return the task of a head, and its section in a manifest.
 
     Raises:
@@ -324,23 +329,10 @@ def _labels(head: Head, hidden_size: int, settings: Mapping[str, Any]) -> tuple[
     count = check_head(head, hidden_size)
     if count > _MOST_LABELS:
         raise AdapterError(f"its head has {count} labels; the limit is {_MOST_LABELS}")
-    by_id = settings.get("id2label")
-    if by_id is None:
-        by_id = {str(number): f"LABEL_{number}" for number in range(count)}
     try:
-        named = {int(number): str(label) for number, label in by_id.items()}
-        labels = tuple(named[number] for number in range(len(named)))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise AdapterError("config.json: id2label must name the labels 0 to N - 1") from None
-    if len(labels) != count:
-        raise AdapterError(f"config.json names {len(labels)} labels; the head has {count}")
-    if head.name == token_classification.HEAD.name:
-        return token_classification.HEAD.task, TokenLabels(labels=labels)
-    kind = settings.get("problem_type")
-    if kind is None:  # the default of transformers' pipeline
-        kind = "single_label_classification" if count > 1 else "multi_label_classification"
-    try:
-        options = SequenceLabels(labels=labels, problem_type=kind)
-    except ValueError:
-        raise AdapterError(f"config.json: problem_type {str(kind)[:80]!a} is unknown") from None
-    return sequence_classification.HEAD.task, options
+        options = _READ_LABELS[head.name]({**settings, "num_labels": count})
+    except ValueError as error:
+        raise AdapterError(f"config.json: {first_line(error)}") from None
+    if (named := len(options.labels)) != count:
+        raise AdapterError(f"config.json names {named} labels; the head has {count}")
+    return HEADS[head.name].task, options

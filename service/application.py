@@ -33,7 +33,7 @@ from cloze.service.served_models import ServedModel, close_models
 from cloze.service.settings import Settings
 
 _TITLE: Final = "Cloze"
-_DESCRIPTION: Final = "Fill-mask, embeddings, next sentence and question answering by encoders."
+_DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
 PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
 """Paths that the application answers besides the routes of protocols."""

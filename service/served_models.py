@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from cloze.model_store import Bundle, Store, StoreError
@@ -98,8 +97,7 @@ def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBu
         bundles = [store.open(name) for name in names]
     except StoreError as error:
         raise StartupError(str(error)) from error
-    folders = [Path(folder) for folder in settings.adapter]
-    adapters = open_adapters(folders, bundles, settings.adapter_memory_mb, running)
+    adapters = open_adapters(settings.adapter, bundles, settings.adapter_memory_mb, running)
     for reason in adapters.refused.values():
         log.error("an adapter is left out: %s", reason)
     return OpenedBundles([*bundles, *adapters.bundles], adapters.refused)

@@ -23,8 +23,8 @@ ENV_PREFIX = "CLOZE_"
 _DEFAULT = f"{ENV_PREFIX}DEFAULT"
 _DEFAULT_OF_A_TASK = f"{_DEFAULT}_"
 
-_CLIENT_KEY = f"{ENV_PREFIX}KEY"
-"""The variable of `cloze ask --key`, which is no setting of a server."""
+_OF_CLIENTS = frozenset({f"{ENV_PREFIX}KEY", f"{ENV_PREFIX}URL"})
+"""The variables of `cloze ask`, which are no settings of a server."""
 
 CPU_BATCH_TOKENS = 512
 """Default batch size limit on a CPU, in tokens."""
@@ -381,7 +381,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
 
 def unknown_variables() -> list[str]:
     """Return the ``CLOZE_`` environment variables that are not settings, most likely misspelt."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {_CLIENT_KEY}
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | _OF_CLIENTS
     return sorted(
         name
         for name in os.environ

@@ -25,6 +25,7 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import embedding, sequence_classification, token_classification
 from cloze.model_store.heads.head import HeadRequest
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Precision
 from cloze.service.adapters import AdapterBundle, open_adapters
 from cloze.service.application import MOST_ADAPTER_SERIES
@@ -290,6 +291,28 @@ def test_a_bad_adapter_is_refused_by_name(
         open_adapters([folder], [base], 64)
     assert message in str(raised.value)
     assert str(folder) in str(raised.value)
+
+
+def test_the_settings_of_a_head_are_read_as_an_export_reads_them(
+    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
+) -> None:
+    """The only label of a classifier has a sigmoid; a reranker may declare raw scores."""
+    recipe = Recipe(7, task="SEQ_CLS", head={"classifier": (1, 64)}, targets=())
+    folder = write(tmp_path / "reranker", recipe, base_model)
+    settings = {
+        "id2label": {"0": "relevant"},
+        "problem_type": "single_label_classification",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    (adapter,) = open_adapters([folder], [base], 64).bundles
+    assert adapter.manifest.heads[sequence_classification.HEAD.name] == SequenceLabels(
+        labels=("relevant",), problem_type="multi_label_classification", raw_scores=True
+    )
+    for wrong in ({"problem_type": "x"}, {"id2label": {"1": "a"}}, {"id2label": {"0": 1, "1": 2}}):
+        (folder / "config.json").write_text(json.dumps(settings | wrong))
+        with pytest.raises(StartupError, match=r"config\.json"):
+            open_adapters([folder], [base], 64)
 
 
 def test_files_that_are_no_adapters_are_refused(

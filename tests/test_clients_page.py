@@ -21,7 +21,7 @@ PROGRAMS = re.findall(
 )
 
 EXPECTED = {
-    "Python client of Cloze": "(2, 384) ['door', 'room']\nTrue Hamburg\n422 422: inputs[0] holds no mask",
+    "Python client of Cloze": "(2, 384) ['door', 'room']\nTrue Hamburg\n422: inputs[0] holds no mask",
     "huggingface_hub": "door\n(1, 384)\n[0.8",
     "openai": "384 ['cloze-bert",
 }

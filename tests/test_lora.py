@@ -25,7 +25,7 @@ from cloze.export.families import FAMILIES
 from cloze.export.model import hidden_states
 from cloze.export.publish import export
 from cloze.export.train.label_data import RowFiles
-from cloze.export.train.label_tasks import finetune_labels
+from cloze.export.train.label_tasks import finetune_rows
 from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import LowRank, Optimisation, Target
@@ -138,7 +138,7 @@ def test_labels_are_learnt_and_the_encoder_is_not_written(bert: Path, tmp_path: 
     torch.manual_seed(0)
     file = write_labelled(tmp_path / "rows.jsonl", "one")
     base, options = load_checkpoint(str(bert)), RunOptions(tmp_path / "run", CPU, quietly)
-    folder = finetune_labels(base, RowFiles([file], []), recipe(epochs=40), options)
+    folder = finetune_rows(base, RowFiles([file], []), recipe(epochs=40), options)
     assert read_log(folder.parent)[-1]["held_out_accuracy"] > 0.9
     assert not (folder / "model.safetensors").exists()
     with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
@@ -167,8 +167,8 @@ def test_a_run_that_stops_goes_on_to_the_same_matrices(
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("cloze.export.train.loop.Progress.advance", _kill_at(5))
                 with pytest.raises(Stop):
-                    finetune_labels(load_checkpoint(str(bert)), files, made, options)
-        done.append(finetune_labels(load_checkpoint(str(bert)), files, made, options))
+                    finetune_rows(load_checkpoint(str(bert)), files, made, options)
+        done.append(finetune_rows(load_checkpoint(str(bert)), files, made, options))
     one, other = map(learnt_tensors, done)
     assert all(torch.equal(one[name], other[name]) for name in one)
     frozen = torch.load(done[1].parent / "state.pt", weights_only=True)["average"]["means"]
@@ -182,9 +182,9 @@ def test_a_run_with_patience_keeps_its_best_matrices(bert: Path, tmp_path: Path)
     made = recipe(optimisation=rates, epochs=40, patience=2)
     options = RunOptions(tmp_path / "run", CPU, quietly, Schedule(log=1, evaluate=3))
     files, base = RowFiles([file], [file]), load_checkpoint(str(bert))
-    before = learnt_tensors(finetune_labels(base, files, made, options))
+    before = learnt_tensors(finetune_rows(base, files, made, options))
     assert read_log(options.run_dir)[-1]["step"] < 400
-    again = learnt_tensors(finetune_labels(load_checkpoint(str(bert)), files, made, options))
+    again = learnt_tensors(finetune_rows(load_checkpoint(str(bert)), files, made, options))
     assert all(torch.equal(before[name], again[name]) for name in before)
 
 

@@ -70,8 +70,8 @@ def test_a_bad_flag_is_named_as_a_flag() -> None:
 
 
 def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLOZE_PROT", "1")
-    monkeypatch.setenv("CLOZE_PORT", "1")
+    for name in ("CLOZE_PROT", "CLOZE_PORT", "CLOZE_URL", "CLOZE_KEY"):  # the last are of clients
+        monkeypatch.setenv(name, "1")
     assert unknown_variables() == ["CLOZE_PROT"]
 
 

@@ -39,10 +39,8 @@ from cloze.export.evaluation.masked_words import (
 )
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import (
-    embeddings,
-    next_sentence_logits,
+    head_arrays,
     score_masks,
-    span_logits,
 )
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.evaluation.stereotypes import (
@@ -966,7 +964,7 @@ def test_sentence_transformers_gives_the_same_embeddings(embedded: Path) -> None
     subject = open_subject(str(embedded), Store(Path()), CPU)
     for text, vector in zip(texts, expected, strict=True):
         ids = np.array([checkpoint.tokenizer.tokenizer.encode(text).ids])
-        row = embeddings(subject.scorer, ids)[0]
+        row = head_arrays(subject.scorer, "embedding", ids)[0]
         np.testing.assert_allclose(row / np.linalg.norm(row), vector, atol=1e-5)
 
 
@@ -1049,7 +1047,9 @@ def test_no_answer_is_calibrated_in_the_weights(trained: Path, tmp_path: Path) -
     )
     for window in windows[:40]:
         ids, types = window.input_ids[None], window.token_type_ids[None]
-        change = span_logits(after, ids, types)[0] - span_logits(before, ids, types)[0]
+        change = (
+            head_arrays(after, "span", ids, types)[0] - head_arrays(before, "span", ids, types)[0]
+        )
         moved.append((change[0].sum(), change[1:].sum(1).mean()))
     of_first, of_others = np.array(moved).mean(0)
     assert of_first - of_others == pytest.approx(-done.threshold, rel=0.1)
@@ -1283,7 +1283,7 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
     file.write_text(line)
     with pytest.raises(DataError, match=reason):
         read_sentences(file)
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match="no such file"):
         read_sentences(tmp_path / "nowhere.tsv")
 
 
@@ -1322,8 +1322,8 @@ def test_a_bundle_becomes_a_checkpoint_again(
     )
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_allclose(
-        next_sentence_logits(checkpoint.scorer, ids, zeros),
-        next_sentence_logits(bundle.scorer, ids, zeros),
+        head_arrays(checkpoint.scorer, "next_sentence", ids, zeros),
+        head_arrays(bundle.scorer, "next_sentence", ids, zeros),
         atol=1e-4,
     )
 

@@ -760,7 +760,7 @@ def test_questions_that_are_not_there(finished: Path, tmp_path: Path) -> None:
         packed,
         *options(recipe, tmp_path / "other-run"),
     ]
-    assert refused(*command).startswith(f"{packed} is not in SQuAD's format: LZMAError")
+    assert refused(*command).startswith(f"{packed} cannot be read: Compressed data ended")
 
 
 @pytest.mark.parametrize(
@@ -823,7 +823,7 @@ def test_windows_that_do_not_fit(
         ),
         (
             b"\xff,a girl,2.5\n",
-            "{file} cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+            "{file}, line 1 is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
         ),
     ],
 )

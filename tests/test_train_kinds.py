@@ -23,7 +23,7 @@ from transformers import (
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.scorer import span_logits
+from cloze.export.evaluation.scorer import head_arrays
 from cloze.export.evaluation.squad import Question
 from cloze.export.model import TorchScorer
 from cloze.export.publish import export
@@ -199,8 +199,9 @@ def test_questions_are_learnt(trained: Path, kind: Kind, tmp_path: Path) -> None
         theirs = network(
             torch.tensor([encoding.ids]), token_type_ids=torch.tensor([encoding.type_ids])
         )
-    ours = span_logits(
+    ours = head_arrays(
         TorchScorer(load_checkpoint(str(checkpoint)).model, CPU),
+        "span",
         np.array([encoding.ids]),
         np.array([encoding.type_ids]),
     )[0]

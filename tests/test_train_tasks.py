@@ -22,7 +22,7 @@ from cloze.export.train.average import average
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.joint import draw_tasks, finetune_tasks
 from cloze.export.train.label_data import RowFiles, read_label_data
-from cloze.export.train.label_tasks import BatchPlan, LabelObjective, finetune_labels, finetune_tags
+from cloze.export.train.label_tasks import BatchPlan, LabelObjective, finetune_rows
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Optimisation
 from cloze.export.train.run_options import RunOptions, Schedule
@@ -112,7 +112,7 @@ def test_labels_are_learnt(
     file = write_labelled(tmp_path / "rows.jsonl", kind)
     recipe = LabelsRecipe(**LABELS, epochs=16)
     options = run_options(tmp_path / "run")
-    trained = finetune_labels(load_checkpoint(str(source)), RowFiles([file], []), recipe, options)
+    trained = finetune_rows(load_checkpoint(str(source)), RowFiles([file], []), recipe, options)
     assert read_log(trained.parent)[-1][f"held_out_{figure}"] > least
     _check_calibration(trained, file, is_number=kind == "number")
     assert measured(str(trained), tmp_path, labelled=(file,))[f"rows_{figure}"] > least
@@ -146,7 +146,7 @@ def test_pairs_are_learnt_and_runs_are_averaged(bert: Path, tmp_path: Path) -> N
         recipe = LabelsRecipe(**LABELS, epochs=2, seed=seed, class_weights="balanced")
         options = run_options(tmp_path / f"run-{seed}")
         files = RowFiles([learnt], [learnt])
-        runs.append(str(finetune_labels(load_checkpoint(str(bert)), files, recipe, options)))
+        runs.append(str(finetune_rows(load_checkpoint(str(bert)), files, recipe, options)))
     mean = average(runs, tmp_path / "mean")
     assert "pairs_matthews" in measured(str(mean), tmp_path, labelled=(learnt,))
 
@@ -159,7 +159,7 @@ def test_a_balanced_weight_raises_a_rare_label(bert: Path, tmp_path: Path) -> No
     for weights in ("none", "balanced"):
         recipe = LabelsRecipe(**LABELS, epochs=6, class_weights=weights)
         files, options = RowFiles([file], [file]), run_options(tmp_path / weights)
-        trained = finetune_labels(load_checkpoint(str(bert)), files, recipe, options)
+        trained = finetune_rows(load_checkpoint(str(bert)), files, recipe, options)
         model = load_checkpoint(str(trained))
         logits = ours(model, "sequence_classification", torch.tensor([[2, 5, 6, 3]]))
         shares.append(float(torch.as_tensor(logits).flatten().softmax(0)[1]))
@@ -179,7 +179,7 @@ def test_tags_are_learnt_from_lines_and_columns(source: Path, tmp_path: Path) ->
     recipe = TagsRecipe(**LABELS, epochs=16)
     options = run_options(tmp_path / "run")
     files = RowFiles([columns], [file])
-    trained = finetune_tags(load_checkpoint(str(source)), files, recipe, options)
+    trained = finetune_rows(load_checkpoint(str(source)), files, recipe, options)
     figures = measured(str(trained), tmp_path, tagged=(file,))
     assert figures["rows_entity_f1"] > 0.9
     model = load_checkpoint(str(trained)).model
@@ -330,14 +330,14 @@ def test_a_run_with_patience_keeps_its_best_weights(bert: Path, tmp_path: Path) 
     recipe = LabelsRecipe(**{**LABELS, "optimisation": optimisation}, epochs=40, patience=2)
     options = RunOptions(tmp_path / "run", CPU, quietly, Schedule(log=1, evaluate=3))
     files = RowFiles([file], [file])
-    trained = finetune_labels(load_checkpoint(str(bert)), files, recipe, options)
+    trained = finetune_rows(load_checkpoint(str(bert)), files, recipe, options)
     entries = [entry for entry in read_log(trained.parent) if "held_out_accuracy" in entry]
     best = max(entry["held_out_accuracy"] for entry in entries)
     assert entries[-1]["step"] < 400
     figures = measured(str(trained), tmp_path, labelled=(file,))
     assert figures["rows_accuracy"] == pytest.approx(best)
     before = (trained / "model.safetensors").read_bytes()
-    again = finetune_labels(load_checkpoint(str(bert)), files, recipe, options)
+    again = finetune_rows(load_checkpoint(str(bert)), files, recipe, options)
     assert (again / "model.safetensors").read_bytes() == before
 
 
@@ -382,7 +382,7 @@ WRONG_ROWS = [
     ([GOOD, {"text": "x", "label": 3}], "line 2: .* a text with a number, but .*line 1 is"),
     ([GOOD, {"text": "x", "text_pair": "y", "label": "b"}], "line 2: .* is a pair with one label"),
     ([GOOD, {"text": "x", "labels": ["a", 3]}], 'line 2: "labels" must be a list of strings'),
-    ([], "there is no labelled text in it"),
+    ([], "is empty"),
 ]
 
 
@@ -449,7 +449,7 @@ def test_nothing_is_trained_on_wrong_sets(
     recipe = LabelsRecipe(**(LABELS | settings))
     options = run_options(tmp_path / "run")
     with pytest.raises(DataError, match=message) as caught:
-        finetune_labels(load_checkpoint(str(bert)), files, recipe, options)
+        finetune_rows(load_checkpoint(str(bert)), files, recipe, options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
@@ -462,6 +462,6 @@ def test_a_label_that_is_not_measured_is_reported(bert: Path, tmp_path: Path) ->
     )
     options = RunOptions(tmp_path / "run", CPU, lines.append)
     recipe = LabelsRecipe(**LABELS, epochs=1)
-    finetune_labels(load_checkpoint(str(bert)), files, recipe, options)
+    finetune_rows(load_checkpoint(str(bert)), files, recipe, options)
     expected = "train.jsonl, line 21: no held-out row has the label 'seldom'; it is not measured"
     assert any(line.endswith(expected) for line in lines)

@@ -16,9 +16,7 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import (
     GraphScorer,
-    embeddings,
-    next_sentence_logits,
-    span_logits,
+    head_arrays,
 )
 from cloze.export.graph.linear_ops import quantise
 from cloze.export.graph_writer import GraphWriter
@@ -85,13 +83,17 @@ def test_int8_keeps_one_copy_for_both_graphs(
     names = {head.name for head in heads}
     ids = np.random.default_rng(0).integers(5, checkpoint.tokenizer.size, (2, 12))
     for ask in (
-        *([lambda scorer: embeddings(scorer, ids)] if EMBEDDING in names else []),
+        *([lambda scorer: head_arrays(scorer, "embedding", ids)] if EMBEDDING in names else []),
         *(
-            [lambda scorer: next_sentence_logits(scorer, ids, np.zeros_like(ids))]
+            [lambda scorer: head_arrays(scorer, "next_sentence", ids, np.zeros_like(ids))]
             if NEXT_SENTENCE in names
             else []
         ),
-        *([lambda scorer: span_logits(scorer, ids, np.zeros_like(ids))] if SPAN in names else []),
+        *(
+            [lambda scorer: head_arrays(scorer, "span", ids, np.zeros_like(ids))]
+            if SPAN in names
+            else []
+        ),
     ):
         expected = ask(one)
         assert np.linalg.norm(ask(other) - expected) < 0.1 * np.linalg.norm(expected)

@@ -114,8 +114,8 @@ def open_model(settings: Settings, reference: str) -> list[Bundle]:
         StartupError: the adapter does not.
     """
     bundle = Store(settings.model_store).open(reference)
-    folders = [Path(folder) for folder in settings.adapter]
-    return [bundle, *open_adapters(folders, [bundle], settings.adapter_memory_mb).bundles]
+    adapters = open_adapters(settings.adapter, [bundle], settings.adapter_memory_mb)
+    return [bundle, *adapters.bundles]
 
 
 def base_and_digest(bundle: Bundle) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """Chooses the bundle of a run, as a server with the same settings does."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -52,10 +51,10 @@ def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], No
 
 
 def _choose_adapter(settings: Settings, bases: Sequence[Bundle], task: BulkTask) -> AdapterBundle:
-    folders, name = [Path(folder) for folder in settings.adapter], task.task.name
-    adapters = open_adapters(folders, bases, settings.adapter_memory_mb).bundles
+    name = task.task.name
+    adapters = open_adapters(settings.adapter, bases, settings.adapter_memory_mb).bundles
     if len(adapters) != 1:
-        raise BulkError(f"--adapter {folders[0]} has {len(adapters)} adapters; name one")
+        raise BulkError(f"--adapter {settings.adapter[0]} has {len(adapters)} adapters; name one")
     manifest = adapters[0].manifest
     if not task.task.is_served_by(manifest):
         done = ", ".join(manifest.tasks)

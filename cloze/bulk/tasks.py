@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any, Final, get_type_hints
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ from cloze.service.tasks import TASKS, Task, TaskContext
 from cloze.service.tasks.answer_spans import QaAnswer
 from cloze.service.tasks.fill_tokens import Prediction
 from cloze.service.tasks.qa import QaPair
-from cloze.service.tasks.redact import Redaction, Replacement
+from cloze.service.tasks.redact import Replacement
 from cloze.service.tasks.text_classification import LabelScore
 
 
@@ -19,23 +20,19 @@ class BulkTask:
     """A task of bulk runs.
 
     Attributes:
+        to_values: result of a list of inputs -> one value per input, for the result column.
         inputs: names of the parts of an input.
         to_input: texts of a row -> an input of the task.
-        to_values: result of a list of inputs -> one value per input, for the result column.
         probe: context -> an input that every model answers, to check the parameters.
     """
 
     task: Task
-    inputs: tuple[str, ...]
     result: str
     type: pa.DataType
-    to_input: Callable[[Sequence[str]], Any]
     to_values: Callable[[Any], list[Any]]
-    probe: Callable[[TaskContext], Any]
-
-
-def _first(texts: Sequence[str]) -> str:
-    return texts[0]
+    inputs: tuple[str, ...] = ("text",)
+    to_input: Callable[[Sequence[str]], Any] = itemgetter(0)
+    probe: Callable[[TaskContext], Any] = lambda _: "a"
 
 
 def _pair(texts: Sequence[str]) -> QaPair:
@@ -45,19 +42,16 @@ def _pair(texts: Sequence[str]) -> QaPair:
 def _masks(results: list[list[Any]]) -> list[Any]:
     """Return one list of predictions per mask, also for texts with one mask."""
     per_text = [[r] if r and isinstance(r[0], Prediction) else r for r in results]
-    return [[list(map(asdict, mask)) for mask in masks] for masks in per_text]
+    return [_lists(masks) for masks in per_text]
 
 
-def _labels(results: list[list[LabelScore]]) -> list[Any]:
-    return [list(map(asdict, labels)) for labels in results]
-
-
-def _redactions(results: list[Redaction]) -> list[Any]:
-    return list(map(asdict, results))
-
-
-def _answers(results: list[Any]) -> list[Any]:
+def _lists(results: list[Any]) -> list[Any]:
+    """Return one list per text, also for texts with one result."""
     return [list(map(asdict, r if isinstance(r, list) else [r])) for r in results]
+
+
+def _values(results: list[Any]) -> list[Any]:
+    return list(map(asdict, results))
 
 
 _ARROW_TYPES: Final = {str: pa.string(), float: pa.float64(), int: pa.int32()}
@@ -69,58 +63,31 @@ def _structs(kind: type) -> pa.DataType:
 
 
 BULK_TASKS: Final[dict[str, BulkTask]] = {
-    "embed": BulkTask(
-        TASKS["embed"],
-        ("text",),
-        "embedding",
-        pa.list_(pa.float32()),
-        _first,
-        list,
-        lambda _: "a",
-    ),
+    "embed": BulkTask(TASKS["embed"], "embedding", pa.list_(pa.float32()), list),
     "fill-mask": BulkTask(
         TASKS["fill-mask"],
-        ("text",),
         "predictions",
         pa.list_(_structs(Prediction)),
-        _first,
         _masks,
-        lambda context: context.tokenizer.mask_token,
+        probe=lambda context: context.tokenizer.mask_token,
     ),
-    "classify": BulkTask(
-        TASKS["text-classification"],
-        ("text",),
-        "labels",
-        _structs(LabelScore),
-        _first,
-        _labels,
-        lambda _: "a",
-    ),
+    "classify": BulkTask(TASKS["text-classification"], "labels", _structs(LabelScore), _lists),
     "zero-shot-classification": BulkTask(
-        TASKS["zero-shot-classification"],
-        ("text",),
-        "labels",
-        _structs(LabelScore),
-        _first,
-        _labels,
-        lambda _: "a",
+        TASKS["zero-shot-classification"], "labels", _structs(LabelScore), _lists
     ),
     "redact": BulkTask(
         TASKS["redact"],
-        ("text",),
         "redacted",
         pa.struct({"text": pa.string(), "replacements": _structs(Replacement)}),
-        _first,
-        _redactions,
-        lambda _: "a",
+        _values,
     ),
     "qa": BulkTask(
         TASKS["qa"],
-        ("question", "context"),
         "answers",
         _structs(QaAnswer),
+        _lists,
+        ("question", "context"),
         _pair,
-        _answers,
         lambda _: QaPair(question="a", context="a"),
     ),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import httpx
 import numpy as np
@@ -14,6 +14,7 @@ R = TypeVar("R")
 
 Float32 = NDArray[np.float32]
 Pair = tuple[str, str]
+LongText = Literal["error", "truncate", "window"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from cloze.client.arguments import one_text, pairs_of, texts_of, texts_or_pairs_
 from cloze.client.call import (
     Call,
     Float32,
+    LongText,
     Pair,
     body_with,
     chain,
@@ -37,8 +38,6 @@ from cloze.client.results import (
 )
 
 R = TypeVar("R")
-
-LongText = Literal["error", "truncate", "window"]
 
 
 def fill_mask(

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.client.arguments import one_text, texts_of
-from cloze.client.call import Call, Float32, body_with, chain, given, results
+from cloze.client.call import Call, Float32, LongText, body_with, chain, given, results
 from cloze.client.errors import ServerFailed
 from cloze.client.results import SparseVectors, Vectors, Word
 
 Direction = Literal["left", "right"]
-LongText = Literal["error", "truncate", "window"]
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
 InputType = Literal["query", "document"]
 DType = Literal["float32", "float16", "int8", "ubinary"]

@@ -3,8 +3,6 @@
 An error names the file, the line and the value.
 """
 
-import json
-import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cloze.export.errors import DataError
+from cloze.export.evaluation.data_files import read_objects, read_text
 from cloze.model_store.heads.sequence_classification import ProblemType
 
 SCORE = "score"
@@ -71,20 +70,16 @@ def read_labelled(files: Iterable[Path]) -> tuple[list[LabelledText], ProblemTyp
     rows: list[LabelledText] = []
     kinds: list[tuple[ProblemType, bool]] = []
     for file in files:
-        before = len(rows)
-        for number, line in _lines(file):
-            at = f"{file}, line {number}"
-            row, problem = _labelled_text(_object(line, at), at)
+        for at, entry in read_objects(file):
+            row, problem = _labelled_text(entry, at)
             kind = (problem, row.text_pair is not None)
             if kinds and kind != kinds[0]:
                 raise DataError(
-                    f"{at}: {_shown(line)} is {_described(kind)}, but {rows[0].at} is "
+                    f"{at}: {_shown(entry)} is {_described(kind)}, but {rows[0].at} is "
                     f"{_described(kinds[0])}"
                 )
             kinds.append(kind)
             rows.append(row)
-        if len(rows) == before:
-            raise DataError(f"{file}: there is no labelled text in it")
     return rows, kinds[0][0]
 
 
@@ -98,16 +93,6 @@ def _described(kind: tuple[ProblemType, bool]) -> str:
     return f"a {'pair' if is_pair else 'text'} with {names[problem]}"
 
 
-def _object(line: str, at: str) -> Mapping[str, Any]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{at} is not JSON ({error}): {_shown(line)}") from None
-    if not isinstance(entry, dict):
-        raise DataError(f"{at} is not a JSON object: {_shown(line)}")
-    return entry
-
-
 def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, ProblemType]:
     text, second = entry.get("text"), entry.get("text_pair")
     for name, value in (("text", text), ("text_pair", second)):
@@ -118,11 +103,11 @@ def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, Pro
         raise DataError(f'{at} needs either "label" or "labels": {_shown(entry)}')
     if "labels" in entry:
         labels = entry["labels"]
-        if not isinstance(labels, list) or not all(map(_is_label, labels)):
+        if not isinstance(labels, list) or not all(map(_is_text, labels)):
             raise DataError(f'{at}: "labels" must be a list of strings, got {_shown(labels)}')
         return LabelledText(text, second, tuple(labels), 0.0, at), "multi_label_classification"
     label = entry["label"]
-    if _is_label(label):
+    if _is_text(label):
         return LabelledText(text, second, (label,), 0.0, at), "single_label_classification"
     if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
         raise DataError(f'{at}: "label" must be a string or a number, got {_shown(label)}')
@@ -131,10 +116,6 @@ def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, Pro
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip()) and _is_unicode(value)
-
-
-def _is_label(value: object) -> bool:
-    return _is_text(value)
 
 
 def _is_unicode(text: str) -> bool:
@@ -161,9 +142,7 @@ def read_tagged(files: Iterable[Path]) -> list[TaggedSentence]:
 
 
 def _from_jsonl(file: Path) -> Iterator[TaggedSentence]:
-    for number, line in _lines(file):
-        at = f"{file}, line {number}"
-        entry = _object(line, at)
+    for at, entry in read_objects(file):
         words, tags = entry.get("tokens"), entry.get("tags")
         for name, values in (("tokens", words), ("tags", tags)):
             if not isinstance(values, list) or not values or not all(map(_is_text, values)):
@@ -181,7 +160,7 @@ def _from_jsonl(file: Path) -> Iterator[TaggedSentence]:
 
 def _from_columns(file: Path) -> Iterator[TaggedSentence]:
     rows: list[tuple[str, str, str]] = []
-    for number, line in [*_lines(file, blank=True), (0, "")]:
+    for number, line in enumerate([*read_text(file).split("\n"), ""], 1):
         columns = line.split()
         if columns and not (columns[0].startswith("#") and not rows and not _is_tag(columns[-1])):
             at = f"{file}, line {number}"
@@ -212,23 +191,6 @@ def _check_tags(tags: Sequence[tuple[str, str]]) -> None:
                 f"in IOB2 an entity begins with B-{tag[2:]}"
             )
         previous = tag
-
-
-def _lines(file: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file, which may be compressed as ``.xz``."""
-    try:
-        data = file.read_bytes()
-        text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file") from None
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1 if file.suffix != ".xz" else "?"
-        raise DataError(f"{file}, line {line} is not UTF-8 text: {error}") from None
-    except (lzma.LZMAError, EOFError, OSError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if blank or line.strip():
-            yield number, line
 
 
 def _shown(value: object) -> str:

@@ -159,17 +159,15 @@ def measure_labels(
     One label: accuracy, macro F1 and Matthews' correlation. Several: the share of texts whose
     labels are all right, macro and micro F1. A number: Pearson's and Spearman's correlation.
     """
-    labels, columns = chosen
+    labels = chosen[0]
     assert isinstance(labels, SequenceLabelSet)
-    outputs = _logits(encoded, scorer, sequence_classification.HEAD.name)
-    logits = np.stack(outputs)[:, columns]  # [N, L]
+    logits, gold = label_choices(rows, encoded, scorer, chosen)
     if labels.problem_type == "regression":
         scores = [row.score for row in rows]
         return {
             "pearson": pearson(logits[:, 0], scores),
             "spearman": spearman(logits[:, 0], scores),
         }
-    gold = label_matrix(rows, labels.labels)
     if labels.problem_type == "multi_label_classification":
         predicted = logits > 0
         return {

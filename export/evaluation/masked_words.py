@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cloze.export.errors import DataError
+from cloze.export.evaluation.data_files import read_text
 from cloze.export.evaluation.scorer import Scorer, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
@@ -57,12 +58,8 @@ def read_sentences(file: Path) -> list[Sentence]:
     Raises:
         DataError: the file is missing, or a line has no tab, no word, or not one mask.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     sentences = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         text, _, words = line.partition("\t")
         accepted = tuple(word.strip().lower() for word in words.split(",") if word.strip())
         if text.count(_MASK_TOKEN) != 1 or not accepted:

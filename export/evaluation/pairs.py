@@ -5,7 +5,6 @@ Source: Cer et al. 2017 (STS-B).
 
 import csv
 import io
-import lzma
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
+from cloze.export.evaluation.data_files import read_text
 from cloze.export.evaluation.metrics import spearman
 from cloze.export.evaluation.scorer import Scorer, unit_embeddings
 
@@ -51,12 +51,8 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
 
 def _read_rows(file: Path) -> list[list[str]]:
     try:
-        data = file.read_bytes()
-        text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
-        return list(csv.reader(io.StringIO(text, newline="")))
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file") from None
-    except (UnicodeDecodeError, lzma.LZMAError, OSError, EOFError, csv.Error) as error:
+        return list(csv.reader(io.StringIO(read_text(file), newline="")))
+    except csv.Error as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 

@@ -9,7 +9,7 @@ tokens, M masks, K predictions, D dimensions.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,6 @@ from cloze.model_store.heads import (
     HeadRequest,
     embedding,
     masked_lm,
-    next_sentence,
-    span,
 )
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
@@ -109,35 +107,32 @@ def score_masks(
     return best, log_probabilities
 
 
-def next_sentence_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
-    """Return the logits [B, 2] of pairs ``[B, S]``: "is next", "is not next"."""
-    name = next_sentence.HEAD.name
-    requests = [{name: HeadRequest()}] * len(input_ids)
-    outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    return np.stack([output[name].array for output in outputs])
+_REQUEST: Final = HeadRequest()
 
 
-def span_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
-    """Return the start and end logits [B, S, 2] of ``[B, S]``."""
-    name = span.HEAD.name
-    requests = [{name: HeadRequest()}] * len(input_ids)
-    outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    return np.stack([output[name].array for output in outputs])
+def head_arrays(
+    scorer: Scorer,
+    head: str,
+    input_ids: Ids,
+    token_type_ids: Ids | None = None,
+    request: HeadRequest = _REQUEST,
+) -> Floats:
+    """Return what a head computes of each sequence of ``[B, S]``: [B, ...]; see the head.
 
-
-def embeddings(scorer: Scorer, input_ids: Ids) -> Floats:
-    """Return the embeddings [B, D] of ``[B, S]``, not normalised."""
-    name = embedding.HEAD.name
-    requests = [{name: HeadRequest()}] * len(input_ids)
-    outputs = scorer.run(encodings(input_ids, np.zeros_like(input_ids), requests))
-    return np.stack([output[name].array for output in outputs])
+    Args:
+        token_type_ids: [B, S]; None: zeros.
+    """
+    types = np.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+    outputs = scorer.run(encodings(input_ids, types, [{head: request}] * len(input_ids)))
+    return np.stack([output[head].array for output in outputs])
 
 
 def unit_embeddings(scorer: Scorer, rows: Sequence[Sequence[int]]) -> Floats:
     """Return the embeddings [N, D], of length 1, of sequences of any lengths."""
     vectors: dict[int, Floats] = {}
     for group in equal_lengths([len(ids) for ids in rows], _BATCH):
-        embedded = embeddings(scorer, np.asarray([rows[index] for index in group], np.int64))
+        ids = np.asarray([rows[index] for index in group], np.int64)
+        embedded = head_arrays(scorer, embedding.HEAD.name, ids)
         vectors |= zip(group, embedded, strict=True)
     matrix = np.stack([vectors[index] for index in range(len(rows))])
     unit: Floats = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)

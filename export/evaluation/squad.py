@@ -4,7 +4,6 @@ Sources: Rajpurkar et al. 2016 (1.1) and 2018 (2.0), and their evaluation script
 """
 
 import json
-import lzma
 import re
 import string
 from collections import Counter
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cloze.export.errors import DataError
+from cloze.export.evaluation.data_files import read_data
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -64,18 +64,16 @@ def read_questions(files: Iterable[Path]) -> list[Question]:
 
 
 def _read(file: Path) -> Iterable[Question]:
+    data = read_data(file)
     try:
-        data = file.read_bytes()
-        articles = json.loads(lzma.decompress(data) if file.suffix == ".xz" else data)["data"]
+        articles = json.loads(data)["data"]
         return [
             _question(entry, article.get("title", ""), paragraph["context"])
             for article in articles
             for paragraph in article["paragraphs"]
             for entry in paragraph["qas"]
         ]
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file") from None
-    except (ValueError, KeyError, TypeError, AttributeError, lzma.LZMAError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{file} is not in SQuAD's format: {type(error).__name__} {error}"
         ) from error

@@ -11,8 +11,6 @@ Three computations, each on minimal pairs, whose sentences differ in a few words
 
 import csv
 import io
-import json
-import lzma
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -23,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import DataError, ExportError
+from cloze.export.evaluation.data_files import read_objects, read_text
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
@@ -232,7 +231,7 @@ def read_stereotypes(file: Path) -> list[SentencePair]:
         DataError: the file is missing, is not such a file, or a row lacks a sentence.
     """
     try:
-        rows = csv.DictReader(io.StringIO(_read(file), newline=""), strict=True)
+        rows = csv.DictReader(io.StringIO(read_text(file), newline=""), strict=True)
         pairs = []
         for row in rows:
             more, less = row["sent_more"], row["sent_less"]
@@ -293,42 +292,8 @@ def read_stereoset(file: Path) -> list[Triple]:
     return triples
 
 
-def read_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, object) of a file of JSON lines.
-
-    Raises:
-        DataError: the file cannot be read, a line is not an object, or there is no line.
-    """
-    lines = [
-        (number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()
-    ]
-    if not lines:
-        raise DataError(f"{file} is empty")
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise DataError(f"{file}, line {number} is not a JSON object: {line.strip()!r:.80}")
-        yield f"{file}, line {number}", row
-
-
 def _sentence(row: dict[str, Any], name: str, line: str) -> str:
     text = row.get(name)
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{line}: {name} must be a sentence, got {text!r:.80}")
     return text
-
-
-def _read(file: Path) -> str:
-    """Return the text of a file; a ``.xz`` file is decompressed."""
-    try:
-        data = file.read_bytes()
-        return (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text: {error}") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error

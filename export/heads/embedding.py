@@ -11,10 +11,10 @@ from torch import Tensor
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import similarity
-from cloze.export.evaluation.scorer import Scorer, embeddings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.head import ExportHead, HeadGraph, of_sentences
 from cloze.model_store.heads import Pooling, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement
@@ -132,8 +132,7 @@ def _reference(
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the cosines of both models' embeddings, and with scored pairs the change of STS."""
     cosines = []
-    for ids in texts.sentences():
-        one, other = (embeddings(scorer, ids)[0] for scorer in (checkpoint, graph))
+    for one, other in of_sentences((checkpoint, graph), embedding.HEAD.name, texts):
         with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
             cosines.append((one @ other) / (np.linalg.norm(one) * np.linalg.norm(other)))
     figures = {

@@ -1,9 +1,9 @@
 """Export's contract of a head, which every module of this package fulfils."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.blocks.layer import ACTIVATIONS, Activation, make_norm
-from cloze.export.evaluation.scorer import Scorer
+from cloze.export.evaluation.scorer import Scorer, head_arrays
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
@@ -224,6 +224,9 @@ class ExportHead:
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 
+_REQUEST: Final = HeadRequest()
+
+
 def cls_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
     """Return the ``[CLS]`` row of each sequence with a request."""
     starts = placement.starts[:-1].tolist()
@@ -241,7 +244,16 @@ def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
     ]
 
 
-def mean_cosine(pairs: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> float:
+def of_sentences(
+    scorers: tuple[Scorer, Scorer], head: str, texts: GateTexts, request: HeadRequest = _REQUEST
+) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Yield what a head of two models computes of each sentence."""
+    for ids in texts.sentences():
+        one, other = (head_arrays(scorer, head, ids, request=request)[0] for scorer in scorers)
+        yield one, other
+
+
+def mean_cosine(pairs: Iterable[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> float:
     """Return the mean cosine of the rows of pairs of arrays [n, H]."""
     cosines = []
     for one, other in pairs:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cloze.export.embedding_recipe import pooled
-from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine, of_sentences
 from cloze.model_store.heads import Pooling, layer_embedding
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.layouts import Placement
@@ -92,11 +92,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     name = layer_embedding.HEAD.name
     states = range(checkpoint.layers + 1)
     request = LayerEmbeddingRequest([{layer: 1.0} for layer in states], Pooling.MEAN)
-    pairs = []
-    for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: request}])
-        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
-        pairs.append((one, other))
+    pairs = [*of_sentences((checkpoint, graph), name, texts, request)]
     by_layer = [mean_cosine([(a[[n]], b[[n]]) for a, b in pairs]) for n in states]
     return {"layer_embedding_cosine_mean": float(np.min(by_layer))}
 

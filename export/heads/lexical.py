@@ -8,12 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadFiles, HeadGraph, HeadSetup, token_rows
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadFiles,
+    HeadGraph,
+    HeadSetup,
+    of_sentences,
+    token_rows,
+)
 from cloze.export.heads.multi_vector import read_linear
-from cloze.model_store.heads import HeadRequest, lexical
+from cloze.model_store.heads import lexical
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.layouts import Placement
 
@@ -76,10 +83,9 @@ def _reference(
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of the weights of both models, text by text."""
-    name, cosines = lexical.HEAD.name, []
-    for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
-        one, other = (scorer.run(batch)[0][name].array.ravel() for scorer in (checkpoint, graph))
+    cosines = []
+    for pair in of_sentences((checkpoint, graph), lexical.HEAD.name, texts):
+        one, other = (weights.ravel() for weights in pair)
         lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
         no_weights = not (one.any() or other.any())
         cosines.append(float(one @ other) / lengths if lengths else float(no_weights))

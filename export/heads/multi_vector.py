@@ -24,7 +24,7 @@ from cloze.export.embedding_recipe import (
 )
 from cloze.export.embedding_steps import Projection, Step, UnitLength, read_projection
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.export.heads.head import (
@@ -34,6 +34,7 @@ from cloze.export.heads.head import (
     HeadSetup,
     SampleSizes,
     mean_cosine,
+    of_sentences,
     token_rows,
 )
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -302,11 +303,7 @@ def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MultiVectorRequest:
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of both models' vectors, token by token."""
-    pairs = []
-    for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{_NAME: MultiVectorRequest()}])
-        one, other = (scorer.run(batch)[0][_NAME].array for scorer in (checkpoint, graph))
-        pairs.append((one, other))
+    pairs = of_sentences((checkpoint, graph), _NAME, texts, MultiVectorRequest())
     return {"multi_vector_cosine_mean": mean_cosine(pairs)}
 
 

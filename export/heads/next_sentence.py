@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer, next_sentence_logits
+from cloze.export.evaluation.scorer import Scorer, head_arrays
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import (
@@ -54,13 +54,10 @@ def _reference(
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of pairs, neighbours and others, for which both models choose one label."""
-    labels = [
-        (
-            next_sentence_logits(checkpoint, ids, types).argmax(),
-            next_sentence_logits(graph, ids, types).argmax(),
-        )
-        for ids, types in texts.sentence_pairs()
-    ]
+    name, labels = next_sentence.HEAD.name, []
+    for ids, types in texts.sentence_pairs():
+        one, other = (head_arrays(each, name, ids, types) for each in (checkpoint, graph))
+        labels.append((one.argmax(), other.argmax()))
     return {"nsp_agreement": agreement(labels)}
 
 

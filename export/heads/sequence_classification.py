@@ -1,6 +1,6 @@
 """Sequence classification: torch module, graph, labels and gate figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Floats, Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer, head_arrays
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import layer_norm, linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, write_activated
-from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.label_sets import LabelSets
-from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.heads.sequence_classification import SequenceLabels, read_options
 from cloze.model_store.layouts import Layout, Placement
-from cloze.model_store.limits import MAX_WIDTH
-
-_DEFAULT_LABELS = 2
 
 _CLOSE = 0.05
 """The accepted difference of a single logit, as a share of the spread of the logits."""
@@ -98,67 +95,6 @@ def _reference(
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 
-def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
-    """Return the labels and the problem type of a ``config.json``.
-
-    Raises:
-        ExportError: the labels are malformed, or the problem type is unknown.
-    """
-    labels = read_labels(settings)
-    kind = settings.get("problem_type")
-    several = "single_label_classification"
-    if kind in (None, several):  # as in transformers' pipeline, the only label has a sigmoid
-        kind = several if len(labels) > 1 else "multi_label_classification"
-    raw = True if len(labels) == 1 and _declares_raw_scores(settings) else None
-    try:
-        return SequenceLabels(labels=labels, problem_type=kind, raw_scores=raw)
-    except ValueError:
-        raise ExportError(f"config.json: problem_type {kind!r} is not supported") from None
-
-
-def _declares_raw_scores(settings: Mapping[str, Any]) -> bool:
-    """Return whether a reranker's scores are its logits, as sentence-transformers reads it.
-
-    Without an activation it is the sigmoid, and so is one outside of torch, which is never loaded.
-    """
-    declared = settings.get("sentence_transformers")
-    path = settings.get("sbert_ce_default_activation_function")
-    if isinstance(declared, dict):
-        path = declared.get("activation_fn", path)
-    if not str(path).startswith("torch."):
-        return False
-    name = str(path).rsplit(".", 1)[-1]
-    if name not in ("Identity", "Sigmoid"):
-        raise ExportError(
-            f"a reranker with the activation {path} is not supported (Identity, Sigmoid)"
-        )
-    return name == "Identity"
-
-
-def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the labels in the order of the logits, as transformers reads ``id2label``.
-
-    Raises:
-        ExportError: ``id2label`` does not name every label from 0 on, or ``num_labels`` is no
-            number of labels.
-    """
-    by_id = settings.get("id2label")
-    if by_id is None:
-        count = settings.get("num_labels", _DEFAULT_LABELS)
-        if type(count) is not int or not 0 < count <= MAX_WIDTH:
-            raise ExportError(
-                f"config.json: num_labels must be a number from 1 to {MAX_WIDTH}, got {count!r:.80}"
-            )
-        return tuple(f"LABEL_{i}" for i in range(count))
-    try:
-        labels = {int(number): str(label) for number, label in by_id.items()}
-        return tuple(labels[number] for number in range(max(1, len(labels))))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ExportError(
-            f"config.json: id2label must name the labels 0 to N - 1, got {str(by_id)[:80]}"
-        ) from None
-
-
 def _write_options(options: SequenceLabels) -> dict[str, Any]:
     settings = write_labels(options) | {"problem_type": options.problem_type}
     if options.raw_scores:
@@ -187,8 +123,9 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     """
     ids_and_types = [(ids, np.zeros_like(ids)) for ids in texts.sentences()]
     ids_and_types += texts.sentence_pairs()
+    name = sequence_classification.HEAD.name
     one, other = (
-        np.concatenate([_logits(scorer, ids, types) for ids, types in ids_and_types])
+        np.concatenate([head_arrays(scorer, name, *each) for each in ids_and_types])
         for scorer in (checkpoint, graph)
     )
     if one.shape[1] == 1:
@@ -196,13 +133,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     else:
         same = one.argmax(1) == other.argmax(1)
     return {"text_classification_agreement": float(same.mean())}
-
-
-def _logits(scorer: Scorer, ids: Any, types: Any) -> Floats:
-    name = sequence_classification.HEAD.name
-    requests = [{name: HeadRequest()}] * len(ids)
-    outputs = scorer.run(encodings(ids, types, requests))
-    return np.stack([output[name].array for output in outputs])
 
 
 EXPORT_HEAD: Final = ExportHead(

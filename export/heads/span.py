@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer, span_logits
+from cloze.export.evaluation.scorer import Scorer, head_arrays
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, agreement
@@ -43,13 +43,11 @@ def _reference(
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of (question, context) pairs for which both models choose the same span."""
-    best = [
-        tuple(
-            span_logits(scorer, ids, types)[0].argmax(0).tolist() for scorer in (checkpoint, graph)
-        )
-        for ids, types in texts.questions()
-    ]
-    return {"qa_span_agreement": agreement([(one, other) for one, other in best])}
+    name, spans = span.HEAD.name, []
+    for ids, types in texts.questions():
+        one, other = (head_arrays(each, name, ids, types)[0] for each in (checkpoint, graph))
+        spans.append((one.argmax(0).tolist(), other.argmax(0).tolist()))
+    return {"qa_span_agreement": agreement(spans)}
 
 
 EXPORT_HEAD: Final = ExportHead(

@@ -1,18 +1,25 @@
 """Token classification: torch module, graph, labels and gate figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, token_rows
-from cloze.export.heads.sequence_classification import read_labels, write_labels
-from cloze.model_store.heads import HeadRequest, token_classification
-from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    HeadSetup,
+    Transform,
+    of_sentences,
+    token_rows,
+)
+from cloze.export.heads.sequence_classification import write_labels
+from cloze.model_store.heads import token_classification
+from cloze.model_store.heads.token_classification import read_options
 from cloze.model_store.layouts import Placement
 
 
@@ -47,22 +54,10 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
-    return TokenLabels(labels=read_labels(settings))
-
-
-def _write_options(options: TokenLabels) -> dict[str, Any]:
-    return write_labels(options)
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of tokens for which both models choose the same label."""
-    name = token_classification.HEAD.name
-    same = []
-    for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
-        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
-        same.append(one.argmax(1) == other.argmax(1))
+    pairs = of_sentences((checkpoint, graph), token_classification.HEAD.name, texts)
+    same = [one.argmax(1) == other.argmax(1) for one, other in pairs]
     return {"token_classification_agreement": float(np.concatenate(same).mean())}
 
 
@@ -76,6 +71,6 @@ EXPORT_HEAD: Final = ExportHead(
     limits={"token_classification_agreement": 0.95},
     fine_tuned=True,
     architecture="ForTokenClassification",
-    read_options=_read_options,
-    write_options=_write_options,
+    read_options=read_options,
+    write_options=write_labels,
 )

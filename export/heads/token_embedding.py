@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 from torch import Tensor
 
-from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine, token_rows
-from cloze.model_store.heads import HeadRequest, token_embedding
+from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine, of_sentences, token_rows
+from cloze.model_store.heads import token_embedding
 from cloze.model_store.layouts import Placement
 
 
@@ -27,12 +26,7 @@ def _reference(
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of both models' hidden states, token by token."""
-    name = token_embedding.HEAD.name
-    pairs = []
-    for ids in texts.sentences():
-        batch = encodings(ids, np.zeros_like(ids), [{name: HeadRequest()}])
-        one, other = (scorer.run(batch)[0][name].array for scorer in (checkpoint, graph))
-        pairs.append((one, other))
+    pairs = of_sentences((checkpoint, graph), token_embedding.HEAD.name, texts)
     return {"token_embedding_cosine_mean": mean_cosine(pairs)}
 
 

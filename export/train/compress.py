@@ -16,18 +16,20 @@ from cloze.export.families import FAMILIES
 from cloze.export.model import Model, TorchScorer, head_module
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run
-from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
-from cloze.export.train.distill import Distillation, check_lengths
+from cloze.export.train.corpus import PreparedCorpus
+from cloze.export.train.distill import check_lengths, learn_from
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.factors import fit_masked_lm, with_rank
 from cloze.export.train.importance import choose, importance, without_others
-from cloze.export.train.loop import train
 from cloze.export.train.recipe import DistillRecipe, FactoriseRecipe, PruneRecipe
-from cloze.export.train.run_dir import CORPUS, acquire_run_dir
+from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import check_kept_embeddings, kept_recipe
-from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
+from cloze.export.train.text_objective import (
+    run_corpus,
+    text_batches,
+)
 from cloze.export.verify import measure_gate
 
 
@@ -54,20 +56,13 @@ class _Job:
     def learn(self, smaller: Model, title: str, options: RunOptions) -> Path:
         """Distil the whole model into the smaller one, and write its checkpoint."""
         checkpoint, recipe = self.whole, self.recipe
-        tokenizer = checkpoint.tokenizer
         options.report(
             f"a {smaller.config.family} of {smaller.parameter_count():,} parameters "
             f"from one of {checkpoint.model.parameter_count():,}"
         )
-        objective = TextObjective(
-            Distillation(smaller, checkpoint.model.to(options.device), recipe),
-            text_batches(self.corpus.train, recipe, tokenizer),
-            held_out_batches(self.corpus.held_out, recipe, tokenizer, options.report),
-            options.device,
-        )
-        train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+        learn_from(checkpoint, smaller, self.corpus, recipe, options)
         run = Run(title, self.source, [checkpoint], self.files, recipe, options)
-        return finish_run(smaller, tokenizer, run, kept_recipe(checkpoint))
+        return finish_run(smaller, checkpoint.tokenizer, run, kept_recipe(checkpoint))
 
     def report_gate(self, smaller: Model) -> None:
         """Report the figures of the export's gate, and by how much each misses its limit."""
@@ -110,13 +105,7 @@ def _open(source: str, files: list[Path], recipe: DistillRecipe, options: RunOpt
     acquire_run_dir(options.run_dir, recipe, inputs)
     if not kept_recipe(whole):
         options.report("the dense layers after the checkpoint's pooling are not kept")
-    corpus = prepare_corpus(
-        files,
-        whole.tokenizer.tokenizer,
-        options.run_dir / CORPUS,
-        held_out=recipe.held_out,
-        report=options.report,
-    )
+    corpus = run_corpus(files, whole.tokenizer, recipe.held_out, options)
     whole.model.to(options.device)
     return _Job(source, whole, files, corpus, recipe, options)
 

@@ -21,16 +21,21 @@ from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run
-from cloze.export.train.corpus import prepare_corpus
+from cloze.export.train.corpus import PreparedCorpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss
 from cloze.export.train.recipe import DistillRecipe
-from cloze.export.train.run_dir import CORPUS, acquire_run_dir
+from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import check_kept_embeddings, check_vocabulary
-from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
+from cloze.export.train.text_objective import (
+    TextObjective,
+    held_out_batches,
+    run_corpus,
+    text_batches,
+)
 
 
 def kept_layers(layers: int, kept: int) -> list[int]:
@@ -177,6 +182,23 @@ class Distillation(nn.Module):
         return F.kl_div(actual, expected, reduction="batchmean", log_target=True)
 
 
+def learn_from(
+    teacher: Checkpoint,
+    student: Model,
+    corpus: PreparedCorpus,
+    recipe: DistillRecipe,
+    options: RunOptions,
+) -> None:
+    """Train a student on text, with the losses of `Distillation`."""
+    objective = TextObjective(
+        Distillation(student, teacher.model.to(options.device), recipe),
+        text_batches(corpus.train, recipe, teacher.tokenizer),
+        held_out_batches(corpus.held_out, recipe, teacher.tokenizer, options.report),
+        options.device,
+    )
+    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+
+
 def distill(
     teacher: str,
     files: list[Path],
@@ -212,24 +234,12 @@ def distill(
     check_lengths(recipe, max_positions)
     check_kept_embeddings(recipe.pretraining, checkpoint)
     tokenizer = checkpoint.tokenizer
-    corpus = prepare_corpus(
-        files,
-        tokenizer.tokenizer,
-        options.run_dir / CORPUS,
-        held_out=recipe.held_out,
-        report=options.report,
-    )
+    corpus = run_corpus(files, tokenizer, recipe.held_out, options)
     options.report(
         f"a {student.config.family} of {student.parameter_count():,} parameters "
         f"from a teacher of {checkpoint.model.parameter_count():,}"
     )
-    objective = TextObjective(
-        Distillation(student, checkpoint.model.to(options.device), recipe),
-        text_batches(corpus.train, recipe, tokenizer),
-        held_out_batches(corpus.held_out, recipe, tokenizer, options.report),
-        options.device,
-    )
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    learn_from(checkpoint, student, corpus, recipe, options)
     embedding = EmbeddingRecipe(max_tokens=max_positions)
     if recipe.pretraining.keep_embeddings:
         embedding = checkpoint.recipe

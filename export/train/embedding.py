@@ -33,7 +33,7 @@ from cloze.export.train.batches import (
     shuffled_batches,
 )
 from cloze.export.train.card import Run, finish_run
-from cloze.export.train.corpus import Corpus, prepare_corpus
+from cloze.export.train.corpus import Corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import mean_pool
 from cloze.export.train.examples import SentenceObjective
@@ -41,10 +41,10 @@ from cloze.export.train.loop import train
 from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
-from cloze.export.train.run_dir import CORPUS, acquire_run_dir
+from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import start_from
-from cloze.export.train.text_objective import make_masking
+from cloze.export.train.text_objective import make_masking, run_corpus
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -308,13 +308,7 @@ def _make_objective(
         )
     sentences, text = None, None
     if files.text:
-        sentences = prepare_corpus(
-            files.text,
-            tokenizer.tokenizer,
-            options.run_dir / CORPUS,
-            held_out=recipe.held_out,
-            report=options.report,
-        ).train
+        sentences = run_corpus(files.text, tokenizer, recipe.held_out, options).train
         if recipe.text_weight and model.masked_lm is not None:
             steps = _steps(recipe, len(pairs))
             text = _text_batches(sentences, model, tokenizer, recipe, steps)

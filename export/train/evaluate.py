@@ -32,7 +32,7 @@ from cloze.export.evaluation.scorer import (
     GraphScorer,
     Subject,
     equal_lengths,
-    next_sentence_logits,
+    head_arrays,
     score_masks,
 )
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
@@ -385,8 +385,9 @@ def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> f
     correct = 0
     for group in equal_lengths([len(pair.input_ids) for pair in pairs], _BATCH):
         chosen = [pairs[index] for index in group]
-        logits = next_sentence_logits(
+        logits = head_arrays(
             subject.scorer,
+            NEXT_SENTENCE,
             np.stack([pair.input_ids for pair in chosen]),
             np.stack([pair.token_type_ids for pair in chosen]),
         )

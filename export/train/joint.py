@@ -28,15 +28,14 @@ from cloze.export.train.label_data import (
     LabelData,
     RowFiles,
     TagData,
-    read_label_data,
-    read_tag_data,
+    read_rows,
 )
 from cloze.export.train.label_tasks import (
     BatchPlan,
-    LabelObjective,
-    TagObjective,
+    RowObjective,
     head_options,
     main_figure,
+    row_objective,
 )
 from cloze.export.train.loop import Objective, Stopping, train
 from cloze.export.train.progress import read_log
@@ -191,7 +190,7 @@ def finetune_tasks(
     figures = {}
     for member in members:
         labelled = member.objective
-        if not isinstance(labelled, LabelObjective | TagObjective):
+        if not isinstance(labelled, RowObjective):
             continue
         if (calibration := labelled.calibrate()) is not None:
             figures[f"{member.name} calibration"] = str(calibration)
@@ -231,11 +230,7 @@ def _read(
     if isinstance(task, QuestionsTask):
         return None
     files = RowFiles(*([folder / name for name in names] for names in (task.learnt, task.measured)))
-    data: LabelData | TagData
-    if isinstance(task, LabelsTask):
-        data = read_label_data(files, task, options.report, task.name)
-    else:
-        data = read_tag_data(files, task, options.report, task.name)
+    data = read_rows(files, task, options.report, task.name)
     spread = slice(None, None, max(1, len(data.held_out) // recipe.measured))
     return replace(data, held_out=data.held_out[spread])  # type: ignore[arg-type]
 
@@ -247,9 +242,7 @@ def _start(
     recipe: TasksRecipe,
 ) -> Model:
     """Return the model with the heads of the tasks."""
-    classes = [each.labels for each in data if isinstance(each, LabelData)]
-    tags = [each.labels for each in data if isinstance(each, TagData)]
-    labels = head_options(classes, tags)
+    labels = head_options([each for each in data if each is not None])
     heads = [SPAN] if any(isinstance(task, QuestionsTask) for task in tasks) else []
     heads += labels
     family = FAMILIES[checkpoint.model.config.family]
@@ -284,11 +277,7 @@ def _members(
             members.append(Member(task.name, questions, size, task.weight, figure))
             continue
         assert rows is not None
-        objective: Objective
-        if isinstance(rows, LabelData):
-            objective = LabelObjective(model, tokenizer, rows, plan)
-        else:
-            objective = TagObjective(model, tokenizer, rows, plan)
+        objective = row_objective(model, tokenizer, rows, plan)
         size, figure = len(rows.learnt), main_figure(rows)
         members.append(Member(task.name, objective, size, task.weight, figure))
     return members

@@ -105,6 +105,19 @@ def read_tag_data(
     return TagData(learnt, held_out, LabelSet(name=name, labels=names), settings)
 
 
+def read_rows(
+    files: RowFiles, settings: LabelSettings, report: Report, name: str | None = None
+) -> LabelData | TagData:
+    """Read all rows of a task, whose settings say what the rows are.
+
+    Raises:
+        DataError: a file, its labels, or the settings cannot be used.
+    """
+    if isinstance(settings, TagSettings):
+        return read_tag_data(files, settings, report, name)
+    return read_label_data(files, settings, report, name)
+
+
 def _split(rows: list[Row], share: float, key: Callable[[Row], str]) -> tuple[list[Row], list[Row]]:
     """Return the rows to learn from, and the held-out rows."""
     parts: tuple[list[Row], list[Row]] = ([], [])

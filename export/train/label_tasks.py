@@ -4,10 +4,11 @@ Sources: Devlin et al. 2019, sections 4.1 and 5.3 (the first token of a word has
 Shapes: B sequences of S tokens, L labels of one set.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +19,7 @@ from torch import Tensor
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.calibration import Calibration, calibrate
-from cloze.export.evaluation.labelled import (
-    TaggedSentence,
-)
+from cloze.export.evaluation.labelled import TaggedSentence
 from cloze.export.evaluation.labels import (
     EncodedRow,
     LengthRule,
@@ -33,6 +32,7 @@ from cloze.export.evaluation.labels import (
     measure_tags,
     tag_choices,
 )
+from cloze.export.evaluation.scorer import Floats
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
@@ -42,8 +42,7 @@ from cloze.export.train.label_data import (
     LabelData,
     RowFiles,
     TagData,
-    read_label_data,
-    read_tag_data,
+    read_rows,
 )
 from cloze.export.train.loop import Stopping, train
 from cloze.export.train.low_rank import add_low_rank
@@ -52,7 +51,7 @@ from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe, TagsRecipe
 from cloze.model_store.heads import sequence_classification, token_classification
-from cloze.model_store.heads.label_sets import LabelSet, LabelSets
+from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 from cloze.model_store.heads.token_classification import TokenLabels
 
@@ -63,22 +62,14 @@ _IGNORED = -100
 """Target of a token without a label; `torch.nn.functional.cross_entropy` ignores it."""
 
 
-def head_options(
-    classes: Sequence[SequenceLabelSet], tags: Sequence[LabelSet]
-) -> dict[str, LabelSets]:
-    """Return the options of the heads with these label sets, the default first."""
+def head_options(data: Sequence[LabelData | TagData]) -> dict[str, LabelSets]:
+    """Return the options of the heads with the label sets of rows, the default first."""
     options: dict[str, LabelSets] = {}
-    if classes:
-        first, *others = classes
-        options[CLASSES] = SequenceLabels(**_fields(first), further=tuple(others))
-    if tags:
-        default, *further = tags
-        options[TAGS] = TokenLabels(**_fields(default), further=tuple(further))
+    if classes := [each.labels for each in data if isinstance(each, LabelData)]:
+        options[CLASSES] = SequenceLabels(**dict(classes[0]), further=tuple(classes[1:]))
+    if tags := [each.labels for each in data if isinstance(each, TagData)]:
+        options[TAGS] = TokenLabels(**dict(tags[0]), further=tuple(tags[1:]))
     return options
-
-
-def _fields(labels: LabelSet) -> dict[str, Any]:
-    return {name: getattr(labels, name) for name in type(labels).model_fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +93,48 @@ class BatchPlan:
     seed: int
 
 
-class RowObjective:
-    """The part of an objective that labels and tags share: batches and logits of a label set.
+Data = TypeVar("Data", LabelData, TagData)
 
-    Args:
-        head: name of the head, and the logits of the label set.
-        rows: each row, and what it should be given, see `RowBatch`.
-        sequences: rows per batch.
+
+class RowObjective(ABC, Generic[Data]):
+    """The part of an objective that labels and tags share.
+
+    Attributes:
+        head: name of the head.
+        encode: makes sequences of rows.
+        measure: returns the figures of held-out rows.
+        choices: returns the logits of held-out rows, and what they should be.
+        independent: whether a row may have several labels.
     """
 
+    head: ClassVar[str]
+    encode: ClassVar[Callable[..., list[EncodedRow]]]
+    measure: ClassVar[Callable[..., dict[str, float]]]
+    choices: ClassVar[Callable[..., tuple[Floats, NDArray[np.bool_]]]]
+    independent = False
+
     def __init__(
-        self,
-        model: Model,
-        head: tuple[str, slice],
-        rows: Sequence[tuple[EncodedRow, NDArray[Any]]],
-        plan: BatchPlan,
-        sequences: int,
+        self, model: Model, tokenizer: CheckpointTokenizer, data: Data, plan: BatchPlan
     ) -> None:
         self.module, self.steps = model, plan.steps
-        (self._head, self._columns), self._rows = head, rows
         self._accumulation = plan.accumulation
-        lengths = [len(row.input_ids) for row, _ in rows]
-        self._batches = shuffled_batches(lengths, sequences, plan.seed)
+        self._data: Data = data
+        self._chosen = model.options[self.head].choose(data.labels.name)
+        labels, self._columns = self._chosen
+        rule = _length_rule(model, data.settings)
+        rows = self.encode(data.learnt, tokenizer, rule)
+        self._held_out = self.encode(data.held_out, tokenizer, rule)
+        targets, weights = self.targets(rows, labels.labels)
+        self._weights = torch.from_numpy(weights)
+        self._rows = list(zip(rows, targets, strict=True))
+        lengths = [len(row.input_ids) for row in rows]
+        self._batches = shuffled_batches(lengths, data.settings.sequences, plan.seed)
+
+    @abstractmethod
+    def targets(
+        self, rows: Sequence[EncodedRow], labels: Sequence[str]
+    ) -> tuple[Sequence[NDArray[Any]], NDArray[np.float32]]:
+        """Return what each row should be given (`RowBatch`), and the weight [L] of each label."""
 
     def batch(self, step: int, part: int) -> RowBatch:
         """Return the ``part``-th batch of a step."""
@@ -131,53 +142,86 @@ class RowObjective:
         rows, targets = zip(*chosen, strict=True)
         ids, types = [row.input_ids for row in rows], [row.token_type_ids for row in rows]
         length = padded_length(max(map(len, ids)), self.module.config.max_positions)
-        if self._head == TAGS:
+        if self.head == TAGS:
             targets = tuple(_padded_targets(target, length) for target in targets)
         return RowBatch(*padded(ids, types, length), torch.from_numpy(np.stack(targets)))
 
     def logits(self, batch: RowBatch) -> Tensor:
         """Return the logits of the label set, float32 [B, L] of texts or [B, S, L] of tokens."""
         hidden = self.module(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-        rows = hidden if self._head == TAGS else hidden[:, 0]
-        logits: Tensor = getattr(self.module, self._head)(rows)
+        rows = hidden if self.head == TAGS else hidden[:, 0]
+        logits: Tensor = getattr(self.module, self.head)(rows)
         return logits[..., self._columns].float()
 
-    def _divide_by(self, calibration: Calibration, name: str | None) -> None:
-        """Divide the classifier of the label set by a temperature, and note it in the options.
+    def evaluate(self, _: int) -> Mapping[str, float]:
+        """Return the figures of held-out rows; see `measure_labels` and `measure_tags`."""
+        if not self._held_out:
+            return {}
+        return self.measure(self._data.held_out, self._held_out, self._scorer(), self._chosen)
 
-        So the checkpoint has the scores in transformers too, and a server computes nothing more.
+    def calibrate(self) -> Calibration | None:
+        """Scale the logits by the temperature of held-out rows; None: nothing to measure.
+
+        The scores of weighted labels are not meant to be shares of the held-out rows. The
+        classifier is divided by the temperature, so the checkpoint has the scores in transformers
+        too, and a server computes nothing more.
         """
-        classifier, temperature = (
-            getattr(self.module, self._head).classifier,
-            calibration.temperature,
-        )
+        if not self._held_out or self._data.settings.class_weights != "none":
+            return None
+        rows = self._data.held_out
+        logits, gold = self.choices(rows, self._held_out, self._scorer(), self._chosen)
+        if not len(gold):
+            return None
+        calibration = calibrate(logits, gold, independent=self.independent)
+        classifier = getattr(self.module, self.head).classifier
         with torch.no_grad():
-            classifier.weight[self._columns] /= temperature
-            classifier.bias[self._columns] /= temperature
-        options = self.module.options[self._head]
-        self.module.options[self._head] = options.calibrated(name, temperature)
+            classifier.weight[self._columns] /= calibration.temperature
+            classifier.bias[self._columns] /= calibration.temperature
+        options = self.module.options[self.head]
+        self.module.options[self.head] = options.calibrated(
+            self._data.labels.name, calibration.temperature
+        )
+        return calibration
+
+    def _scorer(self) -> TorchScorer:
+        return TorchScorer(self.module, next(self.module.parameters()).device)
 
 
 def _padded_targets(target: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.pad(target, (0, length - len(target)), constant_values=_IGNORED)
 
 
-class LabelObjective(RowObjective):
+class LabelObjective(RowObjective[LabelData]):
     """Cross-entropy of labels, or the squared error of a number."""
+
+    head = CLASSES
+    encode = staticmethod(encode_texts)
+    measure = staticmethod(measure_labels)
+    choices = staticmethod(label_choices)
 
     def __init__(
         self, model: Model, tokenizer: CheckpointTokenizer, data: LabelData, plan: BatchPlan
     ) -> None:
-        options = model.options[CLASSES]
-        self._chosen = options.choose(data.labels.name)
-        self._data, self._problem = data, data.labels.problem_type
-        rule = _length_rule(model, data.settings)
-        rows = encode_texts(data.learnt, tokenizer, rule)
-        self._held_out = encode_texts(data.held_out, tokenizer, rule)
-        targets, weights = _label_targets(data, self._chosen[0].labels)
-        self._weights = torch.from_numpy(weights)
-        pairs = list(zip(rows, targets, strict=True))
-        super().__init__(model, (CLASSES, self._chosen[1]), pairs, plan, data.settings.sequences)
+        super().__init__(model, tokenizer, data, plan)
+        self._problem = data.labels.problem_type
+        self.independent = self._problem == "multi_label_classification"
+
+    def targets(
+        self, _: Sequence[EncodedRow], labels: Sequence[str]
+    ) -> tuple[Sequence[NDArray[Any]], NDArray[np.float32]]:
+        """See `RowObjective`."""
+        data = self._data
+        if data.labels.problem_type == "regression":
+            numbers = [np.array([row.score], np.float32) for row in data.learnt]
+            return numbers, np.ones(1, np.float32)
+        matrix = label_matrix(data.learnt, labels)  # [N, L]
+        counts = matrix.sum(0)
+        if data.labels.problem_type == "multi_label_classification":
+            balanced = (len(matrix) - counts) / np.maximum(counts, 1)
+            weights = _class_weights(data.settings, labels, balanced)
+            return list(matrix.astype(np.float32)), weights
+        weights = _class_weights(data.settings, labels, _balanced(counts))
+        return [np.int64(label) for label in matrix.argmax(1)], weights  # type: ignore[misc]
 
     def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss, and the share of right labels."""
@@ -191,27 +235,9 @@ class LabelObjective(RowObjective):
         loss = F.cross_entropy(logits, targets, weights)
         return loss, {"accuracy": (logits.argmax(1) == targets).float().mean()}
 
-    def evaluate(self, _: int) -> Mapping[str, float]:
-        """Return the figures of held-out texts; see `measure_labels`."""
-        if not self._held_out:
-            return {}
-        scorer = TorchScorer(self.module, next(self.module.parameters()).device)
-        return measure_labels(self._data.held_out, self._held_out, scorer, self._chosen)
-
     def calibrate(self) -> Calibration | None:
-        """Scale the logits by the temperature of held-out texts; None: nothing to measure.
-
-        The scores of weighted labels are not meant to be shares of the held-out texts.
-        """
-        is_weighted = self._data.settings.class_weights != "none"
-        if not self._held_out or self._problem == "regression" or is_weighted:
-            return None
-        scorer = TorchScorer(self.module, next(self.module.parameters()).device)
-        logits, gold = label_choices(self._data.held_out, self._held_out, scorer, self._chosen)
-        independent = self._problem == "multi_label_classification"
-        calibration = calibrate(logits, gold, independent=independent)
-        self._divide_by(calibration, self._data.labels.name)
-        return calibration
+        """See `RowObjective`; a number is not calibrated."""
+        return None if self._problem == "regression" else super().calibrate()
 
 
 def _length_rule(model: Model, settings: LabelSettings) -> LengthRule:
@@ -221,22 +247,6 @@ def _length_rule(model: Model, settings: LabelSettings) -> LengthRule:
             f"texts of {settings.tokens} tokens exceed the checkpoint's {positions} positions"
         )
     return LengthRule(settings.tokens, settings.long_text == "truncate")
-
-
-def _label_targets(
-    data: LabelData, labels: Sequence[str]
-) -> tuple[list[NDArray[Any]], NDArray[np.float32]]:
-    """Return the target of each row, and the weight [L] of each label."""
-    if data.labels.problem_type == "regression":
-        return [np.array([row.score], np.float32) for row in data.learnt], np.ones(1, np.float32)
-    matrix = label_matrix(data.learnt, labels)  # [N, L]
-    counts = matrix.sum(0)
-    if data.labels.problem_type == "multi_label_classification":
-        balanced = (len(matrix) - counts) / np.maximum(counts, 1)
-        weights = _class_weights(data.settings, labels, balanced)
-        return list(matrix.astype(np.float32)), weights
-    weights = _class_weights(data.settings, labels, _balanced(counts))
-    return [np.int64(label) for label in matrix.argmax(1)], weights  # type: ignore[misc]
 
 
 def _balanced(counts: NDArray[np.int64]) -> NDArray[np.floating]:
@@ -256,29 +266,26 @@ def _class_weights(
     return np.array([table.get(label, 1.0) for label in labels], np.float32)
 
 
-class TagObjective(RowObjective):
+class TagObjective(RowObjective[TagData]):
     """Cross-entropy of the tags of words."""
 
-    def __init__(
-        self, model: Model, tokenizer: CheckpointTokenizer, data: TagData, plan: BatchPlan
-    ) -> None:
-        options = model.options[TAGS]
-        self._chosen = options.choose(data.labels.name)
-        self._data = data
-        rule = _length_rule(model, data.settings)
-        encoded = encode_sentences(data.learnt, tokenizer, rule)
-        self._held_out = encode_sentences(data.held_out, tokenizer, rule)
-        number = {tag: at for at, tag in enumerate(self._chosen[0].labels)}
-        rows = [
-            (row, _tag_targets(row, sentence, number, data.settings.subwords == "all"))
-            for row, sentence in zip(encoded, data.learnt, strict=True)
+    head = TAGS
+    encode = staticmethod(encode_sentences)
+    measure = staticmethod(measure_tags)
+    choices = staticmethod(tag_choices)
+
+    def targets(
+        self, rows: Sequence[EncodedRow], labels: Sequence[str]
+    ) -> tuple[Sequence[NDArray[Any]], NDArray[np.float32]]:
+        """See `RowObjective`."""
+        settings, number = self._data.settings, {tag: at for at, tag in enumerate(labels)}
+        targets = [
+            _tag_targets(row, sentence, number, settings.subwords == "all")
+            for row, sentence in zip(rows, self._data.learnt, strict=True)
         ]
-        counts = np.zeros(len(number), np.int64)
-        for _, targets in rows:
-            np.add.at(counts, targets[targets != _IGNORED], 1)
-        weights = _class_weights(data.settings, list(number), _balanced(counts))
-        self._weights = torch.from_numpy(weights)
-        super().__init__(model, (TAGS, self._chosen[1]), rows, plan, data.settings.sequences)
+        flat = np.concatenate(targets)
+        counts = np.bincount(flat[flat != _IGNORED], minlength=len(number))
+        return targets, _class_weights(settings, labels, _balanced(counts))
 
     def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss, and the share of right tags."""
@@ -290,25 +297,6 @@ class TagObjective(RowObjective):
         loss = total / weights[targets.clamp_min(0)][labelled].sum().clamp_min(1e-6)
         right = (logits.argmax(-1) == targets) & labelled
         return loss, {"accuracy": right.sum() / labelled.sum().clamp_min(1)}
-
-    def evaluate(self, _: int) -> Mapping[str, float]:
-        """Return the figures of held-out sentences; see `measure_tags`."""
-        if not self._held_out:
-            return {}
-        scorer = TorchScorer(self.module, next(self.module.parameters()).device)
-        return measure_tags(self._data.held_out, self._held_out, scorer, self._chosen)
-
-    def calibrate(self) -> Calibration | None:
-        """Scale the logits by the temperature of held-out words; see `LabelObjective`."""
-        if not self._held_out or self._data.settings.class_weights != "none":
-            return None
-        scorer = TorchScorer(self.module, next(self.module.parameters()).device)
-        logits, gold = tag_choices(self._data.held_out, self._held_out, scorer, self._chosen)
-        if not len(gold):
-            return None
-        calibration = calibrate(logits, gold, independent=False)
-        self._divide_by(calibration, self._data.labels.name)
-        return calibration
 
 
 def _tag_targets(
@@ -341,55 +329,31 @@ def main_figure(data: LabelData | TagData) -> str:
     return TAG_FIGURE
 
 
-def finetune_labels(
-    checkpoint: Checkpoint, files: RowFiles, recipe: LabelsRecipe, options: RunOptions
-) -> Path:
-    """Fine-tune a checkpoint for labels of texts or of pairs.
-
-    Returns:
-        The folder of the new checkpoint, which has only this head.
-
-    Raises:
-        DataError: the files or the recipe cannot be used, or the run fails, see `train`.
-    """
-    data = read_label_data(files, recipe, options.report)
-    model = _start(checkpoint, files, head_options([data.labels], []), recipe, options)
-    plan = _plan(len(data.learnt), recipe)
-    objective = LabelObjective(model, checkpoint.tokenizer, data, plan)
-    return _finish(objective, checkpoint, files, main_figure(data), recipe, options)
+def row_objective(
+    model: Model, tokenizer: CheckpointTokenizer, data: LabelData | TagData, plan: BatchPlan
+) -> LabelObjective | TagObjective:
+    """Return the objective of rows."""
+    if isinstance(data, LabelData):
+        return LabelObjective(model, tokenizer, data, plan)
+    return TagObjective(model, tokenizer, data, plan)
 
 
-def finetune_tags(
-    checkpoint: Checkpoint, files: RowFiles, recipe: TagsRecipe, options: RunOptions
-) -> Path:
-    """Fine-tune a checkpoint for tags of words.
-
-    Returns:
-        The folder of the new checkpoint, which has only this head.
-
-    Raises:
-        DataError: the files or the recipe cannot be used, or the run fails, see `train`.
-    """
-    data = read_tag_data(files, recipe, options.report)
-    model = _start(checkpoint, files, head_options([], [data.labels]), recipe, options)
-    plan = _plan(len(data.learnt), recipe)
-    objective = TagObjective(model, checkpoint.tokenizer, data, plan)
-    return _finish(objective, checkpoint, files, main_figure(data), recipe, options)
-
-
-def _plan(rows: int, recipe: LabelsRecipe | TagsRecipe) -> BatchPlan:
-    accumulation = recipe.optimisation.accumulation
-    steps = max(1, recipe.epochs * rows // (recipe.sequences * accumulation))
-    return BatchPlan(steps, accumulation, recipe.seed)
-
-
-def _start(
+def finetune_rows(
     checkpoint: Checkpoint,
     files: RowFiles,
-    labels: Mapping[str, LabelSets],
     recipe: LabelsRecipe | TagsRecipe,
     options: RunOptions,
-) -> Model:
+) -> Path:
+    """Fine-tune a checkpoint for labels of texts or of pairs, or for tags of words.
+
+    Returns:
+        The folder of the new checkpoint, which has only this head.
+
+    Raises:
+        DataError: the files or the recipe cannot be used, or the run fails, see `train`.
+    """
+    data = read_rows(files, recipe, options.report)
+    labels = head_options([data])
     inputs = {
         "checkpoint": checkpoint.source.weights_sha256,
         "file of texts": fingerprint(files.all),
@@ -398,25 +362,13 @@ def _start(
     model = start_from(checkpoint, labels, dropout=recipe.dropout, seed=recipe.seed, options=labels)
     if recipe.lora:
         add_low_rank(model, recipe.lora, labels)
-    return model
-
-
-def _finish(
-    objective: LabelObjective | TagObjective,
-    checkpoint: Checkpoint,
-    files: RowFiles,
-    figure: str,
-    recipe: LabelsRecipe | TagsRecipe,
-    options: RunOptions,
-) -> Path:
-    """Train, and write the checkpoint with its card."""
-    stopping = Stopping(figure, recipe.patience) if recipe.patience else None
+    objective = row_objective(model, checkpoint.tokenizer, data, _plan(len(data.learnt), recipe))
     step = train(
         objective,
         options,
         seed=recipe.seed,
         optimisation=recipe.rates,
-        stopping=stopping,
+        stopping=Stopping(main_figure(data), recipe.patience) if recipe.patience else None,
     )
     figures = {}
     if (calibration := objective.calibrate()) is not None:
@@ -425,4 +377,10 @@ def _finish(
     source = checkpoint.source.location
     title = "An encoder fine-tuned for labels"
     run = Run(title, source, [checkpoint], files.all, recipe, options, step, figures)
-    return finish_run(objective.module, checkpoint.tokenizer, run)
+    return finish_run(model, checkpoint.tokenizer, run)
+
+
+def _plan(rows: int, recipe: LabelsRecipe | TagsRecipe) -> BatchPlan:
+    accumulation = recipe.optimisation.accumulation
+    steps = max(1, recipe.epochs * rows // (recipe.sequences * accumulation))
+    return BatchPlan(steps, accumulation, recipe.seed)

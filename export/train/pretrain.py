@@ -15,13 +15,12 @@ from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run
-from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
 from cloze.export.train.recipe import PretrainRecipe
-from cloze.export.train.run_dir import CORPUS, VOCABULARY, acquire_run_dir
+from cloze.export.train.run_dir import VOCABULARY, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import (
     continue_from,
@@ -30,7 +29,12 @@ from cloze.export.train.start import (
     open_source,
     repeated_positions,
 )
-from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
+from cloze.export.train.text_objective import (
+    TextObjective,
+    held_out_batches,
+    run_corpus,
+    text_batches,
+)
 from cloze.export.train.vocabulary import open_tokenizer, save_vocabulary, train_tokenizer
 
 
@@ -155,13 +159,7 @@ def _train(
     Returns:
         A batch of masked text to show guesses for, held out if possible.
     """
-    corpus = prepare_corpus(
-        files,
-        tokenizer.tokenizer,
-        options.run_dir / CORPUS,
-        held_out=recipe.held_out,
-        report=options.report,
-    )
+    corpus = run_corpus(files, tokenizer, recipe.held_out, options)
     parameters = module.model.parameter_count()
     options.report(f"a {recipe.model.family} of {parameters:,} parameters")
     batches = text_batches(corpus.train, recipe, tokenizer)

@@ -1,6 +1,7 @@
 """Learning from text: the objective of pre-training and distillation, and its batches."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from cloze.export.errors import Report, TrainError
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import BatchPlan, TextBatch, TextBatches
-from cloze.export.train.corpus import Corpus
+from cloze.export.train.corpus import Corpus, PreparedCorpus, prepare_corpus
 from cloze.export.train.masking import Masking
 from cloze.export.train.recipe import DistilledText, Pretraining, TextRecipe
+from cloze.export.train.run_dir import CORPUS
+from cloze.export.train.run_options import RunOptions
 from cloze.export.train.sampling import weights_of_part
 from cloze.export.train.vocabulary import mask_id
 
@@ -63,6 +66,14 @@ class TextObjective:
             name: float(torch.stack([result[name] for result in results]).mean())
             for name in (results[0] if results else ())
         }
+
+
+def run_corpus(
+    files: list[Path], tokenizer: CheckpointTokenizer, held_out: float, options: RunOptions
+) -> PreparedCorpus:
+    """Return the text of a run, tokenized into the folder of the run; see `prepare_corpus`."""
+    folder, report = options.run_dir / CORPUS, options.report
+    return prepare_corpus(files, tokenizer.tokenizer, folder, held_out=held_out, report=report)
 
 
 def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> TextBatches:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.scorer import Scorer, equal_lengths, span_logits
+from cloze.export.evaluation.scorer import Scorer, equal_lengths, head_arrays
 from cloze.export.evaluation.squad import Question
+from cloze.export.heads import SPAN
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.sequences import without_space
 
@@ -153,8 +154,9 @@ def guess(
     null_scores = [np.inf] * len(questions)
     for members in equal_lengths([len(window.input_ids) for window in windows], batch):
         group = [windows[index] for index in members]
-        logits = span_logits(
+        logits = head_arrays(
             scorer,
+            SPAN,
             np.stack([window.input_ids for window in group]),
             np.stack([window.token_type_ids for window in group]),
         )

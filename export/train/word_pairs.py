@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cloze.export.errors import TrainError
+from cloze.export.evaluation.data_files import read_text
 from cloze.export.train.documents import read_documents
 from cloze.model_store.plain_files import replacing
 
@@ -49,14 +50,10 @@ def read_word_pairs(file: Path) -> WordPairs:
     """Read a file with two words per line, and a tab between them.
 
     Raises:
-        TrainError: the file is missing, or a line is not such a pair.
+        DataError: the file is missing, or a line is not such a pair.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     pairs = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         if not line.strip():
             continue
         words = [word.strip().lower() for word in line.split("\t")]

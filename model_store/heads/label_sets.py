@@ -4,8 +4,8 @@ The logits of all sets lie side by side in one output of the graph, in the order
 graph has one classifier, however many sets it has.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     Field,
@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from cloze.model_store.heads.head import Frozen
+from cloze.model_store.limits import MAX_WIDTH
 
 SetName = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
 """The name of a label set, as a client sends it."""
@@ -110,3 +111,32 @@ class LabelSets(LabelSet):
             if name is None or each.name == name:
                 return each, columns
         raise KeyError(name)
+
+
+_DEFAULT_LABELS: Final = 2
+
+
+def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the labels of a ``config.json`` in the order of the logits, as transformers does.
+
+    Raises:
+        ValueError: ``id2label`` does not name every label from 0 on, or ``num_labels`` is no
+            number of labels.
+    """
+    by_id = settings.get("id2label")
+    if by_id is None:
+        count = settings.get("num_labels", _DEFAULT_LABELS)
+        if type(count) is not int or not 0 < count <= MAX_WIDTH:
+            raise ValueError(
+                f"num_labels must be a number from 1 to {MAX_WIDTH}, got {count!r:.80}"
+            )
+        return tuple(f"LABEL_{i}" for i in range(count))
+    try:
+        named = {int(number): str(label) for number, label in by_id.items()}
+        labels = tuple(named[number] for number in range(len(named)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        labels = ()
+    if not labels:
+        shown = str(by_id)[:80]
+        raise ValueError(f"id2label must name the labels 0 to N - 1, got {shown}")
+    return labels

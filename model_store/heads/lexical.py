@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import Field
 
-from cloze.model_store.heads.head import Frozen
+from cloze.model_store.heads.head import Frozen, Head
 from cloze.model_store.heads.rows import per_token
 from cloze.model_store.limits import MAX_VOCABULARY
 from cloze.model_store.tensors import TensorSpec
@@ -35,4 +35,11 @@ class LexicalOptions(Frozen):
         return self.skipped_ids
 
 
-HEAD: Final = per_token("lexical", "lexical", LEXICAL_ROWS, LEXICAL_WEIGHTS, options=LexicalOptions)
+HEAD: Final = Head(
+    "lexical",
+    "lexical",
+    (LEXICAL_ROWS,),
+    (LEXICAL_WEIGHTS,),
+    *per_token(LEXICAL_ROWS, LEXICAL_WEIGHTS),
+    options=LexicalOptions,
+)

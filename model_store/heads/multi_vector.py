@@ -81,13 +81,13 @@ class MultiVectorRequest(HeadRequest):
     keys: int = 0  # type: ignore[misc]  # a field stands for the constant
 
 
-_PER_TOKEN: Final = per_token("multi_vector", "multi-vector", VECTOR_ROWS, MULTI_VECTORS)
+_pack_rows, _unpack = per_token(VECTOR_ROWS, MULTI_VECTORS)
 
 
 def _pack(
     requests: Sequence[MultiVectorRequest | None], placement: Placement, graph: GraphSpec
 ) -> Feeds:
-    feeds = _PER_TOKEN.pack(requests, placement, graph)
+    feeds = _pack_rows(requests, placement, graph)
     if graph.layout is Layout.PACKED:
         return feeds
     keys = [(i, request.keys) for i, request in enumerate(requests) if request and request.keys]
@@ -100,14 +100,14 @@ def _dimensions(options: Frozen | None) -> dict[str, int]:
 
 
 HEAD: Final = Head(
-    name=_PER_TOKEN.name,
-    task=_PER_TOKEN.task,
+    name="multi_vector",
+    task="multi-vector",
     inputs=(KEY_SEQUENCES, KEY_TOKENS, VECTOR_ROWS),
-    outputs=_PER_TOKEN.outputs,
+    outputs=(MULTI_VECTORS,),
     request=MultiVectorRequest,
     pack=_pack,
-    unpack=_PER_TOKEN.unpack,
+    unpack=_unpack,
     largest_request=lambda _: MultiVectorRequest(),
     options=LateInteraction,
-    model_sizes=lambda sizes: _dimensions(sizes.options.get(_PER_TOKEN.name)),
+    model_sizes=lambda sizes: _dimensions(sizes.options.get("multi_vector")),
 )

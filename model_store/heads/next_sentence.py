@@ -7,6 +7,7 @@ Source: Devlin et al. 2019, section 3.1, task 2.
 
 from typing import Final
 
+from cloze.model_store.heads.head import Head
 from cloze.model_store.heads.rows import per_sequence
 from cloze.model_store.tensors import TensorSpec
 
@@ -17,4 +18,10 @@ PAIR_LOGITS: Final = TensorSpec(
     "pair_logits", "float32", ("P", 2), 'column 0 is "is next", column 1 is "is not next"'
 )
 
-HEAD: Final = per_sequence("next_sentence", "nsp", PAIR_ROWS, PAIR_LOGITS)
+HEAD: Final = Head(
+    "next_sentence",
+    "nsp",
+    (PAIR_ROWS,),
+    (PAIR_LOGITS,),
+    *per_sequence(PAIR_ROWS, PAIR_LOGITS),
+)

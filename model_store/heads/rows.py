@@ -1,45 +1,28 @@
-"""Heads that compute one row per sequence, or one row per token."""
+"""How heads that compute one row per sequence, or one row per token, pack and unpack."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cloze.model_store.heads.head import (
-    ArrayResult,
-    Frozen,
-    GraphSpec,
-    Head,
-    ModelSizes,
-    Outputs,
-    Requests,
-)
+from cloze.model_store.heads.head import ArrayResult, GraphSpec, Outputs, Requests
 from cloze.model_store.layouts import Feeds, Placement
 from cloze.model_store.tensors import TensorSpec
 
-Sizes = Callable[[ModelSizes], Mapping[str, int]]
+Pack = Callable[[Requests, Placement, GraphSpec], Feeds]
+Unpack = Callable[[Requests, Placement, Outputs], list[Any]]
 
 
-def per_sequence(
-    name: str,
-    task: str,
-    rows: TensorSpec,
-    output: TensorSpec,
-    options: type[Frozen] | None = None,
-    model_sizes: Sizes = lambda _: {},
-) -> Head:
-    """Return a head that computes a row of `output` from the ``[CLS]`` row of each sequence."""
+def per_sequence(rows: TensorSpec, output: TensorSpec) -> tuple[Pack, Unpack]:
+    """Return both for a row of `output` from the ``[CLS]`` row of each sequence."""
 
     def pack(requests: Requests, placement: Placement, _: GraphSpec) -> Feeds:
         return {rows.name: placement.starts[:-1][[request is not None for request in requests]]}
 
-    unpack = unpack_rows(output)
-    return Head(
-        name, task, (rows,), (output,), pack, unpack, options=options, model_sizes=model_sizes
-    )
+    return pack, unpack_rows(output)
 
 
-def unpack_rows(output: TensorSpec) -> Callable[[Requests, Placement, Outputs], list[Any]]:
+def unpack_rows(output: TensorSpec) -> Unpack:
     """Return a `Head.unpack` that gives each request the next row of ``output``."""
 
     def unpack(requests: Requests, _: Placement, outputs: Outputs) -> list[Any]:
@@ -49,15 +32,8 @@ def unpack_rows(output: TensorSpec) -> Callable[[Requests, Placement, Outputs], 
     return unpack
 
 
-def per_token(
-    name: str,
-    task: str,
-    rows: TensorSpec,
-    output: TensorSpec,
-    options: type[Frozen] | None = None,
-    model_sizes: Sizes = lambda _: {},
-) -> Head:
-    """Return a head that computes a row of `output` from the row of each token of a sequence."""
+def per_token(rows: TensorSpec, output: TensorSpec) -> tuple[Pack, Unpack]:
+    """Return both for a row of `output` from the row of each token of a sequence."""
 
     def pack(requests: Requests, placement: Placement, _: GraphSpec) -> Feeds:
         starts = placement.starts
@@ -74,6 +50,4 @@ def per_token(
         parts = np.split(outputs[output.name], ends[:-1])
         return [ArrayResult(part) if one else None for part, one in zip(parts, asked, strict=True)]
 
-    return Head(
-        name, task, (rows,), (output,), pack, unpack, options=options, model_sizes=model_sizes
-    )
+    return pack, unpack

@@ -5,10 +5,11 @@ The result is the logits [L] of a sequence.
 Source: Devlin et al. 2019, section 4.1.
 """
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
 
-from cloze.model_store.heads.head import ModelSizes
-from cloze.model_store.heads.label_sets import LabelSet, LabelSets
+from cloze.model_store.heads.head import Head, ModelSizes
+from cloze.model_store.heads.label_sets import LabelSet, LabelSets, read_labels
 from cloze.model_store.heads.rows import per_sequence
 from cloze.model_store.tensors import TensorSpec
 
@@ -41,17 +42,54 @@ class SequenceLabels(SequenceLabelSet, LabelSets):
     further: tuple[SequenceLabelSet, ...] = ()
 
 
+def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
+    """Return the labels and the problem type of a ``config.json``.
+
+    Raises:
+        ValueError: the labels are malformed, or the problem type or the activation is unknown.
+    """
+    labels = read_labels(settings)
+    kind = settings.get("problem_type")
+    several = "single_label_classification"
+    if kind in (None, several):  # as in transformers' pipeline, the only label has a sigmoid
+        kind = several if len(labels) > 1 else "multi_label_classification"
+    if kind not in get_args(ProblemType):
+        raise ValueError(f"problem_type {str(kind)[:80]!r} is not supported")
+    raw = True if len(labels) == 1 and _declares_raw_scores(settings) else None
+    return SequenceLabels(labels=labels, problem_type=kind, raw_scores=raw)
+
+
+def _declares_raw_scores(settings: Mapping[str, Any]) -> bool:
+    """Return whether a reranker's scores are its logits, as sentence-transformers reads it.
+
+    Without an activation it is the sigmoid, and so is one outside of torch, which is never loaded.
+    """
+    declared = settings.get("sentence_transformers")
+    path = settings.get("sbert_ce_default_activation_function")
+    if isinstance(declared, dict):
+        path = declared.get("activation_fn", path)
+    if not str(path).startswith("torch."):
+        return False
+    name = str(path).rsplit(".", 1)[-1]
+    if name not in ("Identity", "Sigmoid"):
+        raise ValueError(
+            f"a reranker with the activation {path} is not supported (Identity, Sigmoid)"
+        )
+    return name == "Identity"
+
+
 def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     options = sizes.options[HEAD.name]
     assert isinstance(options, SequenceLabels)
     return {"L": options.logits}
 
 
-HEAD: Final = per_sequence(
+HEAD: Final = Head(
     "sequence_classification",
     "text-classification",
-    CLASS_ROWS,
-    CLASS_LOGITS,
+    (CLASS_ROWS,),
+    (CLASS_LOGITS,),
+    *per_sequence(CLASS_ROWS, CLASS_LOGITS),
     options=SequenceLabels,
     model_sizes=_model_sizes,
 )

@@ -7,6 +7,7 @@ Source: Devlin et al. 2019, section 3 (the vector T_i of token i).
 
 from typing import Final
 
+from cloze.model_store.heads.head import Head
 from cloze.model_store.heads.rows import per_token
 from cloze.model_store.tensors import TensorSpec
 
@@ -17,10 +18,11 @@ TOKEN_EMBEDDINGS: Final = TensorSpec(
     "token_embeddings", "float32", ("G", "H"), "the last hidden state of each token"
 )
 
-HEAD: Final = per_token(
+HEAD: Final = Head(
     "token_embedding",
     "embed-all",
-    HIDDEN_ROWS,
-    TOKEN_EMBEDDINGS,
+    (HIDDEN_ROWS,),
+    (TOKEN_EMBEDDINGS,),
+    *per_token(HIDDEN_ROWS, TOKEN_EMBEDDINGS),
     model_sizes=lambda sizes: {"H": sizes.hidden_size},
 )

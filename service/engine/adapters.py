@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from cloze.model_store.adapter import Adapter, Head
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.error_lines import first_line
-from cloze.model_store.heads.head import ArrayResult, HeadRequest
+from cloze.model_store.heads.head import ArrayResult
 from cloze.model_store.layouts import Feeds, Int32
 from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.session import Session
@@ -205,31 +206,27 @@ class AdaptedRuns:
         """Return the results of each encoding; see `Engine.run`."""
         session = self._alone if alone else self._side_by_side
         with self.adapters.using([encoding.adapter for encoding in batch]) as adapters:
-            asked = [
-                _own_request(encoding, one) for encoding, one in zip(batch, adapters, strict=True)
-            ]
-            others = [
-                encoding if request is None else replace(encoding, requests=_without(encoding, one))
-                for encoding, one, request in zip(batch, adapters, asked, strict=True)
-            ]
-            packed = self._codec.pack(others)
-            starts = packed.placement.starts.tolist()
-            rows = [
-                _rows(one, starts[i], starts[i + 1]) if request is not None else range(0)
-                for i, (one, request) in enumerate(zip(adapters, asked, strict=True))
-            ]
+            heads = [_own_head(*pair) for pair in zip(batch, adapters, strict=True)]
+            packed = self._codec.pack(
+                [_without(encoding, head) for encoding, head in zip(batch, heads, strict=True)]
+            )
+            first, *ends = packed.placement.starts.tolist()
+            rows = []  # of `hidden`, for each head of an adapter
+            for head, end in zip(heads, ends, strict=True):
+                if head is not None:
+                    rows.append(range(first, first + 1 if head.name == _PER_SEQUENCE else end))
+                first = end
             names = packed.outputs if packed.requests else []
             feeds = packed.feeds | self.feeds(adapters)
-            feeds[adapter_section.HIDDEN_ROWS.name] = np.array(
-                [row for some in rows for row in some], np.int32
-            )
+            feeds[adapter_section.HIDDEN_ROWS.name] = np.array([*chain(*rows)], np.int32)
             *outputs, hidden = session.run([*names, adapter_section.HIDDEN.name], feeds)
-            for output in (*outputs, hidden):
-                if output.dtype.kind == "f" and not np.isfinite(output).all():
-                    raise FloatingPointError  # as `OnnxEngine.run` does
             _check_finite(*outputs, hidden)
             results = packed.unpack(dict(zip(names, outputs, strict=True)))
-            return self._with_heads(results, adapters, rows, hidden)
+            states = iter(np.split(hidden, np.cumsum([*map(len, rows)])))
+            return [
+                result if head is None else {**result, head.name: _run(head, next(states))}
+                for result, head in zip(results, heads, strict=True)
+            ]
 
     def feeds(self, adapters: Sequence[_Loaded | None]) -> Feeds:
         """Return the graph's inputs about the adapter of each sequence."""
@@ -240,60 +237,36 @@ class AdaptedRuns:
         for number, one in enumerate(adapters):
             if one is not None:
                 rows[:, number, :, : one.rows.shape[2]] = one.rows
-        feeds: dict[str, NDArray[Any]] = {
-            adapter_section.table(width).name: table
-            for width, table in self.adapters.tables.items()
-        }
-        rows_in, rows_out = rows.reshape(2, len(adapters), -1)
-        feeds[adapter_section.LAYER_ROWS_IN.name] = rows_in
-        feeds[adapter_section.LAYER_ROWS_OUT.name] = rows_out
-        return feeds
-
-    @staticmethod
-    def _with_heads(
-        results: list[HeadOutputs],
-        adapters: Sequence[_Loaded | None],
-        rows: Sequence[range],
-        hidden: NDArray[np.float32],
-    ) -> list[HeadOutputs]:
-        """Return the results, with those of the adapters' heads."""
-        first, complete = 0, list(results)
-        for sequence, (one, some) in enumerate(zip(adapters, rows, strict=True)):
-            if one is None or one.head is None or not some:
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):
-                logits = one.head.logits(hidden[first : first + len(some)])
-            _check_finite(logits)
-            first += len(some)
-            per_sequence = one.head.name == _PER_SEQUENCE
-            result = ArrayResult(logits[0] if per_sequence else logits)
-            complete[sequence] = {**results[sequence], one.head.name: result}
-        return complete
+        return adapter_section.row_inputs(self.adapters.tables, rows)
 
 
 _PER_SEQUENCE = "sequence_classification"
 
 
+def _own_head(encoding: Encoding, one: _Loaded | None) -> Head | None:
+    """Return the head of a sequence's adapter, if the sequence asks for it."""
+    head = None if one is None else one.head
+    return head if head is not None and head.name in encoding.requests else None
+
+
+def _without(encoding: Encoding, head: Head | None) -> Encoding:
+    """Return a sequence that asks only for heads of the base."""
+    if head is None:
+        return encoding
+    requests = {name: one for name, one in encoding.requests.items() if name != head.name}
+    return replace(encoding, requests=requests)
+
+
+def _run(head: Head, hidden: NDArray[np.float32]) -> ArrayResult:
+    """Return the result of a head for the rows of one sequence that it reads."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits = head.logits(hidden)
+    _check_finite(logits)
+    return ArrayResult(logits[0] if head.name == _PER_SEQUENCE else logits)
+
+
 def _check_finite(*outputs: NDArray[Any]) -> None:
-    """Raise if a number overflowed: JSON would have null for it."""
+    """Raise if a number overflowed, as `OnnxEngine.run` does."""
     for output in outputs:
         if output.dtype.kind == "f" and not np.isfinite(output).all():
             raise FloatingPointError
-
-
-def _own_request(encoding: Encoding, one: _Loaded | None) -> HeadRequest | None:
-    """Return what a sequence asks of its adapter's head, if anything."""
-    return None if one is None or one.head is None else encoding.requests.get(one.head.name)
-
-
-def _without(encoding: Encoding, one: _Loaded | None) -> dict[str, HeadRequest]:
-    """Return the requests to heads of the base."""
-    own = one.head.name if one is not None and one.head is not None else ""
-    return {name: request for name, request in encoding.requests.items() if name != own}
-
-
-def _rows(one: _Loaded | None, start: int, end: int) -> range:
-    """Return the rows of a sequence that the head of its adapter reads."""
-    assert one is not None
-    assert one.head is not None
-    return range(start, start + 1 if one.head.name == _PER_SEQUENCE else end)

@@ -152,11 +152,18 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
     with TemporaryDirectory(prefix="cloze-", dir=folder, ignore_cleanup_errors=True) as name:
         prepared = Path(name) / _PREPARED
         _prepare(file, prepared)
-        side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
+        return _open_pair(prepared, threads, alone_threads)
+
+
+def _open_pair(file: Path, threads: int, alone_threads: int) -> CpuSession:
+    """Open the two sessions of a graph; one serves for both if it has as many threads."""
+    side_by_side = _open_on_cpu(file, _cpu_options(threads))
+    return_freed_memory()
+    alone = side_by_side
+    if alone_threads > threads:
+        alone = _open_on_cpu(file, _cpu_options(alone_threads))
         return_freed_memory()
-        alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
-        return_freed_memory()
-        return CpuSession(side_by_side, alone)
+    return CpuSession(side_by_side, alone)
 
 
 def _prepare(file: Path, prepared: Path) -> None:
@@ -183,7 +190,7 @@ class AdaptedCpuSession(CpuSession):
 
 
 def adapted_cpu_session(
-    file: Path, adapted: Path, threads: int = 1, alone_threads: int = 0
+    file: Path, adapted: Path, threads: int, alone_threads: int
 ) -> AdaptedCpuSession:
     """Open two graphs of the same weights on the CPU, which share them in memory.
 
@@ -208,16 +215,10 @@ def adapted_cpu_session(
             prepared = prepared.rename(plain / "adapted.onnx")
         else:
             log.warning("the graph with adapters has weights of its own in memory")
-        pairs = []
-        for graph in (plain / _PREPARED, prepared):
-            side_by_side = _open_on_cpu(graph, _cpu_options(threads))
-            return_freed_memory()
-            alone = side_by_side
-            if alone_threads > threads:
-                alone = _open_on_cpu(graph, _cpu_options(alone_threads))
-                return_freed_memory()
-            pairs.append(CpuSession(side_by_side, alone))
-        return AdaptedCpuSession(pairs[0].side_by_side, pairs[0].alone, pairs[1])
+        own = _open_pair(plain / _PREPARED, threads, alone_threads)
+        return AdaptedCpuSession(
+            own.side_by_side, own.alone, _open_pair(prepared, threads, alone_threads)
+        )
 
 
 def is_aligned(graph: bytes) -> bool:

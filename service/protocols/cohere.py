@@ -9,24 +9,24 @@ Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's AP
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from starlette.requests import Request
 
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
-    Names,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    in_body,
     json_response,
 )
 from cloze.service.tasks import TaskCall, embed
@@ -142,15 +142,11 @@ def write_error(error: ErrorInfo) -> tuple[int, CohereErrorBody]:
     return without_422(error.status), CohereErrorBody(error.message)
 
 
-_DIMENSIONS: Final[dict[tuple[str | int, ...], str]] = {("dimensions",): "output_dimension"}
-
-
 class _Embed(TaskRoute):
-    """The route of embeddings, whose errors name ``inputs``."""
+    """The route of embeddings."""
 
     task = embed.TASK
     body = CohereEmbedBody
-    names: ClassVar[Names] = _DIMENSIONS
     doc = RouteDoc(
         "One vector per text, in Cohere's shape",
         "Cohere",
@@ -178,6 +174,11 @@ class _Embed(TaskRoute):
         )
         return TaskCall(_texts(body), parameters)
 
+    def place(self, at: Location | None, body: CohereEmbedBody) -> Location | None:
+        """Return the place in the body, whose texts are in ``texts`` or in ``inputs``."""
+        texts = "inputs" if body.texts is None else "texts"
+        return in_body(at, {("dimensions",): "output_dimension", ("inputs",): texts})
+
     def respond(self, request: Request, body: CohereEmbedBody, result: TaskResult) -> BytesResponse:
         record: RequestRecord = request.scope[RECORD]
         kinds = dict.fromkeys(body.embedding_types or ("float",))
@@ -191,21 +192,6 @@ class _Embed(TaskRoute):
         return json_response(answer)
 
 
-class _EmbedTexts(_Embed):
-    """The route of embeddings, whose errors name ``texts`` unless a body has ``inputs``."""
-
-    names: ClassVar[Names] = _DIMENSIONS | {("inputs",): "texts"}
-
-    def __init__(self, context: ProtocolContext) -> None:
-        super().__init__(context)
-        self._of_inputs = _Embed(context)
-
-    def parse(self, request: Request, data: bytes) -> tuple[TaskRoute, Any]:
-        """Return the route that names what the body has, and the parsed body."""
-        _, body = super().parse(request, data)
-        return (self if body.inputs is None else self._of_inputs), body
-
-
 def _texts(body: CohereEmbedBody) -> list[str]:
     if body.texts is not None:
         return body.texts
@@ -214,7 +200,7 @@ def _texts(body: CohereEmbedBody) -> list[str]:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the route for Cohere's clients."""
-    return [_EmbedTexts(context).bind(_PATH)]
+    return [_Embed(context).bind(_PATH)]
 
 
 PROTOCOL: Final = WireProtocol("cohere", (_PATH,), routes, write_error)

@@ -144,7 +144,7 @@ class _TaskModel(TaskRoute):
         self.task, self.tensors = task, TaskTensors(task)
         super().__init__(context)
 
-    def place(self, at: Location | None) -> Location | None:
+    def place(self, at: Location | None, _: Any) -> Location | None:
         """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""
         if not at or at[:1] != INPUTS:
             return at

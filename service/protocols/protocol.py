@@ -179,8 +179,8 @@ class TaskRoute(ABC):
         """Return the models that may answer, the default first."""
         return models.serving(self.task)
 
-    def place(self, at: Location | None) -> Location | None:
-        """Return the place in the route's body of what the native protocol has at ``at``."""
+    def place(self, at: Location | None, _: Any) -> Location | None:
+        """Return the place in a body of the route of what the native protocol has at ``at``."""
         return in_body(at, self.names)
 
     def parse(self, _: Request, data: bytes) -> tuple["TaskRoute", Any]:
@@ -247,7 +247,7 @@ async def answer_task(
                 expected_space=space.decode("latin-1") if space is not None else None,
             )
         except RequestError as error:
-            raise error.moved(route.place(error.at)) from None
+            raise error.moved(route.place(error.at, body)) from None
         watched.record.cost = RequestCost(
             result.texts, result.tokens, result.timings, result.truncated
         )

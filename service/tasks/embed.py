@@ -32,6 +32,7 @@ from cloze.service.tasks.task import (
 from cloze.service.tasks.texts import (
     Bounds,
     EmbedInputs,
+    LongText,
     TextEncoder,
     TextParameters,
     encode_texts,
@@ -50,7 +51,7 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    long_text: Literal["error", "truncate", "window"] | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
         None,
         description="error refuses a long text, truncate cuts it, window divides it and returns "
         "the mean of its windows' vectors; the default is truncate",

@@ -32,7 +32,12 @@ from cloze.service.tasks.task import (
     WireModel,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters
-from cloze.service.tasks.texts import LongTextRule, TruncationParameters, UsageParameters
+from cloze.service.tasks.texts import (
+    LongText,
+    LongTextRule,
+    TruncationParameters,
+    UsageParameters,
+)
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -45,13 +50,10 @@ class RerankInputs(WireModel):
     texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
 
 
-LongRanked = Literal["error", "truncate", "window"]
-
-
 class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
 
-    long_text: LongRanked | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
         None,
         description="error refuses a long text, truncate cuts it, window divides it beside the "
         "whole query and returns the score of its best window; the default is truncate",
@@ -105,7 +107,7 @@ Windows = Sequence[tuple[int, int] | None]
 class _Compared(SimilarityParameters):
     """The parameters of similarity, and windows."""
 
-    long_text: LongRanked | None = None  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = None  # type: ignore[assignment]  # one more choice
 
 
 class _State(NamedTuple):
@@ -143,9 +145,8 @@ def interacts(manifest: Manifest) -> bool:
 
 def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
     """Return the function from a classifier's logits to scores."""
-    options = manifest.heads[sequence_classification.HEAD.name]
-    assert isinstance(options, SequenceLabels)
-    raw = options.raw_scores if parameters.raw_scores is None else parameters.raw_scores
+    declared = text_classification.sequence_labels(manifest).raw_scores
+    raw = declared if parameters.raw_scores is None else parameters.raw_scores
     return "none" if raw else "sigmoid"
 
 

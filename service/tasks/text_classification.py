@@ -31,6 +31,7 @@ from cloze.service.tasks.task import (
     softmax,
 )
 from cloze.service.tasks.texts import (
+    LongText,
     LongTextRule,
     TruncationParameters,
     UsageParameters,
@@ -50,7 +51,7 @@ class TextPair(WireModel):
 class TextClassificationParameters(TruncationParameters, UsageParameters):
     """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
 
-    long_text: Literal["error", "truncate", "window"] | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
         None,
         description="error refuses a long text, truncate cuts it, window divides a text (no pair) "
         "and returns the mean of its windows' scores; the default is truncate",
@@ -120,7 +121,7 @@ def prepare_pairs(
 ) -> PreparedRequest[_State]:
     """Tokenize pairs of texts, and texts whose second text is None."""
     encoder = encode_pairs(pairs, rule, context, _REQUEST)
-    options = _options(context.manifest)
+    options = sequence_labels(context.manifest)
     chosen, columns = choose_label_set(options, parameters.label_set, context)
     function = _function(chosen, parameters)
     windows = encoder.windows if rule.choice == "window" else None
@@ -128,7 +129,8 @@ def prepare_pairs(
     return encoder.prepared(state, len(encoder.encodings))
 
 
-def _options(manifest: Manifest) -> SequenceLabels:
+def sequence_labels(manifest: Manifest) -> SequenceLabels:
+    """Return the label sets of a classifier."""
     options = manifest.heads[sequence_classification.HEAD.name]
     assert isinstance(options, SequenceLabels)
     return options
@@ -140,7 +142,7 @@ def _function(chosen: LabelSet, parameters: TextClassificationParameters) -> Fun
 
 
 def _scores(manifest: Manifest, parameters: TextClassificationParameters) -> ScoreKind:
-    chosen, _ = _options(manifest).choose(parameters.label_set)
+    chosen, _ = sequence_labels(manifest).choose(parameters.label_set)
     return score_kind(_function(chosen, parameters))
 
 
@@ -154,12 +156,25 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelSc
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[state.logits] for output in outputs])
     scores = apply(state.function, logits)
-    if (windows := state.windows) is not None:
-        sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
-        scores = (sums / np.array(windows)[:, None]).astype(np.float32)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, : state.top_k]
+    if state.windows is not None:
+        scores = means(scores, state.windows)
+    return best_labels(state.labels, scores, state.top_k)
+
+
+def means(scores: Float32, windows: Sequence[int]) -> Float32:
+    """Return the mean scores [texts, L] of windows [n, L], by the number of each text's windows."""
+    sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
+    averaged: Float32 = (sums / np.array(windows)[:, None]).astype(np.float32)
+    return averaged
+
+
+def best_labels(
+    labels: Sequence[str], scores: Float32, top_k: int | None = None
+) -> list[list[LabelScore]]:
+    """Return the labels of each row of scores [texts, L], best first."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
     return [
-        [LabelScore(state.labels[label], float(row[label])) for label in best.tolist()]
+        [LabelScore(labels[label], float(row[label])) for label in best.tolist()]
         for row, best in zip(scores, order, strict=True)
     ]
 

@@ -6,14 +6,13 @@ pipeline. Source: Yin et al. 2019, "Benchmarking Zero-shot Text Classification".
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
-from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.tasks.task import (
@@ -29,8 +28,14 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     softmax,
 )
-from cloze.service.tasks.text_classification import LabelScore
+from cloze.service.tasks.text_classification import (
+    LabelScore,
+    best_labels,
+    means,
+    sequence_labels,
+)
 from cloze.service.tasks.texts import (
+    LongText,
     TextEncoder,
     TruncationParameters,
     UsageParameters,
@@ -52,7 +57,7 @@ Ids = Sequence[int]
 class ZeroShotParameters(TruncationParameters, UsageParameters):
     """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts."""
 
-    long_text: Literal["error", "truncate", "window"] | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
         None,
         description="error refuses a long text, truncate cuts it, window divides it and returns "
         "the mean of its windows' scores; the label is never cut; the default is truncate",
@@ -95,9 +100,7 @@ def entailment(labels: Sequence[str]) -> int | None:
 
 def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
     """Return the label of entailment of the first label set that has one, and the set's logits."""
-    options = manifest.heads[sequence_classification.HEAD.name]
-    assert isinstance(options, SequenceLabels)
-    for chosen, columns in options.columns():
+    for chosen, columns in sequence_labels(manifest).columns():
         if (found := entailment(chosen.labels)) is not None:
             return found, columns
     return None
@@ -107,9 +110,9 @@ def _missing(manifest: Manifest) -> str:
     """Return why a classifier does not do this task; "" if it does."""
     if _entailing(manifest) is not None:
         return ""
-    options = manifest.heads[sequence_classification.HEAD.name]
-    assert isinstance(options, SequenceLabels)
-    shown = ", ".join(label for each in options.sets for label in each.labels)[:200]
+    shown = ", ".join(label for each in sequence_labels(manifest).sets for label in each.labels)[
+        :200
+    ]
     return f"none of its labels begins with entail; it has {ascii(shown)[1:-1]}"
 
 
@@ -229,15 +232,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[L
     logits = np.stack([output[name].array[columns] for output in outputs])
     windows = logits.reshape(-1, len(state.labels), logits.shape[1])  # [windows, labels, L]
     scores = _scores(windows, entailed, alone=state.alone)
-    sums = np.add.reduceat(scores, np.cumsum([0, *state.windows[:-1]]))
-    means = sums / np.array(state.windows, np.float32)[:, None]
-    return [
-        [
-            LabelScore(state.labels[label], float(row[label]))
-            for label in np.argsort(-row, kind="stable").tolist()
-        ]
-        for row in means
-    ]
+    return best_labels(state.labels, means(scores, state.windows))
 
 
 def _scores(logits: Float32, entailed: int, *, alone: bool) -> Float32:

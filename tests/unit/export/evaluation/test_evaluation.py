@@ -21,12 +21,10 @@ from cloze.export.evaluation.masked_words import (
 )
 from cloze.export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
 from cloze.export.evaluation.scorer import (
-    embeddings,
     encodings,
     equal_lengths,
-    next_sentence_logits,
+    head_arrays,
     score_masks,
-    span_logits,
 )
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
 from cloze.export.evaluation.stereotypes import (
@@ -89,14 +87,14 @@ def test_masks_of_several_sequences_get_their_own_labels() -> None:
 def test_logits_and_vectors_are_stacked_in_order() -> None:
     ids = np.array([[1, 2], [3, 4]], np.int64)
     pair = ByHand(lambda e: {"next_sentence": ArrayResult(e.input_ids.astype(np.float32))})
-    assert next_sentence_logits(pair, ids, ids).tolist() == [[1, 2], [3, 4]]
+    assert head_arrays(pair, "next_sentence", ids, ids).tolist() == [[1, 2], [3, 4]]
     assert pair.encodings[1].token_type_ids.tolist() == [3, 4]
     span = ByHand(
         lambda e: {"span": ArrayResult(np.stack([e.input_ids] * 2, 1).astype(np.float32))}
     )
-    assert span_logits(span, ids, ids).tolist() == [[[1, 1], [2, 2]], [[3, 3], [4, 4]]]
+    assert head_arrays(span, "span", ids, ids).tolist() == [[[1, 1], [2, 2]], [[3, 3], [4, 4]]]
     vector = ByHand(lambda e: {"embedding": ArrayResult(e.input_ids.astype(np.float32))})
-    assert embeddings(vector, ids).tolist() == [[1, 2], [3, 4]]
+    assert head_arrays(vector, "embedding", ids).tolist() == [[1, 2], [3, 4]]
     assert vector.encodings[1].token_type_ids.tolist() == [0, 0]
     made = encodings(ids, ids, [{}, {}])
     assert made[0].input_ids.dtype == made[0].token_type_ids.dtype == np.int32
@@ -124,7 +122,7 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(DataError, match="holds no sentences"):
         read_sentences(file)
-    with pytest.raises(DataError, match="missing: No such file"):
+    with pytest.raises(DataError, match="missing: no such file"):
         read_sentences(tmp_path / "missing")
 
 
@@ -287,7 +285,7 @@ def test_pairs_with_their_scores(tmp_path: Path) -> None:
         (b"a,b,inf\n", "the score inf is not a finite number"),
         (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
         (b"", "there are no pairs in"),
-        (b"\xff,b,1\n", "cannot be read"),
+        (b"\xff,b,1\n", "line 1 is not UTF-8 text"),
     ],
 )
 def test_pairs_that_cannot_be_ranked(tmp_path: Path, content: bytes, message: str) -> None:

@@ -10,13 +10,15 @@ from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
-from cloze.export.heads.sequence_classification import EXPORT_HEAD, read_labels, read_options
+from cloze.export.heads.sequence_classification import EXPORT_HEAD
 from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.model import head_module
 from cloze.export.verify import pass_gate
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.sequence_classification import read_options
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.layouts import Layout, Placement
 from tests.unit.export.scorers import CLS, MASK, SEP, ByHand, gate_texts
@@ -300,13 +302,13 @@ def test_labels_of_a_configuration() -> None:
     assert read_labels({"id2label": {"1": "b", "0": "a"}}) == ("a", "b")
     assert read_labels({}) == ("LABEL_0", "LABEL_1")
     assert read_labels({"num_labels": 3}) == ("LABEL_0", "LABEL_1", "LABEL_2")
-    for wrong in ({"1": "a"}, {"0": "a", "2": "b"}, {"x": "a"}, ["a"]):
-        with pytest.raises(ExportError, match="id2label must name the labels 0 to N - 1"):
+    for wrong in ({"1": "a"}, {"0": "a", "2": "b"}, {"x": "a"}, ["a"], {}):
+        with pytest.raises(ValueError, match="id2label must name the labels 0 to N - 1"):
             read_labels({"id2label": wrong})
 
 
 def test_labels_that_are_wrong_are_shown_up_to_80_characters() -> None:
-    with pytest.raises(ExportError) as error:
+    with pytest.raises(ValueError, match="got ") as error:
         read_labels({"id2label": {"1": "a" * 200}})
     assert str(error.value).split("got ")[1] == str({"1": "a" * 200})[:80]
 
@@ -330,7 +332,7 @@ def test_a_reranker_s_scores_are_raw_if_it_says_so() -> None:
     assert raw(**older, sentence_transformers={"version": "4.0"}) is True
     assert raw(sentence_transformers={"activation_fn": "mine.Tanh"}) is None, "it is never loaded"
     assert raw(**older, sentence_transformers=[5]) is True
-    with pytest.raises(ExportError, match=r"activation torch.nn.Tanh is not supported"):
+    with pytest.raises(ValueError, match=r"activation torch.nn.Tanh is not supported"):
         raw(sentence_transformers={"activation_fn": "torch.nn.Tanh"})
     assert read_options(older).raw_scores is None, "a classifier of two labels ranks nothing"
 
@@ -341,7 +343,7 @@ def test_the_problem_type_follows_from_the_labels() -> None:
     one = {"num_labels": 1, "problem_type": "single_label_classification"}
     assert read_options(one).problem_type == "multi_label_classification", "not 1.0 for every text"
     assert read_options({"problem_type": "regression"}).problem_type == "regression"
-    with pytest.raises(ExportError, match="problem_type 'x' is not supported"):
+    with pytest.raises(ValueError, match="problem_type 'x' is not supported"):
         read_options({"problem_type": "x"})
 
 

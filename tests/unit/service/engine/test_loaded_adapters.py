@@ -10,7 +10,7 @@ import pytest
 from cloze.model_store.adapter import Adapter
 from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.peft import LowRank
-from cloze.service.core import AdapterUnavailable
+from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.adapters import LoadedAdapters
 
 WIDTH, RANK = 8, 4
@@ -45,6 +45,7 @@ def test_parallel_batches_wait_for_room_instead_of_failing() -> None:
                         rows = loaded.tables[WIDTH][one.rows]
                         assert np.array_equal(rows, np.full_like(rows, float(key)))
                 assert loaded.size <= 2 * SIZE
+                assert not loaded.tables[WIDTH][0].any(), "lower ranks are filled with row 0"
 
     with ThreadPoolExecutor(4) as threads:
         for future in [threads.submit(run, number) for number in range(4)]:
@@ -87,6 +88,16 @@ def test_an_adapter_that_is_forgotten_in_use_is_freed_afterwards() -> None:
         pass
 
 
+def test_an_adapter_that_is_forgotten_stays_until_its_last_batch_has_run() -> None:
+    """Another adapter would get its rows, and a batch in progress the results of that one."""
+    loaded = loaded_adapters(2, room=2)
+    with loaded.using(["1"]):
+        with loaded.using(["1"]):
+            loaded.forget("1")
+        assert loaded.keys == ["1"]
+    assert loaded.keys == []
+
+
 def test_why_an_adapter_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     loaded = loaded_adapters(1, room=2)
 
@@ -101,3 +112,24 @@ def test_why_an_adapter_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixtur
     assert "the adapter gone: adapter_model.safetensors cannot be read" in caplog.text
     loaded.forget("1")
     assert loaded.size == 0, "a failed batch holds nothing"
+
+
+def test_the_longest_unused_one_makes_room_and_no_other() -> None:
+    loaded = loaded_adapters(4, room=2)
+    kept = []
+    for keys in (["1"], ["2"], ["1"], ["3"], ["4", "3"]):
+        with loaded.using(keys):
+            pass
+        kept.append(loaded.keys)
+    assert kept == [["1"], ["1", "2"], ["2", "1"], ["1", "3"], ["4", "3"]]
+
+
+def test_a_base_that_cannot_be_read_any_more_fails_its_adapter_alone() -> None:
+    loaded = loaded_adapters(1, room=2)
+
+    def fail() -> Adapter:
+        raise StartupError("bundle tiny@1: adapter-heads.safetensors cannot be read")
+
+    loaded.add("stars@1", fail)
+    with pytest.raises(AdapterUnavailable, match="stars have changed"), loaded.using(["stars@1"]):
+        pass

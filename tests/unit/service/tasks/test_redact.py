@@ -1,0 +1,125 @@
+"""Redaction: where entities of windows and patterns overlap, what is refused, and what forms count."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads import ArrayResult
+from cloze.service.core import InvalidRequest
+from cloze.service.tasks.patterns import Pattern, find
+from cloze.service.tasks.redact import Redaction
+from tests.unit.service.tasks.model import CONTEXT, LABELS, decoded, prepared
+
+OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
+
+
+def tagged(tokens: int, labels: dict[int, int] | None = None) -> dict[str, Any]:
+    """Return the outputs of a window, of so many tokens with these labels."""
+    logits = np.zeros((1 + tokens + 1, len(LABELS)), np.float32)
+    logits[:, OUTSIDE] = 9
+    for token, label in (labels or {}).items():
+        logits[1 + token] = 0
+        logits[1 + token, label] = 9
+    return {"token_classification": ArrayResult(logits)}
+
+
+def redacted(text: str, *windows: dict[str, Any], **parameters: Any) -> Redaction:
+    request = prepared("redact", text, **parameters)
+    assert len(request.encodings) == len(windows)
+    [result] = decoded("redact", request, list(windows))
+    return result
+
+
+TEXT = "a b c d e f g h i j k l m n"
+"""A text of 14 tokens: two windows of 10 tokens and of 6, which share `i` and `j`."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({7: PER, 8: I_PER}, {0: LOC}, "a b c d e f g <PER_1> j k l m n"),
+        ({8: LOC}, {0: PER, 1: I_PER}, "a b c d e f g h <PER_1> k l m n"),
+        ({8: LOC, 9: LOC}, {1: PER, 2: I_PER, 3: I_PER}, "a b c d e f g h <PER_1> m n"),
+        ({6: PER, 7: I_PER, 8: I_PER, 9: I_PER}, {0: LOC}, "a b c d e f <PER_1> k l m n"),
+    ],
+)
+def test_all_that_windows_find_is_replaced_with_the_longer_one_s_label(
+    first: dict[int, int], second: dict[int, int], expected: str
+) -> None:
+    result = redacted(TEXT, tagged(10, first), tagged(6, second))
+    assert result.text == expected
+    [one] = result.replacements
+    assert TEXT[one.start : one.end] == one.text
+    assert result.text[one.redacted_start : one.redacted_end] == one.placeholder
+
+
+def test_of_equally_long_entities_the_likelier_has_the_label() -> None:
+    unsure = tagged(6, {0: PER})
+    unsure["token_classification"].array[1, PER] = 5
+    for first, second in ((tagged(10, {8: LOC}), unsure), (tagged(10, {8: PER}), tagged(6))):
+        assert len(redacted(TEXT, first, second).replacements) == 1
+    assert redacted(TEXT, tagged(10, {8: LOC}), unsure).replacements[0].label == "LOC"
+
+
+def test_neighbours_are_two_names() -> None:
+    assert redacted("a,b", tagged(3, {0: PER, 1: LOC})).text == "<PER_1><LOC_1>b"
+
+
+def test_a_word_is_replaced_whole_by_its_first_token() -> None:
+    assert redacted("walked home", tagged(6, {0: PER})).text == "<PER_1> home"
+
+
+def test_an_entity_of_the_least_score_is_replaced() -> None:
+    even = tagged(1)
+    even["token_classification"].array[:] = [-200, 0, 0, -200]
+    assert redacted("a", even, min_score=0.5).text == "<PER_1>"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"labels": ["PER", "O"]}, r"labels\[1\] is 'O'; tiny@3 has PER, LOC"),
+        ({"labels": ["PER"] * 5}, "labels has 5 labels; the limit is 4"),
+        ({"region": "de"}, "region is 'de'; it needs a country in two capital letters"),
+        ({"min_score": -0.1}, "min_score must be between 0 and 1"),
+    ],
+)
+def test_what_is_refused(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        prepared("redact", "a", **parameters)
+
+
+def test_each_pattern_costs_a_search_of_all_characters() -> None:
+    """A request of many results is decoded on a thread, and counts towards a limit."""
+    texts = ["a" * 100, "b" * 50]
+    without = prepared("redact", texts).results
+    assert prepared("redact", texts, patterns=["EMAIL", "CARD"]).results == without + 30
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "expected"),
+    [
+        ("IBAN", "to NO9386011117947", ["NO9386011117947"]),  # the shortest, 15 characters
+        ("IBAN", "RU0304452522540817810538091310419", ["RU0304452522540817810538091310419"]),
+        ("CARD", "4222222222222", ["4222222222222"]),  # 13 digits
+        ("CARD", "a 4000000000000000006.", ["4000000000000000006"]),  # 19 digits
+        ("CARD", "400000000002", []),  # 12 digits, whose check digit is right
+        ("PHONE", "1234567, " * 40 + "+49 30 123456", ["+49 30 123456"]),  # after many others
+    ],
+)
+def test_the_shortest_and_the_longest_are_found(
+    pattern: Pattern, text: str, expected: list[str]
+) -> None:
+    assert [text[start:end] for start, end in find(text, pattern)] == expected
+
+
+@pytest.mark.timeout(30)
+def test_a_long_run_of_characters_is_read_once() -> None:
+    """A search that begins again at each of them would take minutes."""
+    assert list(find("a" * 300_000, "EMAIL")) == []
+
+
+def test_the_context_has_no_label_sets() -> None:
+    with pytest.raises(InvalidRequest, match="label_set 'other' is not one of the label sets"):
+        prepared("redact", "a", CONTEXT, label_set="other")

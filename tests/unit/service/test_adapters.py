@@ -1,0 +1,126 @@
+"""Adapters as served models: the queue of their base, and what their manifests say."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store import Bundle
+from cloze.model_store.adapter import Adapter, Head
+from cloze.model_store.adapter_section import AdapterHead
+from cloze.model_store.embedding_space import embedding_space, own_recipe
+from cloze.model_store.manifest import Manifest
+from cloze.model_store.peft import AdapterError
+from cloze.service import adapters
+from cloze.service.adapters import AdapterBundle, AdapterQueue, adapter_bytes
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
+from cloze.service.core import QueueState
+from tests.encodings import encoding, submit
+from tests.fake_engine import FakeEngine
+from tests.unit.service.tasks.model import bundle
+
+HIDDEN = 4
+
+
+def adapter(digest: str, head: Head | None = None, **settings: Any) -> Adapter:
+    return Adapter(0, {}, head, settings, None, digest)
+
+
+def classifier(labels: int, name: str = "sequence_classification") -> Head:
+    weights = {"classifier.weight": np.zeros((labels, HIDDEN), np.float32)}
+    return Head(name, weights, AdapterHead.model_construct(activation="tanh"))
+
+
+def made(base: Bundle, read: Adapter, name: str = "stars") -> AdapterBundle:
+    return adapters._of_base(name, Path(name), frozenset(), base, read)
+
+
+# ---- the queue ---------------------------------------------------------------------------------
+
+
+def test_an_adapter_waits_in_the_queue_of_its_base() -> None:
+    limits = SchedulerLimits(
+        workers=1, max_batch_tokens=20, max_queue_tokens=100, stall_timeout_s=8.0
+    )
+    base, forgotten = Scheduler(FakeEngine(), limits), list[str]()
+    queue = AdapterQueue(base, "stars@1", forgotten.append)
+    one = encoding([1, 2, 3], embed=True)
+    submit(queue, [one], math.inf, client="a")
+    assert (one.adapter, base.state.tokens) == ("stars@1", 3)
+    assert queue.state == QueueState(0, 0.0), "the base counts what waits"
+
+    base._admission.batch_ended(1000, 1000.0)
+    for is_bulk in (False, True):
+        asked = ("a", 5, None, 7, is_bulk)
+        assert queue.expected_wait(*asked) == base.expected_wait(*asked)
+    assert queue.expected_wait("a", 5, None, 7) != queue.expected_wait("a", 5, None, 7, True)
+
+    queue.drain()
+    queue.close()
+    assert forgotten == ["stars@1"]
+    assert (queue.draining, queue.dead) == (False, None), "the base goes on"
+    base.drain()
+    assert queue.draining
+    base._die("a run hangs")
+    assert queue.dead == "a run hangs"
+
+
+# ---- manifests ---------------------------------------------------------------------------------
+
+
+def space(manifest: Manifest) -> str | None:
+    recipe = own_recipe(manifest)
+    assert recipe is not None
+    return embedding_space(manifest, "fp32", recipe)
+
+
+def test_vectors_of_an_adapter_are_in_a_space_of_their_own(tmp_path: Path) -> None:
+    base = bundle(tmp_path)
+    one, other, same = (
+        made(base, adapter(digest), name)
+        for digest, name in (("1" * 64, "one"), ("2" * 64, "other"), ("1" * 64, "same"))
+    )
+    assert len({space(each.manifest) for each in (base, one, other)}) == 3
+    assert space(one.manifest) == space(same.manifest), "a name moves no vector"
+    assert one.key != other.key
+    assert one.manifest.tasks == base.manifest.tasks
+
+
+def test_an_adapter_with_a_head_has_the_task_of_its_head_alone(tmp_path: Path) -> None:
+    manifest = made(bundle(tmp_path), adapter("1", classifier(2))).manifest
+    assert (manifest.tasks, manifest.embedding) == (("text-classification",), None)
+    assert list(manifest.heads) == ["sequence_classification"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [(1, "multi_label_classification"), (2, "single_label_classification")],
+)
+def test_labels_without_names_are_those_of_transformers(labels: int, kind: str) -> None:
+    _, options = adapters._labels(classifier(labels), HIDDEN, {})
+    assert options.model_dump()["labels"] == tuple(f"LABEL_{n}" for n in range(labels))
+    assert options.model_dump()["problem_type"] == kind
+
+
+def test_labels_are_as_many_as_the_rows_of_the_head() -> None:
+    names = {"id2label": {"0": "bad", "1": "good", "2": "best"}}
+    for rows in (2, 4):
+        with pytest.raises(AdapterError, match=f"names 3 labels; the head has {rows}"):
+            adapters._labels(classifier(rows), HIDDEN, names)
+    adapters._labels(classifier(10_000), HIDDEN, {})
+    with pytest.raises(AdapterError, match="its head has 10001 labels; the limit is 10000"):
+        adapters._labels(classifier(10_001), HIDDEN, {})
+
+
+def test_adapters_of_a_base_take_their_bytes_and_at_most_the_limit(tmp_path: Path) -> None:
+    base = bundle(tmp_path)
+    size = 600_000
+    several = [made(base, adapter(str(n)), f"a{n}") for n in range(3)]
+    for one in several:
+        object.__setattr__(one, "size", size)
+    assert adapter_bytes([base, *several[:1]], 1) == {"tiny@3": size}
+    assert adapter_bytes([base, *several], 1) == {"tiny@3": 2**20}
+    assert adapter_bytes([base, *several], 2) == {"tiny@3": 3 * size}

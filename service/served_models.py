@@ -200,13 +200,13 @@ class LocalModels:
         models = dict(kept)
         try:
             for bundle in bundles:
-                if bundle.manifest.reference in kept:
-                    continue
+                reference = bundle.manifest.reference
                 if isinstance(bundle, AdapterBundle):
-                    model = _adapted(models[bundle.base.manifest.reference], bundle)
-                else:
-                    model = self._open(bundle)
-                models[bundle.manifest.reference] = model
+                    # One that is kept may be in another folder now, and is read again from there.
+                    adapted = _adapted(models[bundle.base.manifest.reference], bundle)
+                    models.setdefault(reference, adapted)
+                elif reference not in kept:
+                    models[reference] = self._open(bundle)
         except BaseException:
             close_models(models[name] for name in models.keys() - kept.keys())
             raise

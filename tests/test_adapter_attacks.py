@@ -15,7 +15,10 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.service.adapters import adapter_bytes, open_adapters
 from cloze.service.core import Device, StartupError
+from cloze.service.engine.adapters import LoadedAdapters
 from cloze.service.graph_choice import check_memory
+from cloze.service.served_models import LocalModels, close_models
+from cloze.service.settings import load_settings
 from tests.adapter_folders import Recipe, classifier, write
 from tests.serving import Server, running_server
 from tests.test_adapters import ask_reload
@@ -226,3 +229,23 @@ def test_what_is_served_is_read_again_only_if_its_files_changed(
     again, changed = open_adapters([tmp_path], [base], 64, running=[base, stars, topics]).bundles
     assert again is stars
     assert changed.key != topics.key
+
+
+def test_a_kept_adapter_is_read_from_where_it_is_now(
+    base: Bundle, served: Path, tmp_path: Path
+) -> None:
+    """A reload keeps the model of an adapter that was moved; its next reading is of the new place."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(served / "stars", old / "stars")
+    settings = {"model_store": base.path.parents[1], "adapter": (str(old),), "precision": "fp32"}
+    opener = LocalModels(load_settings(settings))
+    running = opener.open([base, *open_adapters([old], [base], 64).bundles])
+    old.rename(new)
+    [moved] = open_adapters([new], [base], 64).bundles
+    models = opener.open([base, moved], running)
+    assert models == running
+    engine = models[0].adapters
+    assert isinstance(engine, LoadedAdapters)
+    with engine.using([moved.key]):
+        assert engine.keys == [moved.key]
+    close_models(models)

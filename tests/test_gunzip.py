@@ -80,6 +80,8 @@ def test_what_follows_the_last_member_is_an_error() -> None:
 def test_members_are_limited(member: bytes) -> None:
     with pytest.raises(RequestTooLarge, match=f"the gzip body has over {MAX_MEMBERS} members"):
         content_of(member * (8 * MB // len(member)))
+    with pytest.raises(RequestTooLarge):
+        content_of(member * (MAX_MEMBERS + 1))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Manifest
 from cloze.model_store.peft import AdapterError
 from cloze.service import adapters
-from cloze.service.adapters import AdapterBundle, AdapterQueue, adapter_bytes
+from cloze.service.adapters import AdapterBundle, AdapterQueue
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import QueueState
@@ -113,14 +113,3 @@ def test_labels_are_as_many_as_the_rows_of_the_head() -> None:
     adapters._labels(classifier(10_000), HIDDEN, {})
     with pytest.raises(AdapterError, match="its head has 10001 labels; the limit is 10000"):
         adapters._labels(classifier(10_001), HIDDEN, {})
-
-
-def test_adapters_of_a_base_take_their_bytes_and_at_most_the_limit(tmp_path: Path) -> None:
-    base = bundle(tmp_path)
-    size = 600_000
-    several = [made(base, adapter(str(n)), f"a{n}") for n in range(3)]
-    for one in several:
-        object.__setattr__(one, "size", size)
-    assert adapter_bytes([base, *several[:1]], 1) == {"tiny@3": size}
-    assert adapter_bytes([base, *several], 1) == {"tiny@3": 2**20}
-    assert adapter_bytes([base, *several], 2) == {"tiny@3": 3 * size}

@@ -95,6 +95,12 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     other = written(tmp_path / "y.jsonl", b'\xef\xbb\xbf{"a": 1}\n')
     assert plan_of(other).shards[0].rows == 1
     assert plan_of(other).schema.names == ["a"]
+    # Elsewhere the same bytes are a character of the first field.
+    later = written(tmp_path / "z.csv", "a\n1\n2\n\ufeff3\n")
+    plan = plan_of(later)
+    reader = ShardReader(plan, ["a"], plan.schema)
+    texts = [chunk.inputs for shard in plan.shards for chunk in reader.read(shard)]
+    assert texts == [[("1",), ("2",)], [("\ufeff3",)]]
 
 
 def test_records_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:

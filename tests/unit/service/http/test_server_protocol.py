@@ -738,6 +738,7 @@ def test_an_address_has_a_limit() -> None:
     async def run() -> None:
         world = World(ConnectionLimits(10.0, 60.0, 100, max_per_address=2))
         own = [world.connect(), world.connect()]
+        assert not any(one.is_closing() for one in own)
         third = world.connect()
         message = "the address has 3 connections, and 2 at most"
         assert json.loads(third.writes[0].split(b"\r\n\r\n")[1])["error"] == message

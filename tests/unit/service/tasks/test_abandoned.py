@@ -11,6 +11,7 @@ import pytest
 
 from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
+from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
 from cloze.service.tokenizer import Spans
 from tests.unit.service.tasks.model import CONTEXT, ids
@@ -29,8 +30,10 @@ QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)])
         lambda: best_answers(
             QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4), SpanMemory()
         ),
+        lambda: list(find("4111 1111 1111 1111", "CARD")),
+        lambda: list(find("+49 30 123456", "PHONE")),
     ],
-    ids=["tokenize", "write tokens", "decode ids", "find answers"],
+    ids=["tokenize", "write tokens", "decode ids", "find answers", "find cards", "find phones"],
 )
 def test_work_whose_client_has_gone_ends(work: Callable[[], Any]) -> None:
     work()

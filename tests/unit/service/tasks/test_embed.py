@@ -82,6 +82,8 @@ def test_prompts_are_put_before_a_text() -> None:
     assert request.usage == [TextUsage(5, 5)]
     with pytest.raises(InvalidRequest, match=r"'no' is not one of .* \('query', 'long'\)"):
         prepared("embed", "the", prompt_name="no")
+    with pytest.raises(InvalidRequest, match="prompt_name and input_type both choose a prompt"):
+        prepared("embed", "the", prompt_name="query", input_type="document")
     model = context(embedding=recipe(prompts={"q": "ask "}, default_prompt="q"))
     assert tokens(prepared("embed", "the", model)) == ["[CLS] ask the [SEP]"]
     model = context(embedding=recipe())

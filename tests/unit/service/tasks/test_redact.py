@@ -14,13 +14,13 @@ from tests.unit.service.tasks.model import CONTEXT, LABELS, decoded, prepared
 OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
 
 
-def tagged(tokens: int, labels: dict[int, int] | None = None) -> dict[str, Any]:
+def tagged(tokens: int, labels: dict[int, int] | None = None, logit: float = 9) -> dict[str, Any]:
     """Return the outputs of a window, of so many tokens with these labels."""
     logits = np.zeros((1 + tokens + 1, len(LABELS)), np.float32)
     logits[:, OUTSIDE] = 9
     for token, label in (labels or {}).items():
         logits[1 + token] = 0
-        logits[1 + token, label] = 9
+        logits[1 + token, label] = logit
     return {"token_classification": ArrayResult(logits)}
 
 
@@ -47,7 +47,7 @@ TEXT = "a b c d e f g h i j k l m n"
 def test_all_that_windows_find_is_replaced_with_the_longer_one_s_label(
     first: dict[int, int], second: dict[int, int], expected: str
 ) -> None:
-    result = redacted(TEXT, tagged(10, first), tagged(6, second))
+    result = redacted(TEXT, tagged(10, first), tagged(6, second, logit=5))
     assert result.text == expected
     [one] = result.replacements
     assert TEXT[one.start : one.end] == one.text
@@ -55,11 +55,11 @@ def test_all_that_windows_find_is_replaced_with_the_longer_one_s_label(
 
 
 def test_of_equally_long_entities_the_likelier_has_the_label() -> None:
-    unsure = tagged(6, {0: PER})
-    unsure["token_classification"].array[1, PER] = 5
-    for first, second in ((tagged(10, {8: LOC}), unsure), (tagged(10, {8: PER}), tagged(6))):
-        assert len(redacted(TEXT, first, second).replacements) == 1
-    assert redacted(TEXT, tagged(10, {8: LOC}), unsure).replacements[0].label == "LOC"
+    for logits, label in (((9, 5), "LOC"), ((5, 9), "PER")):
+        first, second = logits
+        windows = tagged(10, {8: LOC}, first), tagged(6, {0: PER}, second)
+        [one] = redacted(TEXT, *windows).replacements
+        assert one.label == label
 
 
 def test_neighbours_are_two_names() -> None:

@@ -48,6 +48,8 @@ def test_without_an_error_the_temperature_has_a_bound() -> None:
     logits, gold = np.array([[2.0, 1.0], [0.0, 3.0]], np.float32), np.eye(2, dtype=bool)
     assert calibrate(logits, gold, independent=False).temperature == pytest.approx(0.1)
     assert calibrate(logits, ~gold, independent=False).temperature == pytest.approx(10.0)
+    # No exponential of a large logit overflows.
+    assert calibrate(1000 * logits, ~gold, independent=False).temperature == pytest.approx(10.0)
 
 
 def test_the_error_is_the_gap_between_confidence_and_accuracy() -> None:

@@ -167,6 +167,9 @@ def test_a_lone_batch_is_told() -> None:
         rest[1].result(20)
         assert engine.alone == [True, True, False, True]
         wait_until(lambda: activity.busy == 0)
+        submit(made, [sized(5)], later(), is_bulk=True).result(20)
+        assert not engine.alone[-1], "a bulk batch leaves cores to the next request"
+        wait_until(lambda: activity.busy == 0)
         activity.add(1)  # a worker of another model
         submit(made, [sized(5)], later()).result(20)
         assert not engine.alone[-1]

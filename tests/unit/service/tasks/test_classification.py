@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
@@ -452,3 +454,13 @@ def test_thousands_of_label_sets_cost_little() -> None:
     with pytest.raises(InvalidRequest) as raised:
         prepared("text-classification", "a", with_sets, label_set="other")
     assert len(str(raised.value)) < 400
+
+
+def test_label_sets_lie_side_by_side_and_are_calibrated_by_name() -> None:
+    sets = SequenceLabels.model_validate(TWO_SETS["sequence_classification"])
+    assert sets.logits == 5
+    for name, expected in (("mood", (2.0, None)), ("inference", (None, 2.0))):
+        assert tuple(one.temperature for one in sets.calibrated(name, 2.0).sets) == expected
+    three = sets.model_copy(update={"further": (*sets.further, LabelSet(name="c", labels=("x",)))})
+    calibrated = three.calibrated("c", 0.5)
+    assert [one.temperature for one in calibrated.sets] == [None, None, 0.5]

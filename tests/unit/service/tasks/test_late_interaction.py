@@ -79,6 +79,12 @@ def test_documents_have_a_marker_and_no_vectors_of_skipped_tokens() -> None:
     assert len(decoded("embed-all", request, vectors(7), skipping)[0]) == 6
 
 
+def test_no_role_has_more_tokens_than_the_model_reads() -> None:
+    request = prepared("embed-all", "a b c d e f g h i j k", model(document_tokens=20))
+    assert tokens(request) == ["[CLS] ! a b c d e f g h i [SEP]"]
+    assert request.truncated == 1
+
+
 def test_places_are_those_of_the_vectors() -> None:
     request = prepared("embed-all", ["the , door ."], MODEL, return_offsets=True)
     [result] = decoded("embed-all", request, vectors(7), MODEL)

@@ -149,6 +149,13 @@ def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
     assert [(r.index, r.window) for r in ranks] == [(0, (12, 19)), (1, None)]
 
 
+def test_the_usage_is_that_of_the_texts_without_the_query() -> None:
+    request = asked(["a b", "c"], CONTEXT, query="the door of", return_usage=True)
+    assert request.usage is not None
+    assert [text.tokens for text in request.usage] == [4, 3]
+    assert request.texts == 2
+
+
 def test_texts_are_limited_and_named() -> None:
     asked(["a"] * 4)
     asked(["a" * 200])

@@ -1,5 +1,6 @@
 """The input of a bulk run: files, columns, rows and shards."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,10 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(BulkError, match="has changed since the run began"):
         list(reader.read(fewer))
     written(file, "a\n1\n2\n3\n")
+    with pytest.raises(BulkError, match="has changed since the run began"):
+        list(reader.read(plan.shards[0]))
+    written(file, "a\n3\n4\n")  # of the same size
+    os.utime(file, ns=(0, plan.files[0].mtime_ns + 1))
     with pytest.raises(BulkError, match="has changed since the run began"):
         list(reader.read(plan.shards[0]))
     file.unlink()

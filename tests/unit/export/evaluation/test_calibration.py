@@ -63,3 +63,5 @@ def test_the_error_is_the_gap_between_confidence_and_accuracy() -> None:
     assert calibration_error(np.array([[0.8, 0.3]]), np.array([[True, True]]), True) == (
         pytest.approx((0.2 + 0.7) / 2)
     )
+    # Of independent labels, more than one half is a yes.
+    assert calibration_error(np.array([[0.55]]), np.array([[True]]), True) == pytest.approx(0.45)

@@ -429,6 +429,7 @@ def test_every_error_has_its_status_and_its_kind() -> None:
     [
         (core.ShuttingDown("x"), {"retry-after": "1"}),
         (core.EngineDead("x"), {"retry-after": "1"}),
+        (core.AdapterUnavailable("x"), {"retry-after": "1"}),
         (core.Unauthorized("x"), {"www-authenticate": "Bearer"}),
         (core.UnsupportedEncoding("x"), {"accept-encoding": "gzip"}),
         (core.SlowRequest("x"), {"connection": "close"}),

@@ -782,6 +782,7 @@ def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> N
         assert not world.answers.is_reading(transport.protocol)
         assert (world.table._open, world.table.closed_count) == (0, 1)
         assert not world.table.idle
+        assert not world.table._by_address, "else it grows by each address"
         quiet = world.connect()
         quiet.protocol.connection_lost(None)
         assert not world.table.idle

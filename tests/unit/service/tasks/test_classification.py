@@ -456,6 +456,16 @@ def test_thousands_of_label_sets_cost_little() -> None:
     assert len(str(raised.value)) < 400
 
 
+def test_without_a_name_the_first_label_set_answers() -> None:
+    with_sets = context(heads=TWO_SETS)
+    for named, logits in ((None, slice(0, 3)), ("mood", slice(0, 3)), ("inference", slice(3, 5))):
+        request = prepared("text-classification", "a", with_sets, label_set=named)
+        assert request.state.logits == logits
+    twice = TWO_SETS["sequence_classification"] | {"name": "inference"}
+    with pytest.raises(ValueError, match="several label sets need names that differ"):
+        SequenceLabels.model_validate(twice)
+
+
 def test_label_sets_lie_side_by_side_and_are_calibrated_by_name() -> None:
     sets = SequenceLabels.model_validate(TWO_SETS["sequence_classification"])
     assert sets.logits == 5

@@ -202,6 +202,10 @@ def test_the_model_s_own_vectors_need_no_layers() -> None:
     other = layers_of(pooling="cls")["layer_embedding"]
     assert (other.vectors, other.pooling) == ([{4: 1.0}], Pooling.CLS)
     assert layers_of(pooling="max", layers="first")["layer_embedding"].vectors == [{0: 1.0}]
+    for parameters, recipe in (({"pooling": "max"}, ("max", "last")), ({}, ("mean", "last"))):
+        vectors = prepared("embed", "the", **parameters).vectors
+        assert vectors is not None
+        assert (vectors.pooling, vectors.layers) == recipe, "it names the space"
 
 
 def test_vectors_of_several_layers_are_joined() -> None:

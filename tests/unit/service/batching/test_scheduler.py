@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cloze.service.batching import scheduler as scheduler_module
 from cloze.service.batching.admission import Activity, SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.core import (
+    AdapterUnavailable,
     BatchFill,
     BatchReport,
     DeadlineExceeded,
@@ -149,6 +151,30 @@ def test_a_batch_that_fails_is_halved() -> None:
     assert [future.result(0).outputs[0]["embedding"].array[0] for future in futures[2:]] == [
         8, 12, 16,
     ]  # fmt: skip
+    assert made.dead is None
+
+
+class WithoutItsAdapter(FakeEngine):
+    """An engine whose adapters cannot be read, which says nothing of the engine itself."""
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        if any(each.adapter for each in batch):
+            raise AdapterUnavailable("the files of the adapter stars have changed")
+        return super().run(batch, alone=alone)
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
+    engine = WithoutItsAdapter()
+    engine.broken = True  # so a probe would end it
+    made = SteppedScheduler(engine, LIMITS)
+    adapted = replace(sized(4), adapter="stars@1")
+    futures = [submit(made, [each], later()) for each in (sized(4), adapted, sized(4, 2))]
+    (worker, _) = made.workers
+    made.look(worker)
+    made.run(worker)
+    error = futures[1].exception(0)
+    assert type(error) is AdapterUnavailable, "its status is 503, not 500"
+    assert [futures[n].result(0).outputs[0]["embedding"].array[0] for n in (0, 2)] == [4, 8]
     assert made.dead is None
 
 

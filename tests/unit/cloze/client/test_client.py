@@ -467,6 +467,14 @@ def test_headers_go_with_every_request() -> None:
     assert recorded.client._http.is_closed
 
 
+@pytest.mark.parametrize("name", ["embed", "embed_all", "embed_sparse"])
+def test_the_expected_space_goes_with_each_kind_of_vectors(name: str) -> None:
+    recorded = Recorded(lambda _: httpx.Response(412, json={"error": "another space"}))
+    with pytest.raises(RequestRefused, match="another space"):
+        getattr(recorded.client, name)("a", expect_embedding_space="own")
+    assert recorded.requests[0].headers["x-expect-embedding-space"] == "own"
+
+
 def run_async(client: AsyncClient, call: Callable[[AsyncClient], Any]) -> Any:
     async def run() -> Any:
         async with client:
@@ -496,6 +504,16 @@ def test_requests_of_coroutines_run_at_once_up_to_the_limit() -> None:
     result = run_async(client, lambda c: c.embed(texts))
     assert result.ravel().tolist() == list(range(1, 8))
     assert most == 3
+
+
+def test_ranks_of_coroutines_have_the_places_of_the_whole_list() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        [text] = json.loads(request.content)["texts"]
+        return httpx.Response(200, json=[{"index": 0, "score": float(text)}])
+
+    client = AsyncClient("http://cloze", batch_size=1, transport=httpx.MockTransport(handler))
+    result = run_async(client, lambda c: c.rerank("q", ["0.1", "0.9", "0.5"]))
+    assert result == [Rank(1, 0.9), Rank(2, 0.5), Rank(0, 0.1)]
 
 
 def test_coroutines_try_again_and_raise_the_same_errors(monkeypatch: pytest.MonkeyPatch) -> None:

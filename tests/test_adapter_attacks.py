@@ -13,6 +13,7 @@ from transformers import BertForPreTraining
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
+from cloze.model_store.peft import AdapterError
 from cloze.service.adapters import adapter_bytes, open_adapters
 from cloze.service.core import Device, StartupError
 from cloze.service.engine.adapters import LoadedAdapters
@@ -229,6 +230,13 @@ def test_what_is_served_is_read_again_only_if_its_files_changed(
     again, changed = open_adapters([tmp_path], [base], 64, running=[base, stars, topics]).bundles
     assert again is stars
     assert changed.key != topics.key
+    stars.read()
+    with pytest.raises(AdapterError, match="it was changed since the last reload"):
+        topics.read()  # its key and its space are those of the old files
+    shutil.copytree(served / "stars", tmp_path / "other" / "stars")
+    [other] = open_adapters([tmp_path / "other"], [base], 64).bundles
+    with pytest.raises(StartupError, match="has the name of the adapter"):
+        open_adapters([tmp_path, tmp_path / "other"], [base], 64, running=[base, stars, other])
 
 
 def test_a_kept_adapter_is_read_from_where_it_is_now(

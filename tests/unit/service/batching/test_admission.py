@@ -67,6 +67,18 @@ class Full:
         return None
 
 
+def test_bulk_requests_have_a_tenth_of_the_rate_beside_others_and_else_all() -> None:
+    full, alone = Full(), Full()
+    full.put(90)
+    assert full.admission.expected_wait("a", 10, None).seconds == pytest.approx(9)
+    for queue in (full.queue, alone.queue):
+        bulk = Submission(INFINITY, [encoding([1] * 50)], "b", is_bulk=True)
+        queue.add(bulk, LineKey.of(50, None, is_bulk=True))
+    assert full.admission.expected_wait("a", 10, None).seconds == pytest.approx(90 / 9)
+    assert full.admission.expected_wait("b", 10, None, 0, True).seconds == pytest.approx(50)
+    assert alone.admission.expected_wait("b", 10, None, 0, True).seconds == pytest.approx(5)
+
+
 # ---- rates --------------------------------------------------------------------------------------
 
 

@@ -173,15 +173,16 @@ class RowObjective(ABC, Generic[Data]):
         if not len(gold):
             return None
         calibration = calibrate(logits, gold, independent=self.independent)
+        self._divide_by(calibration.temperature)
+        return calibration
+
+    def _divide_by(self, temperature: float) -> None:
         classifier = getattr(self.module, self.head).classifier
         with torch.no_grad():
-            classifier.weight[self._columns] /= calibration.temperature
-            classifier.bias[self._columns] /= calibration.temperature
+            classifier.weight[self._columns] /= temperature
+            classifier.bias[self._columns] /= temperature
         options = self.module.options[self.head]
-        self.module.options[self.head] = options.calibrated(
-            self._data.labels.name, calibration.temperature
-        )
-        return calibration
+        self.module.options[self.head] = options.calibrated(self._data.labels.name, temperature)
 
     def _scorer(self) -> TorchScorer:
         return TorchScorer(self.module, next(self.module.parameters()).device)

@@ -1,6 +1,7 @@
 """What fine-tuning gives a text or a token as its target, and how much each label weighs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.calibration import Calibration
 from cloze.export.evaluation.labelled import LabelledText, TaggedSentence
 from cloze.export.evaluation.labels import EncodedRow
 from cloze.export.train.label_data import LabelData, RowFiles, read_label_data
 from cloze.export.train.label_tasks import (
+    LabelObjective,
     RowBatch,
     TagObjective,
     _balanced,
-    _label_targets,
     _plan,
     _tag_targets,
 )
@@ -31,6 +31,17 @@ def data(problem: Any, rows: list[tuple[str, ...]], weights: Any = "balanced") -
     learnt = [LabelledText("a", None, labels, 2.5, "at") for labels in rows]
     labels = SequenceLabelSet(labels=("x", "y", "z"), problem_type=problem)
     return LabelData(learnt, [], labels, LabelSettings(class_weights=weights))
+
+
+class Labels(LabelObjective):
+    """An objective without a model."""
+
+    def __init__(self, data: LabelData) -> None:
+        self._data = data
+
+
+def label_targets(data: LabelData, labels: tuple[str, ...]) -> tuple[Any, Any]:
+    return Labels(data).targets([], labels)
 
 
 def test_held_out_rows_are_of_the_kind_that_is_learnt(tmp_path: Path) -> None:
@@ -50,19 +61,19 @@ def test_balanced_weights_are_1_per_row_on_average() -> None:
 
 def test_targets_of_one_label_are_its_number() -> None:
     rows = [("x",), ("z",), ("x",), ("x",)]
-    targets, weights = _label_targets(data("single_label_classification", rows), ("x", "y", "z"))
+    targets, weights = label_targets(data("single_label_classification", rows), ("x", "y", "z"))
     assert targets == [0, 2, 0, 0]
     assert weights.tolist() == pytest.approx([4 / 6, 2, 2])
     given = data("single_label_classification", rows, {"z": 3.0})
-    assert _label_targets(given, ("x", "y", "z"))[1].tolist() == [1, 1, 3]
+    assert label_targets(given, ("x", "y", "z"))[1].tolist() == [1, 1, 3]
 
 
 def test_a_label_among_several_weighs_as_the_rows_without_it_by_those_with_it() -> None:
     rows: list[tuple[str, ...]] = [("x", "z"), ("x",), (), ("x",)]
-    targets, weights = _label_targets(data("multi_label_classification", rows), ("x", "y", "z"))
+    targets, weights = label_targets(data("multi_label_classification", rows), ("x", "y", "z"))
     assert np.array_equal(targets, [[1, 0, 1], [1, 0, 0], [0, 0, 0], [1, 0, 0]])
     assert weights.tolist() == pytest.approx([1 / 3, 4, 3])
-    numbers, weights = _label_targets(data("regression", rows, "none"), ("score",))
+    numbers, weights = label_targets(data("regression", rows, "none"), ("score",))
     assert np.array_equal(numbers, [[2.5]] * 4)
     assert weights.tolist() == [1]
 
@@ -116,6 +127,8 @@ def test_the_loss_of_tags_is_the_weighted_mean_of_labelled_tokens() -> None:
 class Columns(TagObjective):
     """An objective of the last two labels of three."""
 
+    head = "head"
+
     def __init__(self) -> None:
         self.module: Any = torch.nn.Module()
         self.module.head = torch.nn.Module()
@@ -125,14 +138,15 @@ class Columns(TagObjective):
             further=(SequenceLabelSet(name="two", labels=("b", "c"), problem_type="regression"),),
         )  # fmt: skip
         self.module.options = {"head": options}
-        self._head, self._columns = "head", slice(1, 3)
+        self._columns = slice(1, 3)
+        self._data: Any = SimpleNamespace(labels=SimpleNamespace(name="two"))
 
 
 def test_a_temperature_divides_weights_and_biases_of_its_own_set() -> None:
     objective = Columns()
     classifier = objective.module.head.classifier
     weight, bias = classifier.weight.detach().clone(), classifier.bias.detach().clone()
-    objective._divide_by(Calibration(2.0, 0.1, 0.0), "two")
+    objective._divide_by(2.0)
     factors = torch.tensor([1.0, 2.0, 2.0])
     torch.testing.assert_close(classifier.weight * factors[:, None], weight)
     torch.testing.assert_close(classifier.bias * factors, bias)

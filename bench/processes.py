@@ -38,6 +38,14 @@ class RunningServer:
         """Return the resident memory of the server and its children, in MB."""
         return sum(_cpu_s_and_rss_mb(pid)[1] for pid in process_tree(self.pid))
 
+    def pss_mb(self) -> float:
+        """Return the memory that the server and its children take from the machine, in MB.
+
+        Resident memory counts a page once per mapping. Here, a page that is mapped several times
+        counts once, and one that other processes map too counts in part.
+        """
+        return sum(map(_pss_mb, process_tree(self.pid)))
+
 
 def free_port() -> int:
     """Return a port of the loopback interface that is free now."""
@@ -137,3 +145,12 @@ def _cpu_s_and_rss_mb(pid: int) -> tuple[float, float]:
     except OSError:
         return 0.0, 0.0
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, pages * _PAGE_BYTES / 1e6
+
+
+def _pss_mb(pid: int) -> float:
+    """Return the proportional set size in MB; 0 if the process has exited."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))

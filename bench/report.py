@@ -14,6 +14,7 @@ _COLUMNS = {
     "CPU ms": "cpu_ms",
     "client ms": "client_cpu_ms",
     "memory MB": "rss_mb",
+    "each page once": "pss_mb",
 }
 
 

@@ -53,12 +53,14 @@ class ResourceUsage:
     Attributes:
         cpu_s: processor time of the server's processes, in seconds.
         rss_mb: memory of the processes after the load, in MB.
+        pss_mb: the same, with each page counted once.
         parts_ms: mean milliseconds of each part of a request, as the server measures them.
         stolen: share of the machine's processor time that other guests of the host took.
     """
 
     cpu_s: float = 0.0
     rss_mb: float = 0.0
+    pss_mb: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
     stolen: float = 0.0
 
@@ -91,6 +93,7 @@ class Turn:
     failed: dict[str, int] = field(default_factory=dict)
     cpu_s: float = 0.0
     rss_mb: float = 0.0
+    pss_mb: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
     stolen: float = 0.0
     seconds: float = 0.0

@@ -258,6 +258,7 @@ class _ServerLoads:
         usage = ResourceUsage(
             cpu_s=process.cpu_s() - cpu_s,
             rss_mb=process.rss_mb(),
+            pss_mb=process.pss_mb(),
             parts_ms={} if before is None else parts_ms(before, scrape(url)),
             stolen=stolen_share(ticks, processor_time()),
         )

@@ -407,6 +407,8 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
         assert [turn.turn for turn in found.of(subject, load)] == [0, 1]
         assert all(turn.texts_per_s > 0 and not turn.failed for turn in found.of(subject, load))
     assert all(start.rss_mb > 20 for start in found.starts)
+    turns = [turn for turn in found.turns if turn.subject == "bert server"]
+    assert all(10 < turn.pss_mb < turn.rss_mb for turn in turns)  # a page that others map too
     assert (tmp_path / "results" / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert "| closed 4 | bert server |" in (tmp_path / "results" / "tiny.md").read_text()
     same = CliRunner().invoke(

@@ -126,13 +126,16 @@ class _CrossEntropy(torch.autograd.Function):
         repeats: Tensor,
         unlikelihood: float,
     ) -> tuple[Tensor, Tensor]:
-        normaliser = logits.logsumexp(1)  # [M]
-        entropy = (normaliser - logits.gather(1, labels[:, None])[:, 0]).mean()
+        labels_column = labels[:, None]
+        log_chances = logits.log_softmax(1)
+        label_chances = log_chances.gather(1, labels_column)[:, 0]  # [M]
+        normaliser = logits.gather(1, labels_column)[:, 0] - label_chances  # [M]
+        entropy = -label_chances.mean()
         row, token = repeats.unbind(1)
         # Bounded, so that a certain repeat has a finite loss.
-        chance = (logits[row, token] - normaliser[row]).exp().clamp(max=_MAX_CHANCE)
+        chance = log_chances[row, token].exp().clamp(max=_MAX_CHANCE)
         repeat_loss = -(1 - chance).log().sum() / len(labels)
-        ctx.save_for_backward(logits, labels, normaliser, repeats, chance / (1 - chance))
+        ctx.save_for_backward(log_chances, labels, normaliser, repeats, chance / (1 - chance))
         ctx.z_loss, ctx.unlikelihood = z_loss, unlikelihood
         ctx.mark_non_differentiable(entropy)
         loss = entropy + z_loss * normaliser.square().mean() + unlikelihood * repeat_loss
@@ -140,14 +143,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, normaliser, repeats, odds = ctx.saved_tensors
+        log_chances, labels, normaliser, repeats, odds = ctx.saved_tensors
         share = gradient / len(labels)
         row, token = repeats.unbind(1)
         repeated = share * ctx.unlikelihood * odds
         scale = share * (1 + 2 * ctx.z_loss * normaliser)
         scale = scale.index_add(0, row, repeated, alpha=-1)
-        result = (logits - normaliser[:, None]).exp_()
-        result *= scale[:, None]
+        result = log_chances.exp_().mul_(scale[:, None])
         result.index_put_((row, token), repeated, accumulate=True)
         result[torch.arange(len(labels), device=labels.device), labels] -= share
         return result, None, None, None, None

@@ -251,6 +251,8 @@ class Submission(NamedTuple):
         later_round: whether the request was admitted in an earlier round; then neither a drain nor
             a full queue refuses it.
         is_bulk: whether the request takes only what other requests leave.
+        is_lone: whether only one connection has sent requests for a while, so that a short run may
+            hold the event loop.
     """
 
     deadline: float
@@ -262,6 +264,7 @@ class Submission(NamedTuple):
     accepted: bool = False
     later_round: bool = False
     is_bulk: bool = False
+    is_lone: bool = False
 
     @property
     def tokens(self) -> int:

@@ -714,3 +714,43 @@ def test_no_canary_runs_beside_a_batch_or_before_a_request() -> None:
         assert engine.entered.wait(WAIT_S)
         with scheduler._lock:
             assert not scheduler._is_canary_due or not scheduler._on_long_texts
+
+
+def test_a_short_lone_request_runs_on_the_thread_that_submits_it() -> None:
+    class Recording(FakeEngine):
+        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+            threads.append((threading.current_thread() is here, alone))
+            return super().run(batch, alone=alone)
+
+    def is_idle() -> bool:
+        return not scheduler._activity.busy
+
+    here, threads = threading.current_thread(), list[tuple[bool, bool]]()
+    engine = Recording(poison=lambda encoding: encoding.input_ids[0] == 13)
+    with running(engine) as scheduler:
+        wait_until(is_idle)
+        assert sums(submit(scheduler, [sized(3)], later(), is_lone=True)) == [3.0]
+        assert threads == [(False, True)], "no run was measured yet"
+        wait_until(is_idle)
+        scheduler._admission.tokens_per_s = 1001.0
+        lone = submit(scheduler, [sized(3)], later(), is_lone=True)
+        assert lone.done()
+        assert sums(lone) == [3.0]
+        failed = submit(scheduler, [sized(1, 13)], later(), is_lone=True)
+        assert isinstance(failed.exception(), EngineFailed)
+        assert threads[1:] == [(True, True)] * 2
+        scheduler._admission.tokens_per_s = 1001.0
+        assert sums(submit(scheduler, [sized(4)], later(), is_lone=True)) == [4.0], "4 ms is long"
+        wait_until(is_idle)
+        assert sums(submit(scheduler, [sized(3)], later())) == [3.0], "others may come"
+        wait_until(is_idle)
+        assert [is_here for is_here, _ in threads[3:]] == [False, False]
+        engine.gate.clear()
+        engine.entered.clear()
+        scheduler._admission.tokens_per_s = 1e6
+        busy = submit(scheduler, [sized(3)], later())
+        assert engine.entered.wait(WAIT_S)
+        beside = submit(scheduler, [sized(5)], later(), is_lone=True)
+        engine.gate.set()
+        assert (sums(busy), sums(beside)) == ([3.0], [5.0])
+        assert not any(is_here for is_here, _ in threads[3:]), "a worker was busy"

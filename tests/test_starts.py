@@ -43,6 +43,28 @@ def test_a_few_start_per_turn_and_clients_take_turns() -> None:
     asyncio.run(play())
 
 
+def test_requests_of_one_connection_alone_are_lone_after_a_while() -> None:
+    async def play() -> list[bool]:
+        starts, first, second = Starts(), connected("a"), connected("b")
+        lone = []
+        for request, arrived in [
+            (first, 0.0),
+            (first, 1.0),
+            (first, 1.1),
+            (second, 1.2),
+            (first, 1.3),
+            (first, 2.2),
+            (first, 2.4),
+        ]:
+            request.arrived = arrived
+            starts.start(request, lambda: None)
+            lone.append(request.is_lone)
+            await turns(1)
+        return lone
+
+    assert asyncio.run(play()) == [False, False, True, False, False, False, True]
+
+
 def test_the_wait_is_that_of_the_line_and_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])

@@ -36,6 +36,9 @@ _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
 
 
+_LONE_S = 1.0
+"""Time in which one connection sends all requests before they count as lone."""
+
 _Start = tuple[RequestRecord, Callable[[], None]]
 """A request that waits, and the function that starts it."""
 
@@ -59,6 +62,8 @@ class Starts:
         self._started = 0  # in this turn
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
+        self._only: int | None = None  # the connection of the last request
+        self._only_since = 0.0  # `time.monotonic` time of the first one of these in a row
 
     def begun(self, request: RequestRecord) -> None:
         """Note that the handler of a request begins, or that its client has gone."""
@@ -78,6 +83,9 @@ class Starts:
         if request.unstarted is not None:
             line, tokens = request.unstarted
             self.unsubmitted[request.client, line] += tokens
+        if self._only != id(request.connection):
+            self._only, self._only_since = id(request.connection), request.arrived
+        request.is_lone = request.arrived - self._only_since > _LONE_S
         if self.waiting or self._started >= _PER_TURN:
             self._lines.setdefault(request.client, deque()).append((request, begin))
             self.waiting += 1

@@ -62,7 +62,7 @@ class RequestRecord:
         unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
             its handler.
         is_returning: whether it comes back when a refusal said so.
-        is_lone: whether no other connection has sent a request for a while; see `Starts`.
+        is_lone: whether no other connection has sent one for a while; see `Starts`.
         model: full name of the model; "" if none was chosen.
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail.

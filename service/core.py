@@ -251,8 +251,6 @@ class Submission(NamedTuple):
         later_round: whether the request was admitted in an earlier round; then neither a drain nor
             a full queue refuses it.
         is_bulk: whether the request takes only what other requests leave.
-        is_lone: whether no other connection has sent a request for a while, so that a short run
-            may hold the event loop.
     """
 
     deadline: float
@@ -264,7 +262,6 @@ class Submission(NamedTuple):
     accepted: bool = False
     later_round: bool = False
     is_bulk: bool = False
-    is_lone: bool = False
 
     @property
     def tokens(self) -> int:

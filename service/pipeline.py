@@ -113,8 +113,6 @@ class Completions:
         Raises:
             ServiceError: the request gets no result.
         """
-        if request.done():
-            return request.result()
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
 

@@ -43,30 +43,6 @@ def test_a_few_start_per_turn_and_clients_take_turns() -> None:
     asyncio.run(play())
 
 
-def test_a_request_is_lone_if_no_other_connection_sent_one_for_a_while() -> None:
-    async def play() -> list[bool]:
-        starts, first, second = Starts(), connected("a"), connected("b")
-        lone = []
-        for request, arrived in [
-            (first, 0.0),
-            (first, 1.0),
-            (second, 1.1),
-            (second, 1.15),
-            (first, 1.2),
-            (first, 1.3),
-            (first, 1.4),
-            (second, 2.0),
-        ]:
-            request.arrived = arrived
-            starts.start(request, lambda: None)
-            lone.append(request.is_lone)
-            await turns(1)
-        return lone
-
-    expected = [True, True, False, False, False, False, True, True]
-    assert asyncio.run(play()) == expected
-
-
 def test_the_wait_is_that_of_the_line_and_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])

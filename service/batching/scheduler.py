@@ -57,9 +57,6 @@ _MIN_BATCH_TOKENS = 128
 _OTHERS_COME_S = 1.0
 """Time after a request that is not bulk in which one worker is left to the next one."""
 
-_SHORT_RUN_S = 0.003
-"""Longest predicted time of a run on the thread that submits it, the event loop's."""
-
 _UNMEASURED_S = 6.0
 """Predicted time of a run before any run was measured."""
 
@@ -148,34 +145,10 @@ class Scheduler:
             if not is_bulk:
                 self._activity.asked = time.monotonic()
             request.add_done_callback(self._forget)
-            runs_here = submission.is_lone and self._runs_here(tokens)
-            if not runs_here:
-                self._changed.notify(len(submission.encodings))
-                if self._all_on_long_texts:
-                    self._short_texts.notify()
-        if runs_here:
-            self._run_here()
+            self._changed.notify(len(submission.encodings))
+            if self._all_on_long_texts:
+                self._short_texts.notify()
         return request
-
-    def _runs_here(self, tokens: int) -> bool:
-        """Whether a lone request, which is queued, runs on the thread that submits it.
-
-        Neither a worker nor the event loop has to wake up then; the caller holds the lock.
-        """
-        rate = self._admission.tokens_per_s
-        is_alone = not self._activity.busy and self._queue.tokens == tokens
-        return is_alone and not self._engine.supports_varlen and tokens <= _SHORT_RUN_S * rate
-
-    def _run_here(self) -> None:
-        """Run what is queued on this thread, unless a worker has taken it meanwhile."""
-        self._activity.add(1)
-        try:
-            with self._lock:
-                batch = self._take_now()
-            if batch.encodings:
-                self._run(self._limits.workers + 1, batch.encodings, batch.fill)
-        finally:
-            self._activity.add(-1)
 
     def expected_wait(
         self,

@@ -36,9 +36,6 @@ _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
 
 
-_LONE_S = 0.2
-"""Time without a request of another connection after which a request counts as lone."""
-
 _Start = tuple[RequestRecord, Callable[[], None]]
 """A request that waits, and the function that starts it."""
 
@@ -62,9 +59,6 @@ class Starts:
         self._started = 0  # in this turn
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
-        self._last_sender: int | None = None  # the connection of the last request
-        self._last_arrived = -math.inf  # when it arrived
-        self._others_arrived = -math.inf  # when the last one of another connection arrived
 
     def begun(self, request: RequestRecord) -> None:
         """Note that the handler of a request begins, or that its client has gone."""
@@ -84,11 +78,6 @@ class Starts:
         if request.unstarted is not None:
             line, tokens = request.unstarted
             self.unsubmitted[request.client, line] += tokens
-        if self._last_sender != id(request.connection):
-            self._last_sender = id(request.connection)
-            self._others_arrived = self._last_arrived
-        self._last_arrived = request.arrived
-        request.is_lone = request.arrived - self._others_arrived > _LONE_S
         if self.waiting or self._started >= _PER_TURN:
             self._lines.setdefault(request.client, deque()).append((request, begin))
             self.waiting += 1

@@ -62,7 +62,6 @@ class RequestRecord:
         unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
             its handler.
         is_returning: whether it comes back when a refusal said so.
-        is_lone: whether no other connection has sent one for a while; see `Starts`.
         model: full name of the model; "" if none was chosen.
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail.
@@ -86,7 +85,6 @@ class RequestRecord:
     connection: Reader | None = None
     unstarted: tuple[LineKey, int] | None = None
     is_returning: bool = False
-    is_lone: bool = False
     trace: RequestTrace | None = None
     model: str = ""
     cost: RequestCost | None = None

@@ -90,7 +90,6 @@ class WatchedRequest:
             trace=record.trace.parent if record.trace is not None else "",
             returning=record.is_returning,
             is_bulk=record.is_bulk,
-            is_lone=record.is_lone,
         )
 
     async def begin_answer(self) -> None:

@@ -282,7 +282,10 @@ class ExpectedWait(NamedTuple):
 
 
 class QueueState(NamedTuple):
-    """The tokens that wait, and the seconds in which they start at the measured rate."""
+    """The tokens that wait, bulk requests apart, and the seconds in which they start.
+
+    Bulk requests wait for all others, so that theirs is no sign of a full server.
+    """
 
     tokens: int
     backlog_s: float

@@ -319,6 +319,8 @@ def test_no_service_link_becomes_a_setting() -> None:
         f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields
     }
     assert POD["enableServiceLinks"] is False
+    kserve = yaml.safe_load((ROOT / "k8s/kserve/inferenceservice.yaml").read_text())
+    assert kserve["spec"]["predictor"]["enableServiceLinks"] is False
 
 
 def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,10 @@ def test_a_class_is_stated_and_a_lost_device_is_noticed(
         with Client(server.url, bulk=True) as client, Client(server.url) as plain:
             assert client.embed("walk").tolist() == plain.embed("walk").tolist()
         wait_until(lambda: metric(server, r'cloze_request_classes_total\{class="bulk"\}') == 1)
+        durations = (
+            r'cloze_request_duration_seconds_count\{model="bert",route="/embed",version="1"\}'
+        )
+        assert metric(server, durations) == 1, "the latency of bulk requests rings no alert"
         canaries = r'cloze_batches_total\{filled="canary",model="bert",version="1"\}'
         wait_until(lambda: metric(server, canaries) > 1)
         assert embed(server, "world").status_code == 200

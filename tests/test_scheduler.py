@@ -647,10 +647,13 @@ def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
         bulk = submit(scheduler, [sized(64)] * 8, later(), is_bulk=True)
         wait_until(lambda: len(scheduler._on_bulk) == max(1, workers - 1))
         wait_until(lambda: scheduler._idle_workers == workers - max(1, workers - 1))
-        assert scheduler.state.tokens == 64 * (8 - max(1, workers - 1))
+        assert scheduler._queue.tokens == 64 * (8 - max(1, workers - 1))
+        assert scheduler.state.tokens == 0
         question = submit(scheduler, [sized(3)], later())
         if workers > 1:
-            wait_until(lambda: scheduler.state.tokens == scheduler._queue.bulk_tokens)
+            wait_until(lambda: scheduler.state.tokens == 0)
+        else:
+            assert scheduler.state.tokens == 3
         engine.gate.set()
         assert sums(question) == [3.0]
         assert sums(bulk) == [64.0] * 8

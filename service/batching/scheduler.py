@@ -125,7 +125,7 @@ class Scheduler:
     @property
     def state(self) -> QueueState:
         """What waits."""
-        tokens, rate = self._queue.tokens, self._admission.rate
+        tokens, rate = self._queue.tokens - self._queue.bulk_tokens, self._admission.rate
         return QueueState(tokens, tokens / rate if rate else 0.0)
 
     def submit(self, submission: Submission) -> Future[BatchResult]:

@@ -105,7 +105,8 @@ class Families:
         self.requests = counter("cloze_requests", "Answered requests.", ("route", "status", *MODEL))
         self.durations = histogram(
             "cloze_request_duration_seconds",
-            "Time from a request's first byte to its answer's last, of answers with status 200.",
+            "Time from a request's first byte to its answer's last, of answers with status 200 to "
+            "requests that are not bulk.",
             ("route", *MODEL),
             buckets=SECONDS,
         )
@@ -139,10 +140,12 @@ class Families:
         )
         self.tokens = counter("cloze_tokens", "Real tokens run.", MODEL)
         self.truncated = counter("cloze_truncated_texts", "Texts cut to the model's limit.", MODEL)
-        self.queue_tokens = gauge("cloze_queue_tokens", "Tokens that wait for a worker.", MODEL)
+        self.queue_tokens = gauge(
+            "cloze_queue_tokens", "Tokens that wait, not of bulk requests.", MODEL
+        )
         self.backlog = gauge(
             "cloze_queue_backlog_seconds",
-            "Time in which all that waits for a worker will have started.",
+            "Time in which all that waits will have started, bulk requests apart.",
             MODEL,
             multiprocess_mode="livemax",
         )
@@ -271,10 +274,11 @@ class Metrics(Collector):
             families.rejected[answered.rejection].inc()
         if answered.status != _OK:
             return
-        duration = series(families.durations, model, answered.route)
-        observed[duration].append(answered.seconds)
-        if len(_LABEL) + len(answered.request_id) <= _MAX_EXEMPLAR_CHARACTERS:
-            self._newest[duration] = answered.seconds, answered.request_id
+        if not answered.is_bulk:  # which may take long
+            duration = series(families.durations, model, answered.route)
+            observed[duration].append(answered.seconds)
+            if len(_LABEL) + len(answered.request_id) <= _MAX_EXEMPLAR_CHARACTERS:
+                self._newest[duration] = answered.seconds, answered.request_id
         cost = answered.cost
         if cost is not None and cost.tokens:  # the histograms of batches have the same requests
             for part, seconds in zip(_PARTS, cost.timings, strict=False):

@@ -368,7 +368,7 @@ class Models:
             if len(names) > _SHOWN_NAMES:
                 served += f" and {len(names) - _SHOWN_NAMES} more; GET /v1/models has all"
             raise UnknownModel(
-                f"no model {ascii(name)[:80]} is served{self._to_whom} (there: {served})"
+                f"no model {ascii(name[:80])[:80]} is served{self._to_whom} (there: {served})"
             )
         return named
 

@@ -1,5 +1,6 @@
 """JSON bodies in pieces: the values and refusals of a parser that reads them whole."""
 
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,16 @@ def test_errors_of_large_bodies(data: bytes, message: str | None) -> None:
         return
     with pytest.raises(MalformedRequest, match=message):
         load(data, NO_LIMITS)
+
+
+@pytest.mark.parametrize("data", [b"]" * 1_000_000, b"[1" + b"}" * 1_000_000])
+def test_brackets_that_never_begin_end_the_body_at_once(data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(MalformedRequest, match="more brackets end than begin"):
+        load(data, NO_LIMITS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000, "the places of a million brackets would be 36 MB"
 
 
 def test_a_text_may_hold_any_number() -> None:

@@ -119,6 +119,25 @@ def with_offsets(server: Server, inputs: Any, **options: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/embed_all", json=body)
 
 
+@pytest.mark.parametrize("accept", [RAW, NPY])
+def test_vectors_with_places_are_json_whatever_is_accepted(server: Server, accept: str) -> None:
+    body = {"inputs": "the king", "return_offsets": True}
+    answer = httpx.post(f"{server.url}/embed_all", json=body, headers={"accept": accept})
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == with_offsets(server, "the king").json()
+
+
+def test_no_tensor_has_places(server: Server) -> None:
+    text = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["the king"]}
+    body = {"inputs": [text], "parameters": {"return_offsets": True}}
+    url = f"{server.url}/v2/models/bert.embed-all/infer"
+    assert httpx.post(url, json={"inputs": [text]}).status_code == 200
+    answer = httpx.post(url, json=body)
+    assert answer.status_code == 400
+    what = "asks for offsets, which no tensor has; POST /embed_all returns them"
+    assert answer.json() == {"error": f"parameters.return_offsets {what}"}
+
+
 def test_tokens_have_places_in_their_text(server: Server) -> None:
     texts = ["the king of Paris", "Ünknöwn  houses!"]
     plain = ask(server, "application/json", "/embed_all", texts).json()

@@ -231,12 +231,15 @@ def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes
         RequestTooLarge: the body has too many values.
     """
     piece = bytearray()
-    scanned = quotes = brackets = commas = 0
+    scanned = quotes = brackets = closing = commas = 0
     while scanned < len(data):
         masked = _mask(data[scanned : scanned + size], in_string=quotes % 2 == 1)
         quotes += masked.count(b'"')
         brackets += masked.count(b"[") + masked.count(b"{")
+        closing += masked.count(b"]") + masked.count(b"}")
         commas += masked.count(b",")
+        if closing > brackets:
+            raise MalformedRequest(f"{_NOT_JSON}: more brackets end than begin")
         if brackets + quotes // 2 > limits.max_parts:
             raise RequestTooLarge(
                 f"the body has over {limits.max_parts} texts, lists and objects, the limit"

@@ -115,7 +115,8 @@ class _NativeRoute(TaskRoute):
             [value] = value
         if result.usage is not None:
             return json_response({"result": value, "usage": result.usage})
-        kind, dtype = accepted(request) if self.task.vectors else (JSON, "")
+        is_vectors = self.task.vectors and not getattr(body, "return_offsets", None)
+        kind, dtype = accepted(request) if is_vectors else (JSON, "")
         return json_response(value) if kind == JSON else vector_bytes(value, kind, dtype)
 
 

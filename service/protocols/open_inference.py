@@ -182,18 +182,20 @@ class _TaskModel(TaskRoute):
         known = [tensor.name for tensor in self.tensors.outputs]
         for output in body.outputs or ():
             if output.name not in known:
-                raise InvalidRequest(
-                    f"names {ascii(output.name)[:80]}; {self.task.name} has {', '.join(known)}",
-                    Location(("outputs",)),
-                )
+                name = ascii(output.name[:80])[:80]
+                problem = f"names {name}; {self.task.name} has {', '.join(known)}"
+                raise InvalidRequest(problem, Location(("outputs",)))
         texts: dict[str, list[str]] = {}
         for tensor in body.inputs:
             if tensor.name in texts:
-                raise InvalidRequest(f"has {ascii(tensor.name)[:80]} twice", INPUTS)
+                raise InvalidRequest(f"has {ascii(tensor.name[:80])[:80]} twice", INPUTS)
             texts[tensor.name] = _texts(tensor)
         given = dict(body.parameters or {})
         given.pop("binary_data_output", None)  # of the protocol, not of the task
         parameters = validate(self.task.parameters, given, Location(("parameters",)))
+        if getattr(parameters, "return_offsets", None):
+            problem = "asks for offsets, which no tensor has; POST /embed_all returns them"
+            raise InvalidRequest(problem, Location(("parameters", "return_offsets")))
         return TaskCall(self.tensors.to_inputs(texts), parameters)
 
     def respond(self, request: Request, body: InferBody, result: TaskResult) -> BytesResponse:
@@ -228,7 +230,7 @@ class _TaskModel(TaskRoute):
 
 def _place(tensor: InferInput) -> Location:
     """Return the place of a tensor, by its name in ASCII."""
-    return Location((ascii(tensor.name)[1:-1][:80],))
+    return Location((ascii(tensor.name[:80])[1:-1][:80],))
 
 
 def _texts(tensor: InferInput) -> list[str]:
@@ -261,13 +263,13 @@ class _Server:
         models = self._context.models_of(request.scope[RECORD])
         if model is None or not bundle:
             raise UnknownModel(
-                f"no model {ascii(name)[:80]} is served; a name is <bundle>.<task>, "
+                f"no model {ascii(name[:80])[:80]} is served; a name is <bundle>.<task>, "
                 f"such as {_names(models)[0]}"
             )
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
         except WrongTask as error:
-            raise UnknownModel(f"no model {ascii(name)[:80]} is served: {error}") from None
+            raise UnknownModel(f"no model {ascii(name[:80])[:80]} is served: {error}") from None
         return model, chosen
 
     async def server(self, _: Request) -> Response:

@@ -88,7 +88,8 @@ class TaskTensors:
         for name in tensors:
             if name not in allowed:
                 raise InvalidRequest(
-                    f"has a tensor {ascii(name)[:80]}; {task} takes {', '.join(allowed)}", INPUTS
+                    f"has a tensor {ascii(name[:80])[:80]}; {task} takes {', '.join(allowed)}",
+                    INPUTS,
                 )
         for name in self._required:
             if name not in tensors:

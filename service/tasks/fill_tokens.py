@@ -180,7 +180,7 @@ def original_tokens(
         context.limits.check_text(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
-            shown = ascii(original)[:80]
+            shown = ascii(original[:80])[:80]
             raise InvalidRequest(f"{shown} is not a token of the vocabulary", _ORIGINAL)
         if (masks := len(tokenizer.mask_positions(text))) > 1:
             raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)

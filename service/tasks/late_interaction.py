@@ -53,7 +53,9 @@ def role_of(prompt_name: str | None) -> Role:
     if prompt_name is None:
         return Role.DOCUMENT
     if prompt_name not in [role.value for role in Role]:
-        problem = f"{ascii(prompt_name)[:80]} is not one of the model's roles (query, document)"
+        problem = (
+            f"{ascii(prompt_name[:80])[:80]} is not one of the model's roles (query, document)"
+        )
         raise InvalidRequest(problem, Location(("prompt_name",)))
     return Role(prompt_name)
 

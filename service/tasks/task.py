@@ -230,7 +230,7 @@ class TaskContext:
             return ""
         if name not in prompts:
             known = ", ".join(map(ascii, prompts)) or "none"
-            problem = f"{ascii(name)[:80]} is not one of the model's prompts ({known})"
+            problem = f"{ascii(name[:80])[:80]} is not one of the model's prompts ({known})"
             raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 

@@ -149,7 +149,7 @@ class TextParameters(TruncationParameters, UsageParameters):
             raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
         if (role := ROLE_WORDS.get(self.input_type)) is None:
             known = ", ".join(ROLE_WORDS)
-            problem = f"{ascii(self.input_type)[:80]} is not one of {known}"
+            problem = f"{ascii(self.input_type[:80])[:80]} is not one of {known}"
             raise InvalidRequest(problem, Location(("input_type",)))
         return role
 

@@ -111,6 +111,13 @@ def test_an_unknown_type_is_refused_before_the_texts_are_read(
     )
 
 
+def test_a_long_accept_is_refused(server: Server) -> None:
+    assert ask(server, "text/html," * 99).status_code == 200
+    answer = ask(server, "text/html," * 101)
+    assert answer.status_code == 422
+    assert answer.json()["error"] == "Accept has 1010 bytes; the limit is 1000"
+
+
 # ---- places of tokens ----------------------------------------------------------------------------
 
 

@@ -164,6 +164,9 @@ def _title(task: Task) -> str:
 _ANY = (b"", b"*/*", b"application/json")
 """Frequent values of ``Accept`` that select JSON, so that they need no parsing."""
 
+_LONGEST_ACCEPT = 1000
+"""Most bytes of ``Accept`` that are parsed."""
+
 _LARGEST_INT8 = 127
 
 Convert = Callable[[Float32], tuple[NDArray[Any], float | None]]
@@ -191,12 +194,14 @@ def accepted(request: Request) -> tuple[str, str]:
     The type is JSON unless another type has a higher weight (RFC 9110, section 12.5.1).
 
     Raises:
-        InvalidRequest: there is no such dtype.
+        InvalidRequest: there is no such dtype, or the header is too long.
     """
     record: RequestRecord = request.scope[RECORD]
     accept = record.first.get(b"accept", b"")
     if accept in _ANY:
         return JSON, "float32"
+    if len(accept) > _LONGEST_ACCEPT:
+        raise InvalidRequest(f"Accept has {len(accept)} bytes; the limit is {_LONGEST_ACCEPT}")
     best, best_weight = (JSON, "float32"), 0.0
     for item in accept.decode("latin-1").lower().split(","):
         kind, *rest = (part.strip() for part in item.split(";"))

@@ -9,7 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.protocols import cohere
 from cloze.service.tasks import TASKS
+from cloze.service.tasks.embed import EmbedParameters
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.similarity import SimilarityInputs
@@ -164,6 +166,20 @@ def test_costs_of_requests() -> None:
     masked = {"targets": ["sun", "moon", "red"], "top_k": 1}
     assert prepared("fill-mask", ["[MASK]", "[MASK] a [MASK]"], **masked).results == 9
     assert prepared("fill-mask", "[MASK]", original="sun", top_k=3).results == 3
+
+
+def test_costs_of_candidates_are_those_of_their_characters() -> None:
+    wide = limited(max_text_characters=100_000, max_request_texts=500, max_request_tokens=10**6)
+    long = Candidates(text="a", candidates=["a " * 20_000, "\0" * 30_000 + "b"])
+    assert prepared("nsp", long, wide).results == 70
+    assert prepared("nsp", Candidates(text="a", candidates=["b"] * 400), wide).results == 100
+
+
+def test_cohere_s_answers_repeat_their_texts() -> None:
+    wide = limited(max_text_characters=100_000)
+    texts = ["\0" * 70_000 + "a", "b"]
+    assert cohere.prepare(texts, EmbedParameters(), wide).results == 70
+    assert cohere.prepare(["a", "b"], EmbedParameters(), wide).results == 2
 
 
 def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:

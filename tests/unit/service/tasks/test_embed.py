@@ -292,6 +292,9 @@ def test_what_spans_need() -> None:
         with pytest.raises(WrongTask, match="without layers after its pooling"):
             prepared("embed", "the", context(embedding=recipe(projected=projected)), spans=spans)
     assert prepared("embed", ["the"], spans=spans).results == 3
+    assert (
+        prepared("embed", ["the"], limited(max_request_texts=99), spans=[(0, 3)] * 99).results == 99
+    )
     for several in (["the", "a"], ids("the")):
         with pytest.raises(InvalidRequest, match="inputs has token ids, or several texts"):
             prepared("embed", several, spans=spans)

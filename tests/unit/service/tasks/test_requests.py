@@ -159,13 +159,26 @@ def test_costs_of_requests() -> None:
     assert prepared("embed", [LONG, "b"], long_text="window").results == 3
     assert prepared("embed-sparse", ["a", "b"]).results == 100
     assert prepared("embed-sparse", ["a", "b"], top_k=3).results == 6
-    assert prepared("qa", QaPair(question="a", context="b")).results == 32
+    assert prepared("qa", QaPair(question="a", context="b")).results == 20 + 1  # 1 span
     divided = prepared("qa", QaPair(question="a", context=LONG))
-    assert divided.results == 32 * len(divided.encodings) > 32
+    assert divided.results == (20 + 12) * len(divided.encodings) > 32
     assert prepared("nsp", Pair(text="a", next="b")).results == 0
     masked = {"targets": ["sun", "moon", "red"], "top_k": 1}
     assert prepared("fill-mask", ["[MASK]", "[MASK] a [MASK]"], **masked).results == 9
     assert prepared("fill-mask", "[MASK]", original="sun", top_k=3).results == 3
+
+
+def test_the_cost_of_a_question_grows_with_its_answers_their_length_and_the_context() -> None:
+    wide = limited(max_tokens=400, max_text_characters=100_000, max_request_tokens=10**6)
+    text = " ".join("a" * 380)
+    short = QaPair(question="a", context=text)
+    assert prepared("qa", short, wide).results == 20 + 12
+    assert prepared("qa", short, wide, top_k=50).results == 20 + 110
+    assert prepared("qa", short, wide, top_k=50, align_to_words=False).results == 20 + 50
+    longer = prepared("qa", short, wide, max_answer_len=380, max_seq_len=400)
+    assert longer.results == 380 * 380 // 1_000 + 12
+    unknown = QaPair(question="a", context="b" * 100_000)  # each answer has all of it
+    assert prepared("qa", unknown, wide).results == 20 + 1 + 100
 
 
 def test_costs_of_candidates_are_those_of_their_characters() -> None:

@@ -195,6 +195,26 @@ def test_cohere_s_answers_repeat_their_texts() -> None:
     assert cohere.prepare(["a", "b"], EmbedParameters(), wide).results == 2
 
 
+def test_each_prediction_costs_the_tokens_of_its_text() -> None:
+    wide = limited(max_tokens=512, max_text_characters=10_000, max_request_tokens=10**6)
+    text = "[MASK] " + "a " * 320
+    assert prepared("fill-mask", text, wide, top_k=10).results == 321 * 10 // 16
+    words = {"targets": ["sun", "moon"], "targets_as": "words"}
+    assert prepared("fill-mask", text, wide, top_k=2, **words).results == 321 * 2 // 16
+    assert prepared("fill-mask", text, wide, top_k=2, decode="beam").results == 321 * 2 // 16
+    result = MaskedLMResult(
+        top_logits=np.zeros((1, 5), np.float32),
+        top_ids=np.arange(5)[None],
+        logsumexp=np.zeros(1, np.float32),
+        target_logits=np.zeros((1, 0), np.float32),
+    )
+    first = prepared("fill-mask", "[MASK] " + text, wide, decode="beam", top_k=2)
+    assert first.advance is not None
+    last = first.advance([{"masked_lm": result}], wide)
+    assert last is not None
+    assert last.results == 2 * (322 // 16)
+
+
 def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:
     # 2 texts x 5 predictions x tokens per text: 2 masks x 3 tokens, 1 mask x 2 tokens.
     texts = ["[MASK] [MASK] a", "[MASK] a"]

@@ -369,6 +369,20 @@ def test_words_are_limited() -> None:
         prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY) + 1)
 
 
+def test_words_of_texts_without_top_k_are_limited_by_their_number() -> None:
+    few = limited(max_results=5)
+    request = prepared("embed-sparse", ["a", "b"], few)
+
+    def outputs(*words: int) -> list[Any]:
+        results = [SparseEmbeddingResult(np.ones(n, np.float32), np.arange(n)) for n in words]
+        return [{"sparse_embedding": result} for result in results]
+
+    first, second = decoded("embed-sparse", request, outputs(50, 30), few)
+    assert (len(first), len(second)) == (50, 30)
+    with pytest.raises(InvalidRequest, match=r"81 words; the limit is 80; send fewer .* top_k"):
+        decoded("embed-sparse", request, outputs(50, 31), few)
+
+
 # ---- similarity --------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ Each protocol module of the package defines its protocol as `PROTOCOL`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from io import BytesIO
 from typing import Any, ClassVar, Final, Protocol
@@ -122,8 +122,8 @@ def large_json_response(value: Any) -> BytesResponse:
 def json_parts(value: Any) -> Iterator[bytes | memoryview]:
     """Yield the JSON of a value: arrays in parts, and each element of a list by itself."""
     check_awaited()
-    if isinstance(value, TokenVectors):
-        value = {"embeddings": value.embeddings, "offsets": value.offsets}
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict) and value:
         for number, (name, item) in enumerate(value.items()):
             yield b"%b%b:" % (b"," if number else b"{", orjson.dumps(name))

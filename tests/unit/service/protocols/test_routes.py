@@ -772,6 +772,9 @@ def test_what_is_said_of_a_model(service: Service) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/embed", {"inputs": ["a"] * 70}),
+        ("/v1/embeddings", {"input": ["a"] * 70, "model": "tiny"}),
+        ("/v2/embed", COHERE | {"texts": ["a"] * 70, "embedding_types": ["float", "base64"]}),
         ("/embed_all", {"inputs": ["a b c"] * 20}),
         ("/embed_all", {"inputs": ["a b c"] * 20, "return_offsets": True, "return_usage": True}),
         (
@@ -787,11 +790,11 @@ def test_what_is_said_of_a_model(service: Service) -> None:
 def test_large_vectors_are_written_in_parts(
     path: str, body: dict[str, Any], service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = service.post(path, body)
+    whole = service.post(path, body, x_request_id="one")
     assert whole.status_code == 200
     monkeypatch.setattr(protocol, "_PART_NUMBERS", 8)
     parts = list[Any]()
     in_parts = protocol.json_parts
     monkeypatch.setattr(protocol, "json_parts", lambda value: parts.append(0) or in_parts(value))
-    assert service.post(path, body).content == whole.content
+    assert service.post(path, body, x_request_id="one").content == whole.content
     assert parts

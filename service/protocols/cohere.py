@@ -8,7 +8,7 @@ Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's AP
 
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -28,9 +28,19 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
     in_body,
     json_response,
+    large_json_response,
 )
 from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.task import Count, NotEmpty, Text, Texts, WireModel
+from cloze.service.tasks.task import (
+    Count,
+    NotEmpty,
+    PreparedRequest,
+    TaskContext,
+    Text,
+    Texts,
+    WireModel,
+    written,
+)
 from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
 
 _PATH: Final = "/v2/embed"
@@ -142,10 +152,18 @@ def write_error(error: ErrorInfo) -> tuple[int, CohereErrorBody]:
     return without_422(error.status), CohereErrorBody(error.message)
 
 
+def prepare(
+    texts: list[str], parameters: embed.EmbedParameters, context: TaskContext
+) -> PreparedRequest[Any]:
+    """Tokenize the texts to embed, which the answer repeats."""
+    prepared = embed.prepare(texts, parameters, context)
+    return prepared._replace(results=max(prepared.results, written(texts)))
+
+
 class _Embed(TaskRoute):
     """The route of embeddings."""
 
-    task = embed.TASK
+    task = replace(embed.TASK, prepare=prepare)
     body = CohereEmbedBody
     doc = RouteDoc(
         "One vector per text, in Cohere's shape",
@@ -189,7 +207,7 @@ class _Embed(TaskRoute):
             _texts(body),
             Meta(ApiVersion("2"), BilledUnits(result.tokens)),
         )
-        return json_response(answer)
+        return large_json_response(answer) if result.is_large else json_response(answer)
 
 
 def _texts(body: CohereEmbedBody) -> list[str]:

@@ -35,6 +35,7 @@ from cloze.service.protocols.protocol import (
     answer_task,
     gate_models,
     json_response,
+    large_json_response,
     write_error,
 )
 from cloze.service.tasks import (
@@ -113,11 +114,11 @@ class _NativeRoute(TaskRoute):
         value = result.value
         if isinstance(body.inputs, self.task.alone):
             [value] = value
+        write = large_json_response if result.is_large else json_response
         if result.usage is not None:
-            return json_response({"result": value, "usage": result.usage})
         is_vectors = self.task.vectors and not getattr(body, "return_offsets", None)
         kind, dtype = accepted(request) if is_vectors else (JSON, "")
-        return json_response(value) if kind == JSON else vector_bytes(value, kind, dtype)
+        return write(value) if kind == JSON else vector_bytes(value, kind, dtype)
 
 
 def body_type(task: Task) -> type[BaseModel]:

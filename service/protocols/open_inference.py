@@ -35,6 +35,7 @@ from cloze.service.protocols.protocol import (
     answer_task,
     gate_models,
     json_response,
+    large_json_response,
 )
 from cloze.service.protocols.tensors import (
     JSON_LENGTH,
@@ -221,7 +222,7 @@ class _TaskModel(TaskRoute):
         }
         if body.id is not None:
             answer["id"] = body.id
-        head = json_response(answer)
+        head = large_json_response(answer) if result.is_large else json_response(answer)
         if not parts:
             return head
         length = (JSON_LENGTH.encode(), b"%d" % len(head.body))

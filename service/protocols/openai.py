@@ -22,6 +22,7 @@ from cloze.service.protocols.protocol import (
     TaskRoute,
     WireProtocol,
     json_response,
+    large_json_response,
 )
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
@@ -197,7 +198,8 @@ class _Embeddings(TaskRoute):
             vectors = [b64encode(vector).decode() for vector in vectors]
         rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
         usage = Usage(result.tokens, result.tokens)
-        return json_response(EmbeddingList("list", rows, body.model, usage))
+        write = large_json_response if result.is_large else json_response
+        return write(EmbeddingList("list", rows, body.model, usage))
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.task import written
 from cloze.service.tasks.texts import Bounds, LongText, characters
 from cloze.service.tokenizer import Spans
 
@@ -25,6 +28,15 @@ _SPAN_BYTES: Final = 256
 
 _MOST_BYTES: Final = 24_000_000
 """Most memory of spans at once. Spans overlap, so they may need many times their context's."""
+
+_MOST_PRODUCTS: Final = 1 << 18
+"""Most spans whose scores are computed at once; a model may read 8,192 tokens."""
+
+_WINDOW_RESULTS: Final = 20
+"""Number of predictions of a mask that cost about as much as the search of a short window."""
+
+_SCORES_PER_RESULT: Final = 1_000
+"""Number of spans whose scores cost about as much as one prediction of a mask."""
 
 
 class SpanMemory:
@@ -122,6 +134,23 @@ class QaOptions:
     long_text: LongText = "window"
     return_usage: bool = False
 
+    @property
+    def spans_per_window(self) -> int:
+        """Most spans of a window that are compared with those of other windows.
+
+        Several spans may have the same text after they are extended to whole words.
+        """
+        return self.top_k * 2 + 10 if self.align_to_words else self.top_k
+
+
+def cost(question: Question, options: QaOptions) -> int:
+    """Return the predictions of a mask that cost as much as the search for a question's answers."""
+    tokens = max(end - first for first, end in question.windows)
+    scored = tokens * min(tokens, options.max_answer_len)
+    spans = min(scored, options.spans_per_window)
+    per_window = max(_WINDOW_RESULTS, scored // _SCORES_PER_RESULT) + spans
+    return len(question.windows) * per_window + spans * written([question.context])
+
 
 def best_answers(
     question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
@@ -155,8 +184,6 @@ def _search(
 ) -> _Window:
     """Return the best spans of a window of a context."""
     check_awaited()
-    # Several spans may have the same text after they are extended to whole words.
-    count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
     offsets = question.spans.offsets
     # The start and end scores [1 + C, 2] of [CLS] and the C tokens of the context.
     first = question.context_start
@@ -164,7 +191,9 @@ def _search(
     scores: Float32 = np.exp(selected - selected.max(0))
     scores /= scores.sum(0)
     spans = []
-    for score, start, end in _best_spans(scores[1:], count, options.max_answer_len):
+    for score, start, end in _best_spans(
+        scores[1:], options.spans_per_window, options.max_answer_len
+    ):
         tokens = bounds[0] + start, bounds[0] + end
         if options.align_to_words:
             tokens = _whole_words(question.spans, tokens, bounds)
@@ -226,20 +255,42 @@ def _best_spans(
 ) -> list[tuple[float, int, int]]:
     """Return the best spans as (score, first token, last token), best first.
 
-    The scores [C, 2] are the start and end scores of the context's tokens.
+    The scores [C, 2] are the start and end scores of the context's tokens. Of equal scores, the
+    span that starts first is better, then the shorter span.
     """
-    products = np.outer(scores[:, 0], scores[:, 1])  # [C, C]
-    products = np.tril(np.triu(products), max_answer_tokens - 1)
-    flat = products.ravel()
-    count = min(count, flat.size)
-    best = np.argpartition(-flat, count - 1)[:count]
-    best = best[np.argsort(-flat[best], kind="stable")]
-    starts, ends = np.unravel_index(best, products.shape)
-    return [
-        (float(flat[index]), int(start), int(end))
-        for index, start, end in zip(best, starts, ends, strict=True)
-        if flat[index] > 0 or index == best[0]
-    ]
+    tokens = len(scores)
+    width = min(max_answer_tokens, tokens)
+    starts = np.ascontiguousarray(scores[:, 0])
+    ends = np.zeros(tokens + width - 1, np.float32)  # the score of an end after the last token is 0
+    ends[:tokens] = scores[:, 1]
+    band = sliding_window_view(ends, width)  # [C, width]: the ends of the spans of each start
+    best, places = np.empty(0, np.float32), np.empty(0, np.int64)
+    rows = max(1, _MOST_PRODUCTS // width)
+    for first in range(0, tokens, rows):
+        check_awaited()
+        part = starts[first : first + rows]
+        if len(best) == count and part.max() * ends[first:].max() <= best[-1]:
+            continue  # no span of these starts is among the best
+        products = (part[:, None] * band[first : first + rows]).ravel()
+        chosen = _largest(products, count)
+        best = np.concatenate([best, products[chosen]])
+        places = np.concatenate([places, chosen + first * width])
+        chosen = _largest(best, count)
+        best, places = best[chosen], places[chosen]
+    firsts, lengths = np.divmod(places, width)
+    spans = zip(best.tolist(), firsts.tolist(), (firsts + lengths).tolist(), strict=True)
+    return [span for index, span in enumerate(spans) if span[0] > 0 or index == 0]
+
+
+def _largest(values: Float32, count: int) -> NDArray[np.intp]:
+    """Return the places of the largest values, the largest first; of equal values, the first."""
+    places = np.arange(len(values))
+    if len(values) > count:
+        least = np.partition(values, len(values) - count)[len(values) - count]
+        above = np.flatnonzero(values > least)
+        equal = np.flatnonzero(values == least)
+        places = np.concatenate([above, equal[: count - len(above)]])
+    return places[np.argsort(-values[places], kind="stable")]
 
 
 def _whole_words(spans: Spans, tokens: tuple[int, int], window: Bounds) -> tuple[int, int]:

@@ -131,7 +131,7 @@ def prepare(
         encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
         state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
         vectors = _recipe(parameters, state, context)
-        return encoder.prepared(state, len(encoder.encodings[0]), vectors)
+        return encoder.prepared(state, max(len(encoder.encodings[0]), len(spans)), vectors)
     texts = context.limits.listed(inputs)
     encoder = encode_texts(texts, parameters, context, request)
     windows = None

@@ -18,9 +18,20 @@ from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
-from cloze.service.core import Float32
-from cloze.service.tasks.task import Count, Outputs, PreparedRequest, Task, TaskContext, check_range
+from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.task import (
+    Count,
+    Outputs,
+    PreparedRequest,
+    Task,
+    TaskContext,
+    TaskLimits,
+    check_range,
+)
 from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
+
+_WORDS_PER_RESULT = 16
+"""Number of words that cost about as much as one prediction of a mask, in time and memory."""
 
 
 class SparseParameters(TextParameters):
@@ -101,6 +112,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
             _of_own_tokens(encoding, output[lexical.HEAD.name].array[:, 0], options, state.top_k)
             for encoding, output in zip(state.encodings, outputs, strict=True)
         ]
+    _check_words(sum(len(result.ids) for result in results), context.limits)
     pairs = [
         zip(result.ids.tolist(), result.weights.astype(np.float32).tolist(), strict=True)
         for result in results
@@ -109,6 +121,14 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
         token = context.tokenizer.token_of
         return [[NamedSparseValue(i, weight, token(i)) for i, weight in text] for text in pairs]
     return [[SparseValue(i, weight) for i, weight in text] for text in pairs]
+
+
+def _check_words(words: int, limits: TaskLimits) -> None:
+    """Raise `InvalidRequest` for too many words, which are known only after the run."""
+    if words > (most := _WORDS_PER_RESULT * limits.max_results):
+        raise InvalidRequest(
+            f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
+        )
 
 
 def _of_own_tokens(

@@ -17,6 +17,7 @@ from cloze.service.tasks.answer_spans import (
     Question,
     SpanMemory,
     best_answers,
+    cost,
 )
 from cloze.service.tasks.task import (
     Count,
@@ -48,9 +49,6 @@ _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_questio
 _DEFAULT_STRIDE = 128
 
 _REQUEST: Final = {span.HEAD.name: HeadRequest()}
-
-_WINDOW_RESULTS = 32
-"""Number of predictions of a mask whose decoding costs about as much as that of a window."""
 
 
 class QaPair(WireModel):
@@ -112,7 +110,8 @@ def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> Prep
     rule = LongTextRule(options.long_text, report=options.return_usage)
     encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
-    return encoder.prepared((questions, options), len(encoder.encodings) * _WINDOW_RESULTS)
+    results = sum(cost(question, options) for question in questions)
+    return encoder.prepared((questions, options), results)
 
 
 def _add(

@@ -26,6 +26,7 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     check_range,
+    written,
 )
 from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.token_classification import (
@@ -135,7 +136,8 @@ def prepare(
         )
         raise InvalidRequest(problem, Location(("region",)))
     labels = _labels(parameters.labels, tagged, context)
-    results = prepared.results
+    # The answer repeats the texts and, beside them, what it replaces.
+    results = max(prepared.results, 2 * written(text.text for text in tagged.texts))
     if parameters.patterns:
         characters = sum(len(text.text) for text in tagged.texts)
         results += len(parameters.patterns) * characters // _CHARACTERS_PER_RESULT

@@ -30,6 +30,7 @@ from cloze.service.tasks.task import (
     Texts,
     TextUsage,
     WireModel,
+    written,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters
 from cloze.service.tasks.texts import (
@@ -38,9 +39,6 @@ from cloze.service.tasks.texts import (
     TruncationParameters,
     UsageParameters,
 )
-
-_CHARACTERS_PER_RESULT = 10_000
-"""Characters of returned texts whose writing costs about as much as one prediction of a mask."""
 
 
 class RerankInputs(WireModel):
@@ -178,13 +176,12 @@ def prepare(
         prepared = _compared(inputs, parameters, context, report=report)
     usage = (prepared.usage or ())[-len(inputs.texts) :]  # without the query's
     texts = inputs.texts if parameters.return_text else None
-    written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
     windows: list[Windows] | None = None
     if is_divided:
         windows = [text.windows or (None,) for text in usage]
     return prepared._replace(
         state=_State(scorer, prepared.state, texts, windows, function),
-        results=max(prepared.results, written),
+        results=max(prepared.results, written(texts or ())),
         texts=len(inputs.texts),
         usage=usage if parameters.return_usage else None,
     )

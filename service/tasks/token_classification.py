@@ -28,6 +28,7 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     check_range,
     softmax,
+    written,
 )
 from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import Spans, Tokenizer
@@ -150,7 +151,9 @@ def prepare(
     assert isinstance(options, TokenLabels)
     chosen, columns = choose_label_set(options, parameters.label_set, context)
     state = TaggedTexts(chosen.labels, columns, prepared, strategy, ignored)
-    return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
+    results = sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT
+    # The characters of an unknown word, which may be a whole text, are those of its entity.
+    return encoder.prepared(state, max(results, written(text for _, text in texts)))
 
 
 def _long_text(

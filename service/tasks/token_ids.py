@@ -21,6 +21,7 @@ from cloze.service.tasks.task import (
     Texts,
     TokenIds,
     WireModel,
+    written,
 )
 
 _TOKENS_PER_RESULT = 8
@@ -127,7 +128,9 @@ def prepare_texts(
         ids = np.array(spans.ids, np.int32)
         offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
         tokenized.append(TokenizedText(prompt + text, ids, offsets, around))
-    return PreparedRequest([], tokenized, tokens // _TOKENS_PER_RESULT, texts=len(tokenized))
+    # The bytes before each character are counted, also of a text that is one unknown word.
+    results = max(tokens // _TOKENS_PER_RESULT, written(text.text for text in tokenized))
+    return PreparedRequest([], tokenized, results, texts=len(tokenized))
 
 
 TOKENIZE: Final = Task(

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
 from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.routes import JSON, NPY
-from cloze.service.protocols import native, tensors
+from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
 from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
 from cloze.service.tasks import TASKS
+from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
-from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskContext
+from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.text_classification import LabelScore
 from tests.unit.service.protocols.service import Service
 
@@ -319,3 +320,43 @@ def test_a_task_without_parameters_takes_none(tmp_path: Path) -> None:
     with Service(tmp_path, tasks={task.name: task}) as service:
         assert service.post(task.route, {"inputs": "a"}).json() == "done"
     assert asked == [NoParameters()]
+
+
+# ---- JSON in parts -----------------------------------------------------------------------------
+
+VECTORS = np.arange(60, dtype=np.float32).reshape(12, 5) / 7
+LARGE = [
+    VECTORS,
+    VECTORS[:0],
+    VECTORS.reshape(-1),
+    VECTORS.reshape(3, 4, 5),
+    [VECTORS, VECTORS[:1]],
+    [TokenVectors(VECTORS, [None, (0, 3)]), TokenVectors(VECTORS[:1], [None])],
+    {"result": [VECTORS], "usage": [TextUsage(3, 3)]},
+    {"outputs": [{"name": "vectors", "data": VECTORS.reshape(-1)}], "id": '"'},
+    [[NspLabel("IsNext", 0.5)], [], {}],
+    NspLabel("IsNext", 0.5),
+    [],
+    {},
+    "text",
+]
+
+
+@pytest.mark.parametrize("value", LARGE)
+@pytest.mark.parametrize("numbers", [1, 7, 10, 1000])
+def test_json_in_parts_is_that_of_the_whole(
+    value: Any, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_PART_NUMBERS", numbers)
+    response, whole = protocol.large_json_response(value), protocol.json_response(value)
+    assert response.body == whole.body
+    assert response.raw_headers == whole.raw_headers
+
+
+def test_no_part_has_more_numbers_than_the_limit() -> None:
+    """The interpreter runs no other thread while a part is written."""
+    texts = [np.zeros((400, 768), np.float32)] * 2
+    for value in (texts, [TokenVectors(texts[0], [])], {"result": texts}, np.concatenate(texts)):
+        counts = [bytes(part).count(b"0.0") for part in protocol.json_parts(value)]
+        assert max(counts) == 65_536 // 768 * 768
+        assert sum(counts) % (400 * 768) == 0

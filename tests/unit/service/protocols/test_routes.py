@@ -15,6 +15,7 @@ import pytest
 from cloze.service.core import Rejection
 from cloze.service.http.memory_limit import Hold
 from cloze.service.http.routes import NPY, RAW
+from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import OneLabel, Service
 
@@ -766,3 +767,34 @@ def test_what_is_said_of_a_model(service: Service) -> None:
     assert ok(service.get("/v2/models/tiny%2Eembed/ready")) == {"name": "tiny.embed", "ready": True}
     assert ok(service.get("/v2/models/tiny.embed/versions/3/ready"))["ready"] is True
     assert service.get("/v2/models/x.embed/ready").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": ["a"] * 70}),
+        ("/v1/embeddings", {"input": ["a"] * 70, "model": "tiny"}),
+        ("/v2/embed", COHERE | {"texts": ["a"] * 70, "embedding_types": ["float", "base64"]}),
+        ("/embed_all", {"inputs": ["a b c"] * 20}),
+        ("/embed_all", {"inputs": ["a b c"] * 20, "return_offsets": True, "return_usage": True}),
+        (
+            "/v2/models/tiny.embed-all/infer",
+            {
+                "inputs": [
+                    {"name": "text", "shape": [20], "datatype": "BYTES", "data": ["a b c"] * 20}
+                ]
+            },
+        ),
+    ],
+)
+def test_large_vectors_are_written_in_parts(
+    path: str, body: dict[str, Any], service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = service.post(path, body, x_request_id="one")
+    assert whole.status_code == 200
+    monkeypatch.setattr(protocol, "_PART_NUMBERS", 8)
+    parts = list[Any]()
+    in_parts = protocol.json_parts
+    monkeypatch.setattr(protocol, "json_parts", lambda value: parts.append(0) or in_parts(value))
+    assert service.post(path, body, x_request_id="one").content == whole.content
+    assert parts

@@ -1,5 +1,6 @@
 """Answers from the logits of a context's windows, by hand."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -270,3 +271,35 @@ def test_two_spans_of_a_window_are_both_extended() -> None:
     shares = np.exp([0, -9, 2, 1, -9, -9])
     shares /= shares.sum()
     assert answers[0].score == pytest.approx(shares[2] ** 2 + shares[3] ** 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 18])
+@pytest.mark.parametrize("levels", [2, 5, None])
+def test_spans_are_those_of_the_matrix_of_all_starts_and_ends(
+    at_once: int, levels: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few levels of scores make ties, of which the first spans are the best."""
+    monkeypatch.setattr(answer_spans, "_MOST_PRODUCTS", at_once)
+    random = np.random.default_rng(levels)
+    for tokens, count, most in ((1, 1, 9), (9, 4, 3), (9, 99, 9), (30, 12, 15), (30, 600, 40)):
+        scores = random.random((tokens, 2)).astype(np.float32)
+        if levels is not None:
+            scores = np.floor(scores * levels).astype(np.float32)
+        matrix = np.tril(np.triu(np.outer(scores[:, 0], scores[:, 1])), most - 1)
+        flat = [(-float(score), *divmod(place, tokens)) for place, score in enumerate(matrix.flat)]
+        best = sorted(span for span in flat if span[1] <= span[2] < span[1] + most)[:count]
+        expected = [(-score, start, end) for score, start, end in best if score or best[0][0] == 0]
+        if best[0][0] == 0:
+            expected = expected[:1]
+        assert answer_spans._best_spans(scores, count, most) == expected
+
+
+def test_scores_of_long_answers_need_no_matrix() -> None:
+    """A context of 8,000 tokens has 64 million pairs of a start and an end: 256 MB."""
+    scores = np.random.default_rng(0).random((8_000, 2)).astype(np.float32)
+    for most in (15, 8_000):
+        tracemalloc.start()
+        answer_spans._best_spans(scores, 12, most)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 10_000_000

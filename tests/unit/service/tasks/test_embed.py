@@ -292,6 +292,9 @@ def test_what_spans_need() -> None:
         with pytest.raises(WrongTask, match="without layers after its pooling"):
             prepared("embed", "the", context(embedding=recipe(projected=projected)), spans=spans)
     assert prepared("embed", ["the"], spans=spans).results == 3
+    assert (
+        prepared("embed", ["the"], limited(max_request_texts=99), spans=[(0, 3)] * 99).results == 99
+    )
     for several in (["the", "a"], ids("the")):
         with pytest.raises(InvalidRequest, match="inputs has token ids, or several texts"):
             prepared("embed", several, spans=spans)
@@ -364,6 +367,20 @@ def test_words_are_limited() -> None:
     assert prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY))
     with pytest.raises(InvalidRequest, match="top_k must be between"):
         prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY) + 1)
+
+
+def test_words_of_texts_without_top_k_are_limited_by_their_number() -> None:
+    few = limited(max_results=5)
+    request = prepared("embed-sparse", ["a", "b"], few)
+
+    def outputs(*words: int) -> list[Any]:
+        results = [SparseEmbeddingResult(np.ones(n, np.float32), np.arange(n)) for n in words]
+        return [{"sparse_embedding": result} for result in results]
+
+    first, second = decoded("embed-sparse", request, outputs(50, 30), few)
+    assert (len(first), len(second)) == (50, 30)
+    with pytest.raises(InvalidRequest, match=r"81 words; the limit is 80; send fewer .* top_k"):
+        decoded("embed-sparse", request, outputs(50, 31), few)
 
 
 # ---- similarity --------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ def test_eight_tokens_cost_as_much_as_a_prediction() -> None:
     assert tokenized("a b c d e f").results == 1
     assert tokenized(["a b c d e f", "a b c d e f"]).results == 2
     assert tokenized("a").encodings == []
+    wide = limited(max_text_characters=100_000)
+    assert tokenized(["a" * 70_000, "a" * 50_000], wide).results == 120  # unknown words
 
 
 def test_texts_to_tokenize_are_checked() -> None:

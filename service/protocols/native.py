@@ -116,6 +116,7 @@ class _NativeRoute(TaskRoute):
             [value] = value
         write = large_json_response if result.is_large else json_response
         if result.usage is not None:
+            return write({"result": value, "usage": result.usage})
         is_vectors = self.task.vectors and not getattr(body, "return_offsets", None)
         kind, dtype = accepted(request) if is_vectors else (JSON, "")
         return write(value) if kind == JSON else vector_bytes(value, kind, dtype)

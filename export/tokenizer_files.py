@@ -97,7 +97,7 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
     """Apply the settings of ``tokenizer_config.json`` to the normaliser, like transformers.
 
     Returns:
-        A note on the changed settings; None if nothing changed.
+        A note on the changed settings, or on one without effect; None if there are none.
     """
     normalizer = tokenizer.normalizer
     named = {
@@ -107,9 +107,9 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
     }
     if not isinstance(normalizer, normalizers.BertNormalizer):
         if named.get("lowercase") and "Lowercase" not in repr(normalizer):
-            raise ExportError(
-                "tokenizer_config.json says do_lower_case, "
-                "but tokenizer.json's normaliser does not lower-case"
+            return (
+                "tokenizer: tokenizer.json's normaliser keeps the case of texts, although "
+                "tokenizer_config.json says do_lower_case; transformers keeps the case too"
             )
         return None
     changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}

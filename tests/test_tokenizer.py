@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, processors
-from transformers import BertTokenizerFast
+from transformers import AutoTokenizer, BertTokenizerFast
 
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
 from cloze.service.tokenizer import Tokenizer
-from tests.tokenizer_kinds import wordpiece
+from tests.tokenizer_kinds import unigram, wordpiece
 from tests.vocabulary import vocabulary
 
 SENTENCES = [
@@ -125,6 +125,23 @@ def test_settings_overrule_tokenizer_json_as_in_transformers(
     if settings != {"do_lower_case": True}:
         assert loaded.note is not None
         assert "overrules" in loaded.note
+
+
+def test_a_normaliser_of_another_kind_keeps_the_case_as_in_transformers(tmp_path: Path) -> None:
+    """As paraphrase-multilingual-MiniLM-L12-v2, a BERT with XLM-R's tokenizer."""
+    backend = unigram()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(tmp_path)
+    text = "The HARBOUR was Quiet"
+    expected = AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    assert loaded.tokenizer.encode(text).ids == expected
+    assert expected != loaded.tokenizer.encode(text.lower()).ids
+    assert not loaded.lowercase
+    assert loaded.note is not None
+    assert "keeps the case" in loaded.note
 
 
 @pytest.mark.parametrize("text", ["北京 the", "café the"])

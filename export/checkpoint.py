@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from cloze.export.adapter_folder import add_products, head_settings, read_adapter
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint_files import (
     CheckpointFiles,
@@ -250,6 +250,13 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
         raise ExportError(
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows (config.json's "
             "vocab_size): they do not belong together"
+        )
+    padding = tokenizer.special_tokens.get("pad_token")
+    named = None if padding is None else tokenizer.tokenizer.token_to_id(padding)
+    if config.padding_id not in (USUAL_PADDING_ID, named):
+        raise ExportError(
+            f"config.json's pad_token_id is {config.padding_id}, but the tokenizer's padding token "
+            f"has the id {named}: other tokens would have no position"
         )
 
 

@@ -53,6 +53,9 @@ _NORMALIZER_SETTINGS = {
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
 
+_WORD_SETTINGS = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
+"""Settings of tokenizers that may use another program, such as MeCab -> the supported value."""
+
 
 def open_files(
     folder: Path, settings: dict[str, Any], given: dict[str, str]
@@ -205,10 +208,20 @@ def _from_vocabulary(
 
 
 def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
-    """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family."""
-    name = settings.get("tokenizer_class")
+    """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family.
+
+    ``tokenizer_config.json`` names the class, else ``config.json`` does.
+    """
+    for key, supported in _WORD_SETTINGS.items():
+        if (value := settings.get(key, supported)) != supported:
+            raise ExportError(
+                f"tokenizer_config.json has {key} {value!r}, by which texts are cut in another way "
+                f"than with vocab.txt alone; supported is {supported!r}"
+            )
+    config = read_settings(folder / "config.json")
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if name is None:
-        family = FAMILIES.by_model_type.get(read_settings(folder / "config.json").get("model_type"))
+        family = FAMILIES.by_model_type.get(config.get("model_type"))
         kind = family.wordpiece if family else None
         return kind or WordPieceKind("")
     for kind in (family.wordpiece for family in FAMILIES.values()):

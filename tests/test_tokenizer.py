@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, processors
-from transformers import AutoTokenizer, BertTokenizerFast
+from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
@@ -166,6 +166,21 @@ def test_settings_of_a_vocabulary_are_those_of_transformers(
     assert load_tokenizer(tmp_path).tokenizer.encode(text).ids == expected
 
 
+@pytest.mark.parametrize("classes", [(None, "MPNetTokenizer"), ("MPNetTokenizer", "BertTokenizer")])
+def test_the_class_of_a_vocabulary_may_stand_in_the_config_of_the_model(
+    tmp_path: Path, classes: tuple[str | None, str]
+) -> None:
+    """As in transformers, the settings of the tokenizer go first."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*names, "the", "king"]))
+    files = ("tokenizer_config.json", "config.json")
+    for name, kind in zip(files, classes, strict=True):
+        settings = {"model_type": "bert"} | ({} if kind is None else {"tokenizer_class": kind})
+        (tmp_path / name).write_text(json.dumps(settings))
+    expected = MPNetTokenizer.from_pretrained(tmp_path)("the king", "the")["input_ids"]
+    assert load_tokenizer(tmp_path).tokenizer.encode("the king", "the").ids == expected
+
+
 @pytest.mark.parametrize(("piece", "lowercase"), [("é", False), ("##ü", False), ("e", True)])
 def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercase: bool) -> None:
     """Uncased normalisation removes accents, so a vocabulary made with it has none."""
@@ -235,6 +250,24 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
                 "tokenizer_config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
             },
             "is a BertJapaneseTokenizer",
+        ),
+        (
+            {
+                "vocab.txt": b"[UNK]\n",
+                "config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
+            },
+            "is a BertJapaneseTokenizer",
+        ),
+        (
+            {"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b'{"word_tokenizer_type": "mecab"}'},
+            "has word_tokenizer_type 'mecab', .*; supported is 'basic'",
+        ),
+        (
+            {
+                "vocab.txt": b"[UNK]\n",
+                "tokenizer_config.json": b'{"subword_tokenizer_type": "character"}',
+            },
+            "has subword_tokenizer_type 'character', .*; supported is 'wordpiece'",
         ),
     ],
 )

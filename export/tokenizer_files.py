@@ -47,6 +47,15 @@ BYTE_LEVEL_TOKENS = {
 }
 """The special tokens of RoBERTa, and of most families after it."""
 
+_BYTE_LEVEL_CLASSES = {"BartTokenizer", "GPT2Tokenizer", "LongformerTokenizer"}
+"""Classes of byte-level BPE tokenizers beside those of the families."""
+
+BYTE_LEVEL_SPACE = "Ġ"
+"""The first character of a token with a space before it, in byte-level BPE."""
+
+_END_OF_WORD = "</w>"
+"""The last characters of a token with a space after it, in BPE of characters."""
+
 _NORMALIZER_SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -288,11 +297,19 @@ def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) 
 
     Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
     """
+    _check_byte_level_class(folder, settings)
     files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
     try:
         tokenizer = Tokenizer(models.BPE.from_file(*files))
     except Exception as error:  # the library raises a bare Exception
         raise ExportError(f"vocab.json or merges.txt is damaged: {error}") from error
+    ends = [token for token in tokenizer.get_vocab() if token.endswith(_END_OF_WORD)]
+    starts = [token for token in tokenizer.get_vocab() if token.startswith(BYTE_LEVEL_SPACE)]
+    if len(ends) > len(starts):
+        raise ExportError(
+            f"vocab.json marks the ends of words, as in {min(ends)!r}: it is no byte-level BPE, "
+            "the only kind that is read from vocab.json; add its tokenizer.json"
+        )
     prefix = bool(settings.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
@@ -309,6 +326,29 @@ def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) 
         (sep, ids[sep]), (cls, ids[cls]), trim_offsets=True, add_prefix_space=prefix
     )
     return tokenizer
+
+
+def _check_byte_level_class(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse a ``vocab.json`` of another class of tokenizers than those of byte-level BPE.
+
+    ``tokenizer_config.json`` names the class, else ``config.json`` does, else its ``model_type``.
+    """
+    config = read_settings(folder / "config.json")
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if name is None:
+        family = FAMILIES.by_model_type.get(config.get("model_type"))
+        if family is not None and family.byte_level_class is None:
+            raise ExportError(
+                "nothing says which class of tokenizers vocab.json and merges.txt are for, which "
+                f"no usual {family.name} has: give tokenizer_class in tokenizer_config.json"
+            )
+        return
+    classes = {family.byte_level_class for family in FAMILIES.values()} | _BYTE_LEVEL_CLASSES
+    if str(name).removesuffix("Fast") not in classes:
+        raise ExportError(
+            f"the tokenizer is a {name}, which vocab.json and merges.txt alone do not describe; "
+            "add its tokenizer.json"
+        )
 
 
 def _is_cased(token: str) -> bool:

@@ -66,7 +66,13 @@ def write_config(class_prefix: str, config: EncoderConfig) -> dict[str, Any]:
     )
 
 
-def roberta_family(name: str, class_prefix: str, sentencepiece_class: str | None = None) -> Family:
+def roberta_family(
+    name: str,
+    class_prefix: str,
+    sentencepiece_class: str | None = None,
+    *,
+    byte_level_class: str | None = None,
+) -> Family:
     """Return a family that computes what RoBERTa does; see the attributes of `Family`."""
     return Family(
         name=name,
@@ -88,7 +94,8 @@ def roberta_family(name: str, class_prefix: str, sentencepiece_class: str | None
         classes=head_classes(class_prefix, "ForMaskedLM", "ForQuestionAnswering"),
         class_prefix=class_prefix,
         sentencepiece_class=sentencepiece_class,
+        byte_level_class=byte_level_class,
     )
 
 
-FAMILY: Final = roberta_family("roberta", "Roberta")
+FAMILY: Final = roberta_family("roberta", "Roberta", byte_level_class="RobertaTokenizer")

@@ -26,6 +26,7 @@ from cloze.export.embedding_recipe import (
     describe_steps,
     encoder_folder,
     read_recipe,
+    settings_without_recipe,
     with_activation,
 )
 from cloze.export.errors import ExportError
@@ -93,7 +94,12 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
-    if recipe is not None and recipe.lowercase:
+    if recipe is None:
+        max_tokens, lowercase = settings_without_recipe(files.folder)
+        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
+    else:
+        lowercase = recipe.lowercase
+    if lowercase:
         tokenizer = lower_cased(tokenizer)
     _check_vocabulary(tokenizer, config)
 

@@ -285,6 +285,17 @@ def sentence_settings(folder: Path) -> tuple[int | None, bool]:
     return None, False
 
 
+def settings_without_recipe(folder: Path) -> tuple[int | None, bool]:
+    """Return `sentence_settings` of a directory of a sparse encoder or of a reranker.
+
+    A directory of late interaction has lengths of its own, and one without modules has none.
+    """
+    modules = listed_modules(folder)
+    if not modules or late_modules(modules):
+        return None, False
+    return sentence_settings(encoder_folder(folder))
+
+
 def _poolings(settings: dict[str, Any]) -> tuple[Pooling, ...]:
     modes = settings.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: one boolean per mode, none means the mean

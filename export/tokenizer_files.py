@@ -4,6 +4,7 @@
 ``vocab.json`` with ``merges.txt`` is byte-level BPE. For SentencePiece, see `sentencepiece_files`.
 """
 
+import math
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ _NORMALIZER_SETTINGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+"""How a listed token is found in texts, see `tokenizers.AddedToken`."""
 
 _WORD_SETTINGS = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 """Settings of tokenizers that may use another program, such as MeCab -> the supported value."""
@@ -135,30 +139,54 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
-    """Add the tokens that a checkpoint lists outside of its vocabulary, with their ids."""
-    listed = {
-        token: number
-        for token, number in read_settings(folder / "added_tokens.json").items()
-        if isinstance(number, int)
-    }
-    special: dict[str, bool] = {}
-    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
-        if (
-            isinstance(entry, dict)
-            and isinstance(entry.get("content"), str)
-            and str(number).isdigit()
-        ):
-            listed[entry["content"]] = int(number)
-            special[entry["content"]] = bool(entry.get("special"))
-    for token, number in sorted(listed.items(), key=lambda item: item[1]):
-        is_special = special.get(token, False)
-        if tokenizer.token_to_id(token) is None:
-            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
-        if (given := tokenizer.token_to_id(token)) != number:
+    """Add the tokens that a checkpoint lists beside its vocabulary, with their ids and flags.
+
+    A listed token is found in texts before they are cut, also if the vocabulary has it.
+    ``added_tokens_decoder`` of ``tokenizer_config.json`` has ids and flags, ``added_tokens.json``
+    has ids. ``special_tokens_map.json`` is read only without the former, as in transformers.
+    """
+    tokens = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
+    special = {content for content, one in tokens.items() if one.special}
+    decoder = settings.get("added_tokens_decoder") or {}
+    named = settings if decoder else settings | read_settings(folder / "special_tokens_map.json")
+    ids: dict[str, int | None] = {}
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        for entry in named[key] if isinstance(named.get(key), list) else []:
+            flags = {"content": entry} if isinstance(entry, str) else entry
+            if (token := _added_token(flags, special=True)) and token.content not in tokens:
+                ids[token.content], tokens[token.content] = None, token
+    for content, number in read_settings(folder / "added_tokens.json").items():
+        if isinstance(number, int):
+            ids[content] = number
+            tokens.setdefault(content, AddedToken(content, special=False, normalized=True))
+    for number, entry in decoder.items():
+        is_special = isinstance(entry, dict) and entry.get("content") in special
+        if (token := _added_token(entry, special=is_special)) and str(number).isdigit():
+            ids[token.content], tokens[token.content] = int(number), token
+    for content, number in sorted(
+        ids.items(), key=lambda item: math.inf if item[1] is None else item[1]
+    ):
+        tokenizer.add_tokens([tokens[content]])
+        if (given := tokenizer.token_to_id(content)) != number and number is not None:
             raise ExportError(
-                f"the added token {token!r} should have id {number}, "
+                f"the added token {content!r} should have id {number}, "
                 f"but the vocabulary leaves it {given}"
             )
+
+
+def _added_token(entry: object, *, special: bool) -> AddedToken | None:
+    """Return a token that a checkpoint lists with its flags; None: the entry names no token.
+
+    Args:
+        entry: the token under ``content``, and its flags.
+        special: whether the token is special even if its flags do not say so.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        return None
+    is_special = special or bool(entry.get("special"))
+    flags = {key: bool(entry[key]) for key in _TOKEN_FLAGS if key in entry}
+    flags = {"normalized": not is_special} | flags
+    return AddedToken(entry["content"], special=is_special, **flags)
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:

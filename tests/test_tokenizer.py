@@ -7,6 +7,7 @@ import lzma
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -212,6 +213,63 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
         ExportError, match=r"'covid' should have id \d+, but the vocabulary leaves it"
     ):
         load_tokenizer(tmp_path)
+
+
+def entry(content: str, **flags: bool) -> dict[str, Any]:
+    return dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False) | {
+        "content": content, **flags
+    }  # fmt: skip
+
+
+LISTED: dict[str, dict[str, Any]] = {
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "1": entry("[UNK]", special=True), "5": entry("[unused0]", special=True),
+    }}},
+    "case": {"tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]", normalized=True)}}},
+    "no case": {"tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]")}}},
+    "word": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "7": entry("kin", single_word=True, normalized=True),
+    }}},
+    "no word": {"tokenizer_config.json": {"added_tokens_decoder": {"7": entry("kin")}}},
+    "strips": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "4": entry("[MASK]", lstrip=True, special=True), "5": entry("[unused0]", rstrip=True),
+    }}},
+    "map": {"special_tokens_map.json": {"additional_special_tokens": ["[unused0]", "[e1]"]}},
+    "settings": {"tokenizer_config.json": {"additional_special_tokens": ["[unused0]"]}},
+    "extra": {"tokenizer_config.json": {"extra_special_tokens": ["[unused0]", "[new]"]}},
+    "map beside decoder": {
+        "special_tokens_map.json": {"additional_special_tokens": ["[unused0]"]},
+        "tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]", special=True)}},
+    },
+    "file": {"added_tokens.json": {"[e1]": 6}},
+    "special file": {
+        "added_tokens.json": {"[e1]": 6, "[MASK]": 4},
+        "special_tokens_map.json": {"extra_special_tokens": ["[e1]"], "mask_token": "[MASK]"},
+    },
+}  # fmt: skip
+"""Which files list tokens that ``vocab.txt`` has, and how."""
+
+
+@pytest.mark.parametrize("files", LISTED.values(), ids=LISTED.keys())
+def test_listed_tokens_of_the_vocabulary_are_found_in_texts_as_in_transformers(
+    tmp_path: Path, files: dict[str, dict[str, Any]]
+) -> None:
+    pieces = [*vocabulary()[:5], "[unused0]", "[e1]", "kin", *vocabulary()[5:], "[", "]"]
+    assert pieces[4] == "[MASK]"
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    files = files | {"tokenizer_config.json": settings | files.get("tokenizer_config.json", {})}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    loaded, expected = load_tokenizer(tmp_path), BertTokenizerFast.from_pretrained(tmp_path)
+    for text in (
+        "a [unused0] b", "a [UNUSED0] b[unused0]", "the [e1] [E1]", "king kin Kin", "a [new] b",
+        "the [MASK] king [mask]", "a  [unused0]  [SEP] b",
+    ):  # fmt: skip
+        theirs = expected(text, return_offsets_mapping=True)
+        ours = loaded.tokenizer.encode(text)
+        assert ours.ids == theirs["input_ids"], text
+        assert ours.offsets == theirs["offset_mapping"], text
 
 
 def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:

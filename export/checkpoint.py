@@ -23,6 +23,7 @@ from cloze.export.checkpoint_files import (
 )
 from cloze.export.embedding_recipe import (
     EmbeddingRecipe,
+    check_truncation,
     describe_steps,
     encoder_folder,
     read_recipe,
@@ -91,6 +92,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
     family, config, settings = _read_config(folder)
+    if recipe is not None and recipe.truncate_dim is not None:
+        check_truncation(recipe, config.hidden_size)
     settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
@@ -159,6 +162,8 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
         model, notes = load_model(tensors, family, model.config, settings)
         options = model.options
     own = read_recipe(files.folder)
+    if own is not None and own.truncate_dim is not None:
+        check_truncation(own, model.config.hidden_size)
     recipe = own or base.recipe
     heads = tuple(
         head for name, head in EXPORT_HEADS.items() if head_module(model, recipe, name) is not None

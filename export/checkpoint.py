@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from cloze.export.adapter_folder import add_products, head_settings, read_adapter
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint_files import (
     CheckpointFiles,
@@ -23,9 +23,11 @@ from cloze.export.checkpoint_files import (
 )
 from cloze.export.embedding_recipe import (
     EmbeddingRecipe,
+    check_truncation,
     describe_steps,
     encoder_folder,
     read_recipe,
+    settings_without_recipe,
     with_activation,
 )
 from cloze.export.errors import ExportError
@@ -90,10 +92,17 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
     family, config, settings = _read_config(folder)
+    if recipe is not None and recipe.truncate_dim is not None:
+        check_truncation(recipe, config.hidden_size)
     settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
-    if recipe is not None and recipe.lowercase:
+    if recipe is None:
+        max_tokens, lowercase = settings_without_recipe(files.folder)
+        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
+    else:
+        lowercase = recipe.lowercase
+    if lowercase:
         tokenizer = lower_cased(tokenizer)
     _check_vocabulary(tokenizer, config)
 
@@ -153,6 +162,8 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
         model, notes = load_model(tensors, family, model.config, settings)
         options = model.options
     own = read_recipe(files.folder)
+    if own is not None and own.truncate_dim is not None:
+        check_truncation(own, model.config.hidden_size)
     recipe = own or base.recipe
     heads = tuple(
         head for name, head in EXPORT_HEADS.items() if head_module(model, recipe, name) is not None
@@ -250,6 +261,13 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
         raise ExportError(
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows (config.json's "
             "vocab_size): they do not belong together"
+        )
+    padding = tokenizer.special_tokens.get("pad_token")
+    named = None if padding is None else tokenizer.tokenizer.token_to_id(padding)
+    if config.padding_id not in (USUAL_PADDING_ID, named):
+        raise ExportError(
+            f"config.json's pad_token_id is {config.padding_id}, but the tokenizer's padding token "
+            f"has the id {named}: other tokens would have no position"
         )
 
 

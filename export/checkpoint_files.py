@@ -28,6 +28,9 @@ SENTENCE_SETTINGS: Final = (
 )
 """The names that sentence-transformers gives to a transformer's settings, in its order."""
 
+SENTENCEPIECE_MODELS: Final = ("sentencepiece.bpe.model", "spm.model", "spiece.model")
+"""The names of SentencePiece models, in the order in which they are looked for."""
+
 
 def read_settings(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty object if the file is missing.
@@ -55,6 +58,7 @@ _SMALL_FILES = (
     "vocab.txt",
     "vocab.json",
     "merges.txt",
+    *SENTENCEPIECE_MODELS,
     "added_tokens.json",
     "special_tokens_map.json",
     "modules.json",

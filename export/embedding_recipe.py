@@ -44,6 +44,7 @@ class EmbeddingRecipe:
         default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
         lowercase: whether texts are lower-cased before the tokenizer.
         include_prompt: whether the start token and the tokens of a prompt are pooled.
+        truncate_dim: the number of dimensions that sentence-transformers keeps; None: all.
     """
 
     pooling: Pooling = Pooling.MEAN
@@ -55,6 +56,7 @@ class EmbeddingRecipe:
     further_poolings: tuple[Pooling, ...] = ()
     lowercase: bool = False
     include_prompt: bool = True
+    truncate_dim: int | None = None
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
@@ -148,7 +150,24 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         default_prompt=default if default in [*prompts] else None,
         lowercase=lowercase,
         include_prompt=recipe.include_prompt or not any(prompts.values()),
+        truncate_dim=settings.get("truncate_dim"),
     )
+
+
+def check_truncation(recipe: EmbeddingRecipe, hidden_size: int) -> None:
+    """Refuse a recipe whose embeddings sentence-transformers cuts.
+
+    Args:
+        recipe: a recipe with a ``truncate_dim``.
+        hidden_size: the width of the hidden states.
+    """
+    kept, dimensions = recipe.truncate_dim, recipe.dimensions(hidden_size)
+    if not isinstance(kept, int) or kept < dimensions:
+        raise ExportError(
+            f"config_sentence_transformers.json: truncate_dim {kept!r} cuts embeddings of "
+            f"{dimensions} dimensions, which an export does not do: remove the setting; requests "
+            "may ask for fewer dimensions (`dimensions`)"
+        )
 
 
 def late_modules(modules: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -283,6 +302,17 @@ def sentence_settings(folder: Path) -> tuple[int | None, bool]:
                 )
             return limit, settings.get("do_lower_case") is True
     return None, False
+
+
+def settings_without_recipe(folder: Path) -> tuple[int | None, bool]:
+    """Return `sentence_settings` of a directory of a sparse encoder or of a reranker.
+
+    A directory of late interaction has lengths of its own, and one without modules has none.
+    """
+    modules = listed_modules(folder)
+    if not modules or late_modules(modules):
+        return None, False
+    return sentence_settings(encoder_folder(folder))
 
 
 def _poolings(settings: dict[str, Any]) -> tuple[Pooling, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
-from cloze.export.checkpoint_files import read_settings
+from cloze.export.checkpoint_files import SENTENCEPIECE_MODELS, read_settings
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.model_store.error_lines import first_line
@@ -23,15 +23,14 @@ from cloze.model_store.installation import install_command
 _UNIGRAM = 1
 """The model type whose converters need no other package. No encoder known has another one."""
 
-_FILES = ("sentencepiece.bpe.model", "spm.model", "spiece.model")
-
 _OPTIONS = ("do_lower_case", "keep_accents", "split_by_punct")
 """Settings that converters read; False where a class of transformers has no default."""
 
 
 def find_sentencepiece(folder: Path) -> Path | None:
     """Return the SentencePiece model of a folder; None if the folder has none."""
-    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    files = (folder / name for name in SENTENCEPIECE_MODELS)
+    return next((file for file in files if file.is_file()), None)
 
 
 def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str | None]:

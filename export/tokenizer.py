@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, normalizers
 from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer_files import (
+    BYTE_LEVEL_SPACE,
     SPECIAL_TOKENS,
     is_byte_level,
     open_files,
@@ -21,8 +22,8 @@ from cloze.export.tokenizer_files import (
 )
 from cloze.model_store.sequences import SpecialTokens
 
-_BYTE_LEVEL_SPACE, _SENTENCEPIECE_SPACE = "Ġ", "▁"
-"""The first character of a token with a space before it, in byte-level BPE and SentencePiece."""
+_SENTENCEPIECE_SPACE = "▁"
+"""The first character of a token with a space before it, in SentencePiece."""
 
 _WITHOUT_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 """A character of a script without spaces: Thai, Lao, Burmese, Khmer, Japanese or Chinese."""
@@ -73,7 +74,7 @@ class CheckpointTokenizer:
         continues = np.zeros(self.size, bool)
         prefix = getattr(self.tokenizer.model, "continuing_subword_prefix", None)
         has_bytes = is_byte_level(self.tokenizer)
-        space = _BYTE_LEVEL_SPACE if has_bytes else _SENTENCEPIECE_SPACE
+        space = BYTE_LEVEL_SPACE if has_bytes else _SENTENCEPIECE_SPACE
         for token, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
             if prefix:
                 continues[number] = token.startswith(prefix)

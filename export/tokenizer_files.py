@@ -4,6 +4,7 @@
 ``vocab.json`` with ``merges.txt`` is byte-level BPE. For SentencePiece, see `sentencepiece_files`.
 """
 
+import math
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,26 @@ BYTE_LEVEL_TOKENS = {
 }
 """The special tokens of RoBERTa, and of most families after it."""
 
+_BYTE_LEVEL_CLASSES = {"BartTokenizer", "GPT2Tokenizer", "LongformerTokenizer"}
+"""Classes of byte-level BPE tokenizers beside those of the families."""
+
+BYTE_LEVEL_SPACE = "Ġ"
+"""The first character of a token with a space before it, in byte-level BPE."""
+
+_END_OF_WORD = "</w>"
+"""The last characters of a token with a space after it, in BPE of characters."""
+
 _NORMALIZER_SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+"""How a listed token is found in texts, see `tokenizers.AddedToken`."""
+
+_WORD_SETTINGS = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
+"""Settings of tokenizers that may use another program, such as MeCab -> the supported value."""
 
 
 def open_files(
@@ -97,7 +113,7 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
     """Apply the settings of ``tokenizer_config.json`` to the normaliser, like transformers.
 
     Returns:
-        A note on the changed settings; None if nothing changed.
+        A note on the changed settings, or on one without effect; None if there are none.
     """
     normalizer = tokenizer.normalizer
     named = {
@@ -107,9 +123,9 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
     }
     if not isinstance(normalizer, normalizers.BertNormalizer):
         if named.get("lowercase") and "Lowercase" not in repr(normalizer):
-            raise ExportError(
-                "tokenizer_config.json says do_lower_case, "
-                "but tokenizer.json's normaliser does not lower-case"
+            return (
+                "tokenizer: tokenizer.json's normaliser keeps the case of texts, although "
+                "tokenizer_config.json says do_lower_case; transformers keeps the case too"
             )
         return None
     changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
@@ -123,30 +139,54 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
-    """Add the tokens that a checkpoint lists outside of its vocabulary, with their ids."""
-    listed = {
-        token: number
-        for token, number in read_settings(folder / "added_tokens.json").items()
-        if isinstance(number, int)
-    }
-    special: dict[str, bool] = {}
-    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
-        if (
-            isinstance(entry, dict)
-            and isinstance(entry.get("content"), str)
-            and str(number).isdigit()
-        ):
-            listed[entry["content"]] = int(number)
-            special[entry["content"]] = bool(entry.get("special"))
-    for token, number in sorted(listed.items(), key=lambda item: item[1]):
-        is_special = special.get(token, False)
-        if tokenizer.token_to_id(token) is None:
-            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
-        if (given := tokenizer.token_to_id(token)) != number:
+    """Add the tokens that a checkpoint lists beside its vocabulary, with their ids and flags.
+
+    A listed token is found in texts before they are cut, also if the vocabulary has it.
+    ``added_tokens_decoder`` of ``tokenizer_config.json`` has ids and flags, ``added_tokens.json``
+    has ids. ``special_tokens_map.json`` is read only without the former, as in transformers.
+    """
+    tokens = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
+    special = {content for content, one in tokens.items() if one.special}
+    decoder = settings.get("added_tokens_decoder") or {}
+    named = settings if decoder else settings | read_settings(folder / "special_tokens_map.json")
+    ids: dict[str, int | None] = {}
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        for entry in named[key] if isinstance(named.get(key), list) else []:
+            flags = {"content": entry} if isinstance(entry, str) else entry
+            if (token := _added_token(flags, special=True)) and token.content not in tokens:
+                ids[token.content], tokens[token.content] = None, token
+    for content, number in read_settings(folder / "added_tokens.json").items():
+        if isinstance(number, int):
+            ids[content] = number
+            tokens.setdefault(content, AddedToken(content, special=False, normalized=True))
+    for number, entry in decoder.items():
+        is_special = isinstance(entry, dict) and entry.get("content") in special
+        if (token := _added_token(entry, special=is_special)) and str(number).isdigit():
+            ids[token.content], tokens[token.content] = int(number), token
+    for content, number in sorted(
+        ids.items(), key=lambda item: math.inf if item[1] is None else item[1]
+    ):
+        tokenizer.add_tokens([tokens[content]])
+        if (given := tokenizer.token_to_id(content)) != number and number is not None:
             raise ExportError(
-                f"the added token {token!r} should have id {number}, "
+                f"the added token {content!r} should have id {number}, "
                 f"but the vocabulary leaves it {given}"
             )
+
+
+def _added_token(entry: object, *, special: bool) -> AddedToken | None:
+    """Return a token that a checkpoint lists with its flags; None: the entry names no token.
+
+    Args:
+        entry: the token under ``content``, and its flags.
+        special: whether the token is special even if its flags do not say so.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        return None
+    is_special = special or bool(entry.get("special"))
+    flags = {key: bool(entry[key]) for key in _TOKEN_FLAGS if key in entry}
+    flags = {"normalized": not is_special} | flags
+    return AddedToken(entry["content"], special=is_special, **flags)
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
@@ -205,10 +245,20 @@ def _from_vocabulary(
 
 
 def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
-    """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family."""
-    name = settings.get("tokenizer_class")
+    """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family.
+
+    ``tokenizer_config.json`` names the class, else ``config.json`` does.
+    """
+    for key, supported in _WORD_SETTINGS.items():
+        if (value := settings.get(key, supported)) != supported:
+            raise ExportError(
+                f"tokenizer_config.json has {key} {value!r}, by which texts are cut in another way "
+                f"than with vocab.txt alone; supported is {supported!r}"
+            )
+    config = read_settings(folder / "config.json")
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if name is None:
-        family = FAMILIES.by_model_type.get(read_settings(folder / "config.json").get("model_type"))
+        family = FAMILIES.by_model_type.get(config.get("model_type"))
         kind = family.wordpiece if family else None
         return kind or WordPieceKind("")
     for kind in (family.wordpiece for family in FAMILIES.values()):
@@ -275,11 +325,19 @@ def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) 
 
     Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
     """
+    _check_byte_level_class(folder, settings)
     files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
     try:
         tokenizer = Tokenizer(models.BPE.from_file(*files))
     except Exception as error:  # the library raises a bare Exception
         raise ExportError(f"vocab.json or merges.txt is damaged: {error}") from error
+    ends = [token for token in tokenizer.get_vocab() if token.endswith(_END_OF_WORD)]
+    starts = [token for token in tokenizer.get_vocab() if token.startswith(BYTE_LEVEL_SPACE)]
+    if len(ends) > len(starts):
+        raise ExportError(
+            f"vocab.json marks the ends of words, as in {min(ends)!r}: it is no byte-level BPE, "
+            "the only kind that is read from vocab.json; add its tokenizer.json"
+        )
     prefix = bool(settings.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
@@ -296,6 +354,29 @@ def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) 
         (sep, ids[sep]), (cls, ids[cls]), trim_offsets=True, add_prefix_space=prefix
     )
     return tokenizer
+
+
+def _check_byte_level_class(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse a ``vocab.json`` of another class of tokenizers than those of byte-level BPE.
+
+    ``tokenizer_config.json`` names the class, else ``config.json`` does, else its ``model_type``.
+    """
+    config = read_settings(folder / "config.json")
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if name is None:
+        family = FAMILIES.by_model_type.get(config.get("model_type"))
+        if family is not None and family.byte_level_class is None:
+            raise ExportError(
+                "nothing says which class of tokenizers vocab.json and merges.txt are for, which "
+                f"no usual {family.name} has: give tokenizer_class in tokenizer_config.json"
+            )
+        return
+    classes = {family.byte_level_class for family in FAMILIES.values()} | _BYTE_LEVEL_CLASSES
+    if str(name).removesuffix("Fast") not in classes:
+        raise ExportError(
+            f"the tokenizer is a {name}, which vocab.json and merges.txt alone do not describe; "
+            "add its tokenizer.json"
+        )
 
 
 def _is_cased(token: str) -> bool:

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig,
     BertForPreTraining,
@@ -23,6 +23,7 @@ from transformers import (
     RobertaForQuestionAnswering,
     RobertaForSequenceClassification,
     RobertaForTokenClassification,
+    RobertaTokenizer,
 )
 
 from cloze.export.checkpoint import load_checkpoint
@@ -30,6 +31,7 @@ from cloze.export.checkpoint_files import read_tensors
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.publish import ExportOptions, export
+from cloze.export.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -286,6 +288,69 @@ def test_vocab_json_and_merges_are_the_same_tokenizer(
     for text in (*TEXTS, "The <mask> was quiet."):
         assert loaded.tokenizer.encode(text).ids == byte_level().encode(text).ids
     assert (loaded.special.separators, loaded.special.second_type) == (2, 0)
+
+
+def save_merges(folder: Path, config: dict[str, str], settings: dict[str, str]) -> None:
+    """Save a byte-level tokenizer as ``vocab.json`` and ``merges.txt``."""
+    byte_level().model.save(str(folder))
+    added = {"<mask>": byte_level().token_to_id("<mask>")}
+    vocabulary = json.loads((folder / "vocab.json").read_text()) | added
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({"model_type": "bert", "tokenizer_class": "RobertaTokenizer"}, {}),
+        ({"model_type": "bert"}, {"tokenizer_class": "RobertaTokenizerFast"}),
+        ({"model_type": "bert", "tokenizer_class": "X"}, {"tokenizer_class": "RobertaTokenizer"}),
+    ],
+    ids=str,
+)
+def test_a_class_of_byte_level_bpe_decides_and_not_the_architecture(
+    config: dict[str, str], settings: dict[str, str], tmp_path: Path
+) -> None:
+    save_merges(tmp_path, config, settings)
+    loaded, expected = load_tokenizer(tmp_path), RobertaTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert loaded.tokenizer.encode(text).ids == expected(text)["input_ids"]
+        pair = expected(text, "a fee")["input_ids"]
+        assert loaded.tokenizer.encode(text, "a fee").ids == pair
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        ({"tokenizer_class": "HerbertTokenizerFast"}, {}, "is a HerbertTokenizerFast, which vocab"),
+        ({}, {"tokenizer_class": "HerbertTokenizer"}, "is a HerbertTokenizer, which vocab.json"),
+        ({}, {"tokenizer_class": "CLIPTokenizer"}, "is a CLIPTokenizer, which vocab.json"),
+        ({}, {}, "nothing says which class .* no usual bert has: give tokenizer_class"),
+    ],
+)
+def test_merges_of_another_class_are_refused(
+    config: dict[str, str], settings: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """As allegro/herbert-base-cased, a BERT whose BPE is of characters."""
+    save_merges(tmp_path, {"model_type": "bert"} | config, settings)
+    with pytest.raises(ExportError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_merges_of_words_that_end_in_a_mark_are_refused(tmp_path: Path) -> None:
+    """Byte-level BPE marks the start of a word; this kind marks the end, whatever its class is."""
+    save_merges(tmp_path, {"model_type": "roberta"}, {})
+    learner = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        special_tokens=special, end_of_word_suffix="</w>", show_progress=False
+    )
+    learner.train_from_iterator(TEXTS, trainer)
+    learner.model.save(str(tmp_path))
+    with pytest.raises(ExportError, match=r"marks the ends of words, as in .*</w>"):
+        load_tokenizer(tmp_path)
 
 
 ROOT = Path(__file__).parent.parent

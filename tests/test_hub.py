@@ -146,6 +146,32 @@ def test_what_was_downloaded_before_needs_no_hub(hub: FakeHub, tmp_path: Path) -
     assert len(hub.asked) == asked
 
 
+@pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spm.model", "spiece.model"])
+def test_a_sentencepiece_model_is_downloaded_and_found_offline(
+    hub: FakeHub, tmp_path: Path, name: str
+) -> None:
+    """microsoft/deberta-v3-base, for example, has no other file of a tokenizer."""
+    hub.files = {"config.json": b"{}", name: b"pieces", "tf_model.h5": b"not needed"}
+    script = (
+        "from cloze.export.checkpoint_files import locate; "
+        f"files = locate('tiny/bert', '{COMMIT}').folder.iterdir(); "
+        "print(*sorted(file.name for file in files))"
+    )
+    environment = bare_environment(
+        HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
+    )
+    for offline in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=environment | {"HF_HUB_OFFLINE": offline},
+        )
+        assert done.stdout.split() == ["config.json", name], done.stderr
+
+
 def test_weights_are_chosen_folder_by_folder() -> None:
     names = [
         "config.json",

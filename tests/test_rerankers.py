@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer
 
 from cloze.export.families import FAMILIES
 from cloze.export.publish import ExportOptions, export
@@ -112,6 +113,25 @@ def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
     for raw in (True, False):
         response = client.post("/rerank", json=body | {"raw_scores": raw})
         assert response.headers["x-score-kind"] == ("raw score" if raw else "probability")
+
+
+def test_the_length_and_the_case_of_the_tuning_are_kept(tmp_path: Path) -> None:
+    """Both stand beside the encoder of a directory that sentence-transformers saved."""
+    folder = reranker("bert", tmp_path / "reranker")
+    CrossEncoder(str(folder)).save_pretrained(str(folder))
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    parts["normalizer"]["lowercase"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    file = folder / "sentence_bert_config.json"
+    changes = {"max_seq_length": 20, "do_lower_case": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    oracle = CrossEncoder(str(folder))
+    bundle = export(str(folder), "reranker", Store(tmp_path / "store"))
+    assert bundle.manifest.limits.max_tokens == oracle.max_seq_length == 20
+    tokens = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
+    pair = "Where is the BANK?", "The bank charges a FEE."
+    assert tokens.encode(*pair).ids == oracle.tokenizer(*pair)["input_ids"]
+    assert tokens.encode(*pair).ids == tokens.encode(*map(str.lower, pair)).ids
 
 
 @pytest.mark.parametrize("name", ["bert", "raw", "embedder"])

@@ -23,6 +23,7 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
+from cloze.export.checkpoint import load_checkpoint
 from cloze.export.embedding_recipe import read_recipe
 from cloze.export.embedding_steps import _DENSE_ACTIVATIONS, Projection
 from cloze.export.errors import ExportError
@@ -331,6 +332,24 @@ def test_what_cannot_be_reproduced_is_refused(
     change(folder)
     with pytest.raises(ExportError, match=message):
         read_recipe(folder)
+
+
+@pytest.mark.parametrize(("kept", "refused"), [(8, False), (9, False), (7, True), ("8", True)])
+def test_embeddings_that_sentence_transformers_cuts_are_refused(
+    tmp_path: Path, kept: Any, refused: bool
+) -> None:
+    """It cuts them after the last module; nothing is cut if they are no longer."""
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
+    edit(folder, "config_sentence_transformers.json", truncate_dim=kept)
+    if not refused:
+        theirs = SentenceTransformer(str(folder), device="cpu")
+        assert theirs.encode(TEXTS[0]).shape == (8,)
+        recipe = load_checkpoint(str(folder)).recipe
+        assert recipe.dimensions(64) == 8
+        return
+    message = f"truncate_dim {kept!r} cuts embeddings of 8 dimensions.*requests may ask for fewer"
+    with pytest.raises(ExportError, match=message):
+        load_checkpoint(str(folder))
 
 
 def test_dense_before_pooling_is_refused(tmp_path: Path) -> None:

@@ -7,19 +7,20 @@ import lzma
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, processors
-from transformers import BertTokenizerFast
+from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
 from cloze.service.tokenizer import Tokenizer
-from tests.tokenizer_kinds import wordpiece
+from tests.tokenizer_kinds import unigram, wordpiece
 from tests.vocabulary import vocabulary
 
 SENTENCES = [
@@ -127,6 +128,23 @@ def test_settings_overrule_tokenizer_json_as_in_transformers(
         assert "overrules" in loaded.note
 
 
+def test_a_normaliser_of_another_kind_keeps_the_case_as_in_transformers(tmp_path: Path) -> None:
+    """As paraphrase-multilingual-MiniLM-L12-v2, a BERT with XLM-R's tokenizer."""
+    backend = unigram()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(tmp_path)
+    text = "The HARBOUR was Quiet"
+    expected = AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    assert loaded.tokenizer.encode(text).ids == expected
+    assert expected != loaded.tokenizer.encode(text.lower()).ids
+    assert not loaded.lowercase
+    assert loaded.note is not None
+    assert "keeps the case" in loaded.note
+
+
 @pytest.mark.parametrize("text", ["北京 the", "café the"])
 @pytest.mark.parametrize(
     "settings",
@@ -147,6 +165,21 @@ def test_settings_of_a_vocabulary_are_those_of_transformers(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     expected = BertTokenizerFast(str(tmp_path / "vocab.txt"), **settings)(text)["input_ids"]
     assert load_tokenizer(tmp_path).tokenizer.encode(text).ids == expected
+
+
+@pytest.mark.parametrize("classes", [(None, "MPNetTokenizer"), ("MPNetTokenizer", "BertTokenizer")])
+def test_the_class_of_a_vocabulary_may_stand_in_the_config_of_the_model(
+    tmp_path: Path, classes: tuple[str | None, str]
+) -> None:
+    """As in transformers, the settings of the tokenizer go first."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*names, "the", "king"]))
+    files = ("tokenizer_config.json", "config.json")
+    for name, kind in zip(files, classes, strict=True):
+        settings = {"model_type": "bert"} | ({} if kind is None else {"tokenizer_class": kind})
+        (tmp_path / name).write_text(json.dumps(settings))
+    expected = MPNetTokenizer.from_pretrained(tmp_path)("the king", "the")["input_ids"]
+    assert load_tokenizer(tmp_path).tokenizer.encode("the king", "the").ids == expected
 
 
 @pytest.mark.parametrize(("piece", "lowercase"), [("é", False), ("##ü", False), ("e", True)])
@@ -180,6 +213,63 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
         ExportError, match=r"'covid' should have id \d+, but the vocabulary leaves it"
     ):
         load_tokenizer(tmp_path)
+
+
+def entry(content: str, **flags: bool) -> dict[str, Any]:
+    return dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False) | {
+        "content": content, **flags
+    }  # fmt: skip
+
+
+LISTED: dict[str, dict[str, Any]] = {
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "1": entry("[UNK]", special=True), "5": entry("[unused0]", special=True),
+    }}},
+    "case": {"tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]", normalized=True)}}},
+    "no case": {"tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]")}}},
+    "word": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "7": entry("kin", single_word=True, normalized=True),
+    }}},
+    "no word": {"tokenizer_config.json": {"added_tokens_decoder": {"7": entry("kin")}}},
+    "strips": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "4": entry("[MASK]", lstrip=True, special=True), "5": entry("[unused0]", rstrip=True),
+    }}},
+    "map": {"special_tokens_map.json": {"additional_special_tokens": ["[unused0]", "[e1]"]}},
+    "settings": {"tokenizer_config.json": {"additional_special_tokens": ["[unused0]"]}},
+    "extra": {"tokenizer_config.json": {"extra_special_tokens": ["[unused0]", "[new]"]}},
+    "map beside decoder": {
+        "special_tokens_map.json": {"additional_special_tokens": ["[unused0]"]},
+        "tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]", special=True)}},
+    },
+    "file": {"added_tokens.json": {"[e1]": 6}},
+    "special file": {
+        "added_tokens.json": {"[e1]": 6, "[MASK]": 4},
+        "special_tokens_map.json": {"extra_special_tokens": ["[e1]"], "mask_token": "[MASK]"},
+    },
+}  # fmt: skip
+"""Which files list tokens that ``vocab.txt`` has, and how."""
+
+
+@pytest.mark.parametrize("files", LISTED.values(), ids=LISTED.keys())
+def test_listed_tokens_of_the_vocabulary_are_found_in_texts_as_in_transformers(
+    tmp_path: Path, files: dict[str, dict[str, Any]]
+) -> None:
+    pieces = [*vocabulary()[:5], "[unused0]", "[e1]", "kin", *vocabulary()[5:], "[", "]"]
+    assert pieces[4] == "[MASK]"
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    files = files | {"tokenizer_config.json": settings | files.get("tokenizer_config.json", {})}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    loaded, expected = load_tokenizer(tmp_path), BertTokenizerFast.from_pretrained(tmp_path)
+    for text in (
+        "a [unused0] b", "a [UNUSED0] b[unused0]", "the [e1] [E1]", "king kin Kin", "a [new] b",
+        "the [MASK] king [mask]", "a  [unused0]  [SEP] b",
+    ):  # fmt: skip
+        theirs = expected(text, return_offsets_mapping=True)
+        ours = loaded.tokenizer.encode(text)
+        assert ours.ids == theirs["input_ids"], text
+        assert ours.offsets == theirs["offset_mapping"], text
 
 
 def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
@@ -218,6 +308,24 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
                 "tokenizer_config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
             },
             "is a BertJapaneseTokenizer",
+        ),
+        (
+            {
+                "vocab.txt": b"[UNK]\n",
+                "config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
+            },
+            "is a BertJapaneseTokenizer",
+        ),
+        (
+            {"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b'{"word_tokenizer_type": "mecab"}'},
+            "has word_tokenizer_type 'mecab', .*; supported is 'basic'",
+        ),
+        (
+            {
+                "vocab.txt": b"[UNK]\n",
+                "tokenizer_config.json": b'{"subword_tokenizer_type": "character"}',
+            },
+            "has subword_tokenizer_type 'character', .*; supported is 'wordpiece'",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """The sizes of an encoder. Does not depend on torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as validated
@@ -9,6 +9,9 @@ from cloze.model_store.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, 
 
 Part = Literal["attention", "up", "down", "norm", "head", "decoder"]
 """The parts of a model that may lack biases."""
+
+USUAL_PADDING_ID: Final = 1
+"""The id of the padding token in most checkpoints whose positions begin after it."""
 
 
 @validated(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class EncoderConfig:
     ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
     ``layer_heads`` and ``layer_intermediate_sizes`` are the sizes of each layer of a pruned
     encoder, whose heads keep their size; None: each layer has ``heads`` and ``intermediate_size``.
+    ``padding_id`` is the id of the padding token in a family whose position table has rows up to
+    this number that belong to no token; the first token has the row after it.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.
@@ -133,6 +138,7 @@ class EncoderConfig:
     legacy_lm_head: bool = True
     layer_heads: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
     layer_intermediate_sizes: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
+    padding_id: Annotated[int, Field(ge=0, le=MAX_POSITIONS)] = USUAL_PADDING_ID
 
     @property
     def embedding_width(self) -> int:

@@ -241,6 +241,8 @@ class Family:
         wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
         sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
             family has another kind.
+        byte_level_class: transformers' class of the family's byte-level BPE tokenizer, with two
+            separators between the texts of a pair; None: the family has another kind.
         layouts: the layouts that the family allows.
         dense_because: why the family does not allow the packed layout, which fp16 takes.
         student: a teacher's sizes -> those of its distilled student with as many layers.
@@ -258,6 +260,7 @@ class Family:
     class_prefix: str
     wordpiece: WordPieceKind | None = None
     sentencepiece_class: str | None = None
+    byte_level_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
     dense_because: str = (

@@ -5,10 +5,11 @@ their names and tokenizers only.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import (
     EMBEDDING_NORM,
@@ -21,8 +22,8 @@ from cloze.export.families.bert import (
 )
 from cloze.export.families.family import Family, Fold, HeadSpec, Slice
 
-FIRST_POSITION: Final = 2
-"""The row of the first token's position. The rows up to the padding's id, 1, are unused."""
+FIRST_POSITION: Final = USUAL_PADDING_ID + 1
+"""The usual row of the first token's position. The rows up to the padding's id are unused."""
 
 POSITIONS_FROM_2: Final = Slice(
     "embeddings.position_embeddings.weight", "encoder.embeddings.position.weight", FIRST_POSITION
@@ -47,10 +48,11 @@ ROBERTA_HEADS: Final = {
 
 def read_config(family: str, config: Mapping[str, Any]) -> EncoderConfig:
     """Return the sizes in a ``config.json``; see `read_sizes`."""
-    if (pad := config.get("pad_token_id", 1)) != FIRST_POSITION - 1:
-        raise ValueError(f"pad_token_id {pad!r} is not supported, because positions begin after 1")
-    positions = config["max_position_embeddings"] - FIRST_POSITION
-    return read_sizes(family, config, max_positions=positions, type_vocab_size=0)
+    padding_id = config.get("pad_token_id", USUAL_PADDING_ID)
+    positions = config["max_position_embeddings"] - (padding_id + 1)
+    return read_sizes(
+        family, config, max_positions=positions, type_vocab_size=0, padding_id=padding_id
+    )
 
 
 def write_config(class_prefix: str, config: EncoderConfig) -> dict[str, Any]:
@@ -58,13 +60,19 @@ def write_config(class_prefix: str, config: EncoderConfig) -> dict[str, Any]:
     return write_sizes(
         config,
         f"{class_prefix}ForMaskedLM",
-        max_position_embeddings=config.max_positions + FIRST_POSITION,
+        max_position_embeddings=config.max_positions + config.padding_id + 1,
         type_vocab_size=1,
-        pad_token_id=FIRST_POSITION - 1,
+        pad_token_id=config.padding_id,
     )
 
 
-def roberta_family(name: str, class_prefix: str, sentencepiece_class: str | None = None) -> Family:
+def roberta_family(
+    name: str,
+    class_prefix: str,
+    sentencepiece_class: str | None = None,
+    *,
+    byte_level_class: str | None = None,
+) -> Family:
     """Return a family that computes what RoBERTa does; see the attributes of `Family`."""
     return Family(
         name=name,
@@ -72,10 +80,12 @@ def roberta_family(name: str, class_prefix: str, sentencepiece_class: str | None
         write_config=partial(write_config, class_prefix),
         encoder=post_norm_encoder,
         prefix="roberta.",
-        rules=lambda _: (
+        rules=lambda config: (
             WORDS,
             Fold(
-                "embeddings.token_type_embeddings.weight", POSITIONS_FROM_2.ours, POSITIONS_FROM_2
+                "embeddings.token_type_embeddings.weight",
+                POSITIONS_FROM_2.ours,
+                replace(POSITIONS_FROM_2, first=config.padding_id + 1),
             ),
             EMBEDDING_NORM,
             *LAYER_RULES,
@@ -84,7 +94,8 @@ def roberta_family(name: str, class_prefix: str, sentencepiece_class: str | None
         classes=head_classes(class_prefix, "ForMaskedLM", "ForQuestionAnswering"),
         class_prefix=class_prefix,
         sentencepiece_class=sentencepiece_class,
+        byte_level_class=byte_level_class,
     )
 
 
-FAMILY: Final = roberta_family("roberta", "Roberta")
+FAMILY: Final = roberta_family("roberta", "Roberta", byte_level_class="RobertaTokenizer")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
@@ -685,7 +685,10 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("electra", {"position_embedding_type": "alibi"}, "alibi"),
         ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets 64"),
         ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets 16"),
-        ("xlm-roberta", {"pad_token_id": 0}, "pad_token_id 0"),
+        ("xlm-roberta", {"pad_token_id": 0}, "pad_token_id is 0, but .* has the id 1"),
+        ("roberta", {"pad_token_id": 5}, "pad_token_id is 5, but .* has the id 1"),
+        ("roberta", {"pad_token_id": -1}, "pad_token_id: .* greater than or equal to 0, got -1"),
+        ("camembert", {"pad_token_id": None}, "pad_token_id cannot be None"),
         ("albert", {"num_hidden_groups": 6}, "num_hidden_groups 6"),
         ("mobilebert", {"normalization_type": "layer_norm"}, "normalization_type 'layer_norm'"),
         ("mobilebert", {"trigram_input": False}, "trigram_input False"),
@@ -792,6 +795,36 @@ def test_a_family_takes_a_tokenizer_of_another_kind(
         assert own.ids == kind().encode(*texts).ids
     separators = checkpoint.tokenizer.special.separators
     assert (separators, checkpoint.tokenizer.special.second_type) == (2, 0)
+
+
+@pytest.mark.parametrize("padding_id", [0, 3])
+def test_positions_begin_after_the_padding_token_whatever_its_id_is(
+    padding_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As camembertv2-base, whose padding token has the id 0. Written as it was read."""
+    names = ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names.insert(padding_id, "[PAD]")
+    backend = wordpiece(tuple(names))
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] [SEP] $B [SEP]",
+        special_tokens=[(one, names.index(one)) for one in ("[CLS]", "[SEP]")],
+    )
+    monkeypatch.setitem(TOKENIZERS, "roberta", lambda: backend)
+    network = save("roberta", "masked_lm", tmp_path, pad_token_id=padding_id)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.model.config.padding_id == padding_id
+    positions = network.config.max_position_embeddings - padding_id - 1
+    assert checkpoint.model.config.max_positions == positions
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path / "written")
+    written = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "written").eval()
+    again = load_checkpoint(str(tmp_path / "written"))
+    for tokens in (9, positions):
+        ids = ids_of(network, tokens)
+        expected = theirs(network, "masked_lm", ids)
+        assert same(ours(checkpoint, "masked_lm", ids), expected)
+        assert same(theirs(written, "masked_lm", ids), expected)
+        assert same(ours(again, "masked_lm", ids), expected)
 
 
 def awkward_lines() -> list[str]:

@@ -94,7 +94,8 @@ def test_an_epsilon_without_a_default_must_be_given(name: str) -> None:
 
 def test_every_class_that_a_family_names_is_one_of_transformers(family: Family) -> None:
     written = family.write_config(family.read_config(settings(family.name)))
-    tokenizers = [family.wordpiece.name if family.wordpiece else None, family.sentencepiece_class]
+    tokenizers = [family.sentencepiece_class, family.byte_level_class]
+    tokenizers += [family.wordpiece.name] if family.wordpiece else []
     names = [*written["architectures"], *family.classes.values(), f"{family.class_prefix}Model"]
     names += [name for name in tokenizers if name is not None]
     assert [name for name in names if not hasattr(transformers, name)] == []

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -103,6 +103,43 @@ Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
 """
 
 
+class CompactOffsets(Sequence[tuple[int, int]]):
+    """The (start, end) of each token of a long text, in 8 bytes per token; a tuple has 120."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self, offsets: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts, self._ends = array("i"), array("i")
+        self.extend(offsets)
+
+    def extend(self, offsets: Iterable[tuple[int, int]]) -> None:
+        """Add the (start, end) of the next tokens."""
+        for start, end in offsets:
+            self._starts.append(start)
+            self._ends.append(end)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "CompactOffsets": ...
+    def __getitem__(self, index: int | slice) -> "tuple[int, int] | CompactOffsets":
+        if not isinstance(index, slice):
+            return self._starts[index], self._ends[index]
+        part = CompactOffsets()
+        part._starts, part._ends = self._starts[index], self._ends[index]
+        return part
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._ends, strict=True)
+
+
+NO_WORD: Final = -1
+"""The word of a special token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The tokens of a text with their positions in the text.
@@ -110,20 +147,26 @@ class Spans:
     Attributes:
         ids: without special tokens.
         offsets: (start, end) of each token, in characters of the text.
-        words: index of the word of each token; None for a special token.
+        words: index of the word of each token, or `NO_WORD`.
     """
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    words: list[int | None]
+    ids: "list[int] | array[int]"
+    offsets: list[tuple[int, int]] | CompactOffsets
+    words: "list[int] | array[int]"
 
-    def add(self, encoding: BackendEncoding, start: int) -> None:
-        """Add the tokens of the next piece of the text, which begins at character ``start``."""
-        words = [word for word in reversed(self.words[-1:]) if word is not None]
-        next_word = words[0] + 1 if words else 0
+    def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
+        """Add the tokens of the next piece of a text.
+
+        Args:
+            encoding: the piece.
+            start: the first character of the piece.
+            marked: the text if its tokens include the space before them, which offsets leave out.
+        """
+        next_word = self.words[-1] + 1 if self.words else 0
         self.ids.extend(encoding.ids)
-        self.offsets.extend((first + start, end + start) for first, end in encoding.offsets)
-        self.words.extend(None if word is None else word + next_word for word in encoding.word_ids)
+        offsets = ((first + start, end + start) for first, end in encoding.offsets)
+        self.offsets.extend(offsets if marked is None else without_space(marked, offsets))
+        self.words.extend(NO_WORD if w is None else w + next_word for w in encoding.word_ids)
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
@@ -210,23 +253,24 @@ class Tokenizer:
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the ids, character offsets and words of a text.
 
-        The rest of the text may be left out when the result has more tokens than are enough.
+        Those of a long text have 16 bytes per token. The rest of the text may be left out when the
+        result has more tokens than are enough.
         """
-        spans = Spans([], [], [])
+        marked = None if self.continuation is not None else text
         if len(text) <= _SHORT_CHARACTERS:
-            spans.add(self._backend.encode(text, add_special_tokens=False), 0)
-        else:
-            for group in groups([text], self._places):
-                check_awaited()
-                contents = [piece.content for piece in group]
-                encodings = self._backend.encode_batch(contents, add_special_tokens=False)
-                for piece, encoding in zip(group, encodings, strict=True):
-                    spans.add(encoding, piece.start)
-                if enough is not None and len(spans.ids) > enough:
-                    break
-        if self.continuation is not None:
+            spans = Spans([], [], [])
+            spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
             return spans
-        return Spans(spans.ids, without_space(text, spans.offsets), spans.words)
+        spans = Spans(array("i"), CompactOffsets(), array("i"))
+        for group in groups([text], self._places):
+            check_awaited()
+            contents = [piece.content for piece in group]
+            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
+            for piece, encoding in zip(group, encodings, strict=True):
+                spans.add(encoding, piece.start, marked)
+            if enough is not None and len(spans.ids) > enough:
+                break
+        return spans
 
     def encode(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> Encoding:
         """Return the encoding ``[CLS] ids [SEP]``, without head requests.

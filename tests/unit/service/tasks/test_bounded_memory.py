@@ -2,12 +2,19 @@
 
 import tracemalloc
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, pre_tokenizers
 
+from cloze.model_store import Bundle
+from cloze.service.core import InvalidRequest
 from cloze.service.tasks.qa import QaPair
-from tests.unit.service.tasks.model import limited, prepared
+from cloze.service.tasks.task import TaskContext
+from cloze.service.tokenizer import Tokenizer
+from tests.unit.service.tasks.model import limited, manifest, prepared
 
 MB = 1_000_000
 MOST_MB, MOST_PER_BYTE = 6, 16
@@ -52,3 +59,25 @@ def test_a_long_text_that_is_cut_reports_all_its_tokens() -> None:
     assert [(one.tokens, one.used) for one in request.usage] == [(len(DOTS) + 2, 512)]
     [text] = request.state.texts
     assert len(text.spans.ids) == len(text.spans.offsets) == len(text.spans.words) == 510
+
+
+def test_a_run_that_the_normaliser_expands_is_refused(tmp_path: Path) -> None:
+    """A character of three bytes may become 18 characters, and as many tokens."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"\u2581\u0635\u0644\u0649a"]
+    backend = Backend(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=1))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    size, base = {"vocab_size": len(pieces)}, manifest()
+    described = manifest(
+        tokenizer=base.tokenizer.model_dump(exclude_none=True)
+        | size
+        | {"cls_id": 2, "sep_id": 3, "mask_id": 4},
+        architecture=base.architecture.model_dump() | size,
+    )
+    model = TaskContext(described, Tokenizer(Bundle(described, tmp_path)), LARGE.limits)
+    for task in ("embed", "token-classification"):
+        with pytest.raises(InvalidRequest, match=r"20000 characters .* are 360000 characters"):
+            prepared(task, "\ufdfa" * 20_000, model)
+        [encoding] = prepared(task, "\ufdfa" * 3_000 + " a" * 3_000, model).encodings
+        assert len(encoding) == (10 if task == "embed" else 512)

@@ -6,11 +6,12 @@ The only module of the service that imports the tokenizers library.
 import hashlib
 import json
 import re
+import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -26,7 +27,7 @@ from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.sequences import TEXT_TOKENS, without_space
 from cloze.service.abandonment import check_awaited
-from cloze.service.core import StartupError
+from cloze.service.core import InvalidRequest, StartupError
 
 _PIECE_CHARACTERS = 16_384
 """Most characters of a piece, unless the text has no place to divide it.
@@ -36,7 +37,13 @@ megabyte would need 250 MB. In pieces, it needs only the memory of one group of 
 """
 
 _GROUP_CHARACTERS = 65_536
-"""Characters of the pieces that are tokenized at once."""
+"""Characters of the pieces that are tokenized at once, after the normaliser."""
+
+_MOST_GROWTH = 2
+"""How many times as many characters a piece longer than a group may become by the normaliser."""
+
+_LONGEST_FORM = "\ufdfa"
+"""The character whose compatibility form is longest: 18 characters. Source: Unicode, UAX 15."""
 
 _SPACE_OR_PUNCTUATION = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
 """White space, and punctuation and ideographs, each of which is a token of its own.
@@ -83,6 +90,7 @@ class _Vocabulary:
 
     Attributes:
         places: see `find_places`.
+        expands: whether the normaliser replaces characters by their compatibility forms.
         unknown_id: see `Tokenizer`.
         size: number of tokens, those included that no text becomes.
         words: the ids of recent words; None unless the ids of plain text are those of its words,
@@ -91,6 +99,7 @@ class _Vocabulary:
 
     backend: Backend
     places: Places | None
+    expands: bool
     unknown_id: int | None
     size: int
     words: dict[str, list[int]] | None
@@ -103,6 +112,43 @@ Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
 """
 
 
+class CompactOffsets(Sequence[tuple[int, int]]):
+    """The (start, end) of each token of a long text, in 8 bytes per token; a tuple has 120."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self, offsets: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts, self._ends = array("i"), array("i")
+        self.extend(offsets)
+
+    def extend(self, offsets: Iterable[tuple[int, int]]) -> None:
+        """Add the (start, end) of the next tokens."""
+        for start, end in offsets:
+            self._starts.append(start)
+            self._ends.append(end)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "CompactOffsets": ...
+    def __getitem__(self, index: int | slice) -> "tuple[int, int] | CompactOffsets":
+        if not isinstance(index, slice):
+            return self._starts[index], self._ends[index]
+        part = CompactOffsets()
+        part._starts, part._ends = self._starts[index], self._ends[index]
+        return part
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._ends, strict=True)
+
+
+NO_WORD: Final = -1
+"""The word of a special token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The tokens of a text with their positions in the text.
@@ -110,20 +156,26 @@ class Spans:
     Attributes:
         ids: without special tokens.
         offsets: (start, end) of each token, in characters of the text.
-        words: index of the word of each token; None for a special token.
+        words: index of the word of each token, or `NO_WORD`.
     """
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    words: list[int | None]
+    ids: "list[int] | array[int]"
+    offsets: list[tuple[int, int]] | CompactOffsets
+    words: "list[int] | array[int]"
 
-    def add(self, encoding: BackendEncoding, start: int) -> None:
-        """Add the tokens of the next piece of the text, which begins at character ``start``."""
-        words = [word for word in reversed(self.words[-1:]) if word is not None]
-        next_word = words[0] + 1 if words else 0
+    def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
+        """Add the tokens of the next piece of a text.
+
+        Args:
+            encoding: the piece.
+            start: the first character of the piece.
+            marked: the text if its tokens include the space before them, which offsets leave out.
+        """
+        next_word = self.words[-1] + 1 if self.words else 0
         self.ids.extend(encoding.ids)
-        self.offsets.extend((first + start, end + start) for first, end in encoding.offsets)
-        self.words.extend(None if word is None else word + next_word for word in encoding.word_ids)
+        offsets = ((first + start, end + start) for first, end in encoding.offsets)
+        self.offsets.extend(offsets if marked is None else without_space(marked, offsets))
+        self.words.extend(NO_WORD if w is None else w + next_word for w in encoding.word_ids)
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
@@ -156,7 +208,7 @@ class Tokenizer:
                 f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: "
                 f"{first_line(error)}"
             ) from error
-        self._backend, self._places = self._vocabulary.backend, self._vocabulary.places
+        self._backend = self._vocabulary.backend
         self.unknown_id = self._vocabulary.unknown_id
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
@@ -182,13 +234,16 @@ class Tokenizer:
     def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
         ids = [array("i") for _ in texts]
-        for group in groups(texts, self._places):
+        for group in self._groups(texts):
             check_awaited()
             contents = [piece.content for piece in group]
             encodings = self._backend.encode_batch_fast(contents, add_special_tokens=False)
             for piece, encoding in zip(group, encodings, strict=True):
                 ids[piece.text].extend(encoding.ids)
         return ids
+
+    def _groups(self, texts: Sequence[str]) -> Iterator[list["Piece"]]:
+        return groups(texts, self._vocabulary.places, expands=self._vocabulary.expands)
 
     def _learn(self, text: str, words: Sequence[str], known: dict[str, list[int]]) -> list[int]:
         """Return the ids of a text, and remember those of its words if it is plain."""
@@ -210,23 +265,24 @@ class Tokenizer:
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the ids, character offsets and words of a text.
 
-        The rest of the text may be left out when the result has more tokens than are enough.
+        Those of a long text have 16 bytes per token. The rest of the text may be left out when the
+        result has more tokens than are enough.
         """
-        spans = Spans([], [], [])
+        marked = None if self.continuation is not None else text
         if len(text) <= _SHORT_CHARACTERS:
-            spans.add(self._backend.encode(text, add_special_tokens=False), 0)
-        else:
-            for group in groups([text], self._places):
-                check_awaited()
-                contents = [piece.content for piece in group]
-                encodings = self._backend.encode_batch(contents, add_special_tokens=False)
-                for piece, encoding in zip(group, encodings, strict=True):
-                    spans.add(encoding, piece.start)
-                if enough is not None and len(spans.ids) > enough:
-                    break
-        if self.continuation is not None:
+            spans = Spans([], [], [])
+            spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
             return spans
-        return Spans(spans.ids, without_space(text, spans.offsets), spans.words)
+        spans = Spans(array("i"), CompactOffsets(), array("i"))
+        for group in self._groups([text]):
+            check_awaited()
+            contents = [piece.content for piece in group]
+            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
+            for piece, encoding in zip(group, encodings, strict=True):
+                spans.add(encoding, piece.start, marked)
+            if enough is not None and len(spans.ids) > enough:
+                break
+        return spans
 
     def encode(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> Encoding:
         """Return the encoding ``[CLS] ids [SEP]``, without head requests.
@@ -307,7 +363,9 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
         whole_words = places is _SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
         words: dict[str, list[int]] | None = {} if whole_words and added else None
-        vocabulary = _Vocabulary(backend, places, unknown_id, size, words)
+        normalizer = backend.normalizer
+        form = _LONGEST_FORM if normalizer is None else normalizer.normalize_str(_LONGEST_FORM)
+        vocabulary = _Vocabulary(backend, places, len(form) > 1, unknown_id, size, words)
         _IN_USE[key] = vocabulary
     return vocabulary
 
@@ -407,16 +465,52 @@ def _place(text: str, places: Places, start: int, wanted: int) -> int:
     return found.start() if found else len(text)
 
 
-def groups(texts: Iterable[str], places: Places | None) -> Iterator[list[Piece]]:
-    """Yield the pieces of texts in order, in groups that are tokenized at once."""
+def groups(
+    texts: Iterable[str], places: Places | None, *, expands: bool = False
+) -> Iterator[list[Piece]]:
+    """Yield the pieces of texts in order, in groups that are tokenized at once.
+
+    Args:
+        texts: the texts.
+        places: see `find_places`.
+        expands: whether the tokenizer replaces characters by their compatibility forms.
+
+    Raises:
+        InvalidRequest: a long piece becomes too many characters.
+    """
     group: list[Piece] = []
     characters = 0
     for number, text in enumerate(texts):
-        for start, content in [(0, text)] if places is None else divide(text, places):
-            if group and characters + len(content) > _GROUP_CHARACTERS:
+        for start, content, size in _pieces(text, places, expands=expands):
+            if group and characters + size > _GROUP_CHARACTERS:
                 yield group
                 group, characters = [], 0
             group.append(Piece(number, start, content))
-            characters += len(content)
+            characters += size
     if group:
         yield group
+
+
+def _pieces(text: str, places: Places | None, *, expands: bool) -> Iterator[tuple[int, str, int]]:
+    """Yield the parts of a text: first character, content, characters after the normaliser."""
+    for start, content in [(0, text)] if places is None else divide(text, places):
+        size = _compatible_length(content) if expands else len(content)
+        growth = size // max(1, len(content))
+        if growth < _MOST_GROWTH:
+            yield start, content, size
+            continue
+        smaller = _PIECE_CHARACTERS // growth
+        for first, part in [(0, content)] if places is None else divide(content, places, smaller):
+            size = _compatible_length(part)
+            if size > _GROUP_CHARACTERS and size >= _MOST_GROWTH * len(part):
+                raise InvalidRequest(
+                    f"{len(part)} characters of a text, without a space, are {size} characters "
+                    f"for the model's tokenizer; the limit is {_GROUP_CHARACTERS}"
+                )
+            yield start + first, part, size
+
+
+def _compatible_length(text: str) -> int:
+    """Return the number of characters of a text in Unicode's compatibility form NFKD."""
+    parts = (text[at : at + _SHORT_CHARACTERS] for at in range(0, len(text), _SHORT_CHARACTERS))
+    return sum(len(unicodedata.normalize("NFKD", part)) for part in parts)

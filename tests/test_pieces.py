@@ -5,17 +5,28 @@ import json
 import threading
 import time
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers
 
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service import tokenizer
 from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
-from cloze.service.tokenizer import Places, Spans, Tokenizer, divide, find_places, groups
+from cloze.service.core import InvalidRequest
+from cloze.service.tokenizer import (
+    NO_WORD,
+    Places,
+    Spans,
+    Tokenizer,
+    divide,
+    find_places,
+    groups,
+)
 from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, unigram
 from tests.waiting import wait_until
@@ -75,7 +86,12 @@ def places_of(backend: Backend) -> Places:
 
 def whole(text: str, backend: Backend = BACKENDS["bert"]) -> Spans:
     encoding = backend.encode(text, add_special_tokens=False)
-    return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
+    words = [NO_WORD if word is None else word for word in encoding.word_ids]
+    return Spans(encoding.ids, encoding.offsets, words)
+
+
+def lists(spans: Spans) -> Spans:
+    return Spans([*spans.ids], [*spans.offsets], [*spans.words])
 
 
 DEBERTA = KINDS["deberta"].reference()
@@ -125,7 +141,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str, text: str, size: int) ->
     ids=["words", "ideographs", "commas", "one-word", "short"],
 )
 def test_long_texts_are_divided_and_give_the_same(text: str) -> None:
-    assert TOKENIZER.spans(text) == whole(text)
+    assert lists(TOKENIZER.spans(text)) == whole(text)
     texts = (text, "walk", text)
     assert [*map(list, TOKENIZER.ids(texts))] == [whole(part).ids for part in texts]
     longest = max(len(content) for _, content in divide(text, places_of(BACKENDS["bert"])))
@@ -138,6 +154,38 @@ def test_groups_are_bounded() -> None:
     sizes = [sum(len(piece.content) for piece in group) for group in groups(texts, places)]
     assert sum(sizes) == 600_000
     assert max(sizes) <= tokenizer._GROUP_CHARACTERS
+
+
+EXPANDING = unigram()
+EXPANDING.normalizer = normalizers.NFKC()
+EIGHTEEN = "\ufdfa"
+"""A character that becomes 18."""
+
+
+@pytest.mark.parametrize("rest", [" ", " river", " river" * 20])
+def test_groups_are_bounded_after_a_normaliser_that_expands(rest: str) -> None:
+    text = (EIGHTEEN + rest) * (100_000 // len(rest))
+    made = [*groups([text], places_of(EXPANDING), expands=True)]
+    sizes = [sum(len(normalize("NFKC", piece.content)) for piece in group) for group in made]
+    assert max(sizes) <= tokenizer._GROUP_CHARACTERS
+    assert len(made) >= sum(sizes) // tokenizer._GROUP_CHARACTERS
+    assert "".join(piece.content for group in made for piece in group) == text
+    start = text[:6000]
+    parts = [part for _, part in divide(start, places_of(EXPANDING), 900)]
+    ids = [number for part in parts for number in whole(part, EXPANDING).ids]
+    assert ids == whole(start, EXPANDING).ids
+
+
+def test_a_long_run_that_expands_is_refused() -> None:
+    places = places_of(EXPANDING)
+    problem = r"3642 characters of a text, without a space, are 65539 characters .* is 65536"
+    with pytest.raises(InvalidRequest, match=problem):
+        list(groups(["a " * 20_000 + EIGHTEEN * 3641], places, expands=True))
+    for accepted in (EIGHTEEN * 3640, "水" * 100_000, "…" + "a" * 100_000):
+        whole_text, *_ = next(groups([accepted], places, expands=True))
+        assert whole_text.content == accepted
+    whole_text, *_ = next(groups([EIGHTEEN * 20_000], places))
+    assert len(whole_text.content) == 20_000
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,10 @@ def places(
     """Return the place of each token that counts, in characters of its text."""
     found: list[Offsets] = []
     for (_, text), one in zip(texts, kept, strict=True):
-        whole = encoder.context.tokenizer.spans(text).offsets
-        first = len(whole) - one.own if encoder.rule.keep_end else 0
-        found.append(one.offsets([*whole[first : first + one.own]]))
+        enough = None if encoder.rule.keep_end else one.own
+        all_places = encoder.context.tokenizer.spans(text, enough).offsets
+        first = len(all_places) - one.own if encoder.rule.keep_end else 0
+        found.append(one.offsets([*all_places[first : first + one.own]]))
     return found
 
 

@@ -23,7 +23,26 @@ _EMAIL: Final = re.compile(rf"(?<!{_LOCAL}){_LOCAL}+@(?:[\w-]+\.)+[\w-]*\w")
 _IBAN: Final = re.compile(r"(?<![^\W_])[A-Z]{2}\d\d(?:[ -]?[A-Z\d]){11,30}", re.ASCII | re.I)
 _CARD: Final = re.compile(r"(?<!\w)\d(?:[ -]?\d){12,18}", re.ASCII)
 
+_NO_EMAIL: Final = re.compile(r"[^\w.!#$%&'*+/=?^`{|}~@-]")
+"""A character that no e-mail address has."""
+
 _SHORTEST_IBAN: Final = 15
+
+_SLICE_CHARACTERS: Final = 4096
+"""Most characters that a search reads before it asks whether anybody waits for its results.
+
+A regular expression stops all other threads of the process while it searches, 5 ms here. A run of
+characters without a space may be longer in a search for e-mail addresses.
+"""
+
+_PHONE_START: Final = 11
+"""Characters in which a candidate for a telephone number has its first digit."""
+
+_LONGEST_PHONE: Final = 600
+"""Most characters of a candidate: 510, and an extension after any number of spaces."""
+
+_AFTER_PHONE: Final = 3
+"""Characters after a candidate that decide whether it is a number: ``:30`` ends a time of day."""
 
 
 def regions() -> frozenset[str]:
@@ -42,7 +61,7 @@ def find(text: str, pattern: Pattern, region: str | None = None) -> Iterator[Pla
         region: the country of telephone numbers without ``+``; None: these are not found.
     """
     if pattern == "EMAIL":
-        yield from (match.span() for match in _EMAIL.finditer(text))
+        yield from _emails(text)
     elif pattern == "PHONE":
         yield from _phones(text, region)
     elif pattern == "IBAN":
@@ -51,13 +70,56 @@ def find(text: str, pattern: Pattern, region: str | None = None) -> Iterator[Pla
         yield from _checked(text, _CARD, _is_card, 13)
 
 
-def _phones(text: str, region: str | None) -> Iterator[Place]:
-    from phonenumbers import Leniency, PhoneNumberMatcher
-
-    # The matcher gives up after so many numbers that are none: a text has fewer.
-    for match in PhoneNumberMatcher(text, region, Leniency.VALID, len(text)):
+def _emails(text: str) -> Iterator[Place]:
+    """Yield the places of e-mail addresses; a slice ends where no address can be."""
+    start = 0
+    while start < len(text):
         check_awaited()
-        yield match.start, match.end
+        separator = _NO_EMAIL.search(text, start + _SLICE_CHARACTERS)
+        end = separator.start() if separator else len(text)
+        yield from (match.span() for match in _EMAIL.finditer(text, start, end))
+        start = end
+
+
+def _phones(text: str, region: str | None) -> Iterator[Place]:
+    """Yield the places of telephone numbers.
+
+    They are those of the library's matcher for the whole text. That matcher cannot be stopped, and
+    copies the rest of the text for some candidates. Here each candidate has a matcher of its own,
+    which reads the candidate and the characters beside it.
+    """
+    from phonenumbers import Leniency, PhoneNumberMatcher
+    from phonenumbers.phonenumberutil import _SECOND_NUMBER_START_PATTERN
+
+    position = 0
+    while (candidate := _phone_candidate(text, position)) is not None:
+        check_awaited()
+        start, end = candidate
+        if (second := _SECOND_NUMBER_START_PATTERN.search(text, start, end)) is not None:
+            end = second.start()
+        before = max(0, start - 1)
+        matcher = PhoneNumberMatcher(text[before : end + _AFTER_PHONE], region, Leniency.VALID)
+        match = matcher._extract_match(text[start:end], start - before)
+        if match is not None:
+            yield before + match.start, before + match.end
+        position = end if match is None else before + match.end
+
+
+def _phone_candidate(text: str, position: int) -> Place | None:
+    """Return the next part of a text that may be a telephone number."""
+    from phonenumbers.phonenumbermatcher import _PATTERN
+
+    while position < len(text):
+        check_awaited()
+        end = position + _SLICE_CHARACTERS
+        first = _PATTERN.search(text, position, end + _PHONE_START)
+        if first is not None and first.start() < end:
+            start = first.start()
+            whole = _PATTERN.match(text, start, start + _LONGEST_PHONE)
+            assert whole is not None  # the start alone is a candidate
+            return whole.span()
+        position = end
+    return None
 
 
 def _checked(

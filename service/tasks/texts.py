@@ -430,9 +430,11 @@ def offsets(
     skipped = len(prompt)
     places: list[Offsets] = []
     for (_, text), encoding in zip(texts, encoder.encodings, strict=True):
-        whole = encoder.context.tokenizer.spans(prompt + text).offsets
-        first = len(whole) - (len(encoding) - 2) if encoder.rule.keep_end else 0
-        kept = whole[first : first + len(encoding) - 2]
+        read = len(encoding) - 2
+        enough = None if encoder.rule.keep_end else read
+        places_of_text = encoder.context.tokenizer.spans(prompt + text, enough).offsets
+        first = len(places_of_text) - read if encoder.rule.keep_end else 0
+        kept = places_of_text[first : first + read]
         own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in kept]
         places.append([None, *own, None])
     return places

@@ -31,7 +31,7 @@ from cloze.service.tasks.task import (
     written,
 )
 from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
-from cloze.service.tokenizer import Spans, Tokenizer
+from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
 
@@ -91,7 +91,7 @@ _REQUEST: Final = {token_classification.HEAD.name: HeadRequest()}
 
 
 class TaggedText(NamedTuple):
-    """A text with its tokens and the (first, end) tokens of its windows."""
+    """A text with the tokens that its windows have, and the (first, end) tokens of each window."""
 
     text: str
     spans: Spans
@@ -142,10 +142,14 @@ def prepare(
     rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[TaggedText] = []
+    most = max(limits.max_tokens, limits.max_request_tokens if choice == "window" else 0)
     for at, text in texts:
-        spans = context.tokenizer.spans(text)
+        spans = context.tokenizer.spans(text, most)
         check_has_tokens(spans.ids, at)
-        prepared.append(TaggedText(text, spans, encoder.add(at, spans.ids, text)))
+        is_read = len(spans.ids) <= most
+        ids = spans.ids if is_read else context.tokenizer.ids([text])[0]
+        windows = encoder.add(at, ids, text)
+        prepared.append(TaggedText(text, spans.first(windows[-1][1]), windows))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     options = context.manifest.heads[token_classification.HEAD.name]
     assert isinstance(options, TokenLabels)
@@ -233,7 +237,7 @@ def _words(
         if tokenizer.continuation is not None:
             continues = not is_unknown and len(word) != len(characters)
         else:
-            continues = word_of[position] is not None and word_of[position] == previous
+            continues = word_of[position] != NO_WORD and word_of[position] == previous
         previous = word_of[position]
         word = characters if is_unknown else word
         token = _Token(index + 1, word, start, end, scores[index])  # the index of [CLS] is 0

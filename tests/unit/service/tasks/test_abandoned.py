@@ -32,8 +32,19 @@ QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)])
         ),
         lambda: list(find("4111 1111 1111 1111", "CARD")),
         lambda: list(find("+49 30 123456", "PHONE")),
+        lambda: list(find("no number", "PHONE")),
+        lambda: list(find("no address", "EMAIL")),
     ],
-    ids=["tokenize", "write tokens", "decode ids", "find answers", "find cards", "find phones"],
+    ids=[
+        "tokenize",
+        "write tokens",
+        "decode ids",
+        "find answers",
+        "find cards",
+        "find phones",
+        "find no phone",
+        "find no address",
+    ],
 )
 def test_work_whose_client_has_gone_ends(work: Callable[[], Any]) -> None:
     work()

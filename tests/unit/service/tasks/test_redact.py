@@ -4,9 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from phonenumbers import Leniency, PhoneNumberMatcher
 
 from cloze.model_store.heads import ArrayResult
 from cloze.service.core import InvalidRequest
+from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction
 from tests.unit.service.tasks.model import CONTEXT, LABELS, decoded, limited, prepared
@@ -124,6 +128,58 @@ def test_the_shortest_and_the_longest_are_found(
 def test_a_long_run_of_characters_is_read_once() -> None:
     """A search that begins again at each of them would take minutes."""
     assert list(find("a" * 300_000, "EMAIL")) == []
+
+
+SLICE = patterns._SLICE_CHARACTERS
+
+
+def library_s_phones(text: str, region: str | None) -> list[tuple[int, int]]:
+    matches = PhoneNumberMatcher(text, region, Leniency.VALID, len(text))
+    return [(match.start, match.end) for match in matches]
+
+
+@pytest.mark.parametrize("number", ["+49 30 123456", "(030) 123456 ext. 7", "++((((030 123456"])
+def test_a_number_at_the_end_of_a_slice_is_found(number: str) -> None:
+    for before in range(SLICE - len(number) - 2, SLICE + 3):
+        text = "a " * (before // 2) + " " * (before % 2) + number + " b"
+        places = library_s_phones(text, "DE")
+        assert len(places) == 1
+        assert list(find(text, "PHONE", "DE")) == places
+
+
+PARTS = [
+    "+49 30 123456",
+    "030 123456",
+    "0301234567/030 765432",
+    "2012-01-02 08",
+    ":30",
+    "1",
+    " x12",
+]
+PARTS += ["12(3): 211-227 (2003)", "3/10/2011", "(", "+", "/x", " - ", "a", "\n", "$", "\u0663" * 9]
+PARTS += ["1" * 25, "5 " * 30, " ext. 123456", "#", "(650) 223 3345 (754) 223 3321"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
+def test_numbers_are_those_of_the_library(text: str) -> None:
+    for region in ("DE", "US", None):
+        assert list(find(text, "PHONE", region)) == library_s_phones(text, region)
+
+
+def test_a_candidate_has_a_longest_length() -> None:
+    """A search for a number in each of its parts takes the square of the length."""
+    text = "030 123456" + " " * patterns._LONGEST_PHONE + "ext. 7"
+    assert list(find(text, "PHONE", "DE")) == [(0, 10)]
+
+
+def test_an_address_at_the_end_of_a_slice_is_found() -> None:
+    address = "ada.lovelace@example.org"
+    for before in range(SLICE - len(address) - 2, SLICE + 3):
+        text = "a " * (before // 2) + " " * (before % 2) + address + ", b"
+        assert list(find(text, "EMAIL")) == [(before, before + len(address))]
+    alone = "a" * (2 * SLICE) + "@example.org"
+    assert list(find(alone, "EMAIL")) == [(0, len(alone))]
 
 
 def test_the_context_has_no_label_sets() -> None:

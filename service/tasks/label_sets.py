@@ -29,5 +29,6 @@ def choose_label_set(
     except KeyError:
         known = ", ".join(filter(None, options.names))[:200] or "none"
         reference = context.manifest.reference
-        problem = f"{ascii(name[:80])[:80]} is not one of the label sets of {reference} ({known})"
+        shown = ascii((name or "")[:80])[:80]
+        problem = f"{shown} is not one of the label sets of {reference} ({known})"
         raise InvalidRequest(problem, Location(("label_set",))) from None

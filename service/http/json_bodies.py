@@ -238,7 +238,7 @@ def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes
         brackets += masked.count(b"[") + masked.count(b"{")
         closing += masked.count(b"]") + masked.count(b"}")
         commas += masked.count(b",")
-        if closing > brackets:
+        if closing > brackets + _MAX_DEPTH:  # fewer are an error of the document, with its place
             raise MalformedRequest(f"{_NOT_JSON}: more brackets end than begin")
         if brackets + quotes // 2 > limits.max_parts:
             raise RequestTooLarge(

@@ -100,6 +100,10 @@ def test_golden_outputs_are_of_two_sequences(tmp_path: Path) -> None:
             np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+LOW = 1e-5
+"""A tolerance that rounding exceeds in `rounding_model(0.3)`, and not in `rounding_model(0.2)`."""
+
+
 def rounding_model(std: float) -> Model:
     """Return a MobileBERT without normalisation, which multiplies the errors of rounding."""
     made = model("mobilebert", layers=6)
@@ -122,9 +126,9 @@ def verified(folder: Path, made: Model, written: Model | None = None) -> Parity:
 def test_rounding_that_torch_shares_is_no_wrong_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error above 1e-4 is accepted, and the golden outputs are compared with as much.
+    """An error above the tolerance is accepted, and the golden outputs are compared with as much.
 
-    The tolerance is four errors of torch's own fp32 against fp64, and one between the two.
+    The usual tolerance is lower here: how far rounding moves this model depends on the processor. The tolerance is four errors of torch's own fp32 against fp64, and one between the two.
     """
     own: list[float] = []
 
@@ -134,12 +138,13 @@ def test_rounding_that_torch_shares_is_no_wrong_graph(
             own.append(max(errors[name] for name in errors if expected[name].dtype.kind == "f"))
         return errors
 
+    monkeypatch.setitem(verification.TOLERANCES, Precision.FP32, LOW)
     with monkeypatch.context() as patch:
         patch.setattr(verification, "output_errors", measured)
         parity = verified(tmp_path, rounding_model(0.3))
     assert parity.tolerance == pytest.approx(5 * max(own))
-    assert 1e-4 < max(parity.max_error.values()) <= parity.tolerance < 0.03
-    assert verified(tmp_path / "other", rounding_model(0.2)).tolerance == 1e-4
+    assert LOW < max(parity.max_error.values()) <= parity.tolerance < 0.03
+    assert verified(tmp_path / "other", rounding_model(0.2)).tolerance == LOW
 
 
 def test_a_wrong_graph_is_no_rounding(tmp_path: Path) -> None:
@@ -153,7 +158,8 @@ def test_a_wrong_graph_is_no_rounding(tmp_path: Path) -> None:
 def test_a_model_that_rounding_alone_moves_far_is_not_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "_MOST_ROUNDING", 1e-5)
+    monkeypatch.setitem(verification.TOLERANCES, Precision.FP32, LOW)
+    monkeypatch.setattr(verification, "_MOST_ROUNDING", 1e-6)
     with pytest.raises(ExportError, match=r"torch's own fp32 differs from fp64 by .* too much"):
         verified(tmp_path, rounding_model(0.3))
 

@@ -15,18 +15,11 @@ from tokenizers import normalizers
 
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service import tokenizer
+from cloze.service import pieces
 from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
 from cloze.service.core import InvalidRequest
-from cloze.service.tokenizer import (
-    NO_WORD,
-    Places,
-    Spans,
-    Tokenizer,
-    divide,
-    find_places,
-    groups,
-)
+from cloze.service.pieces import Places, divide, find_places, groups
+from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, unigram
 from tests.waiting import wait_until
@@ -153,7 +146,7 @@ def test_groups_are_bounded() -> None:
     texts = ["river " * 100] * 1000
     sizes = [sum(len(piece.content) for piece in group) for group in groups(texts, places)]
     assert sum(sizes) == 600_000
-    assert max(sizes) <= tokenizer._GROUP_CHARACTERS
+    assert max(sizes) <= pieces._GROUP_CHARACTERS
 
 
 EXPANDING = unigram()
@@ -167,8 +160,8 @@ def test_groups_are_bounded_after_a_normaliser_that_expands(rest: str) -> None:
     text = (EIGHTEEN + rest) * (100_000 // len(rest))
     made = [*groups([text], places_of(EXPANDING), expands=True)]
     sizes = [sum(len(normalize("NFKC", piece.content)) for piece in group) for group in made]
-    assert max(sizes) <= tokenizer._GROUP_CHARACTERS
-    assert len(made) >= sum(sizes) // tokenizer._GROUP_CHARACTERS
+    assert max(sizes) <= pieces._GROUP_CHARACTERS
+    assert len(made) >= sum(sizes) // pieces._GROUP_CHARACTERS
     assert "".join(piece.content for group in made for piece in group) == text
     start = text[:6000]
     parts = [part for _, part in divide(start, places_of(EXPANDING), 900)]

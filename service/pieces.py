@@ -1,0 +1,150 @@
+"""Divides long texts where their pieces have the tokens of the whole text.
+
+The tokenizers library needs about 250 bytes per character while it tokenizes a text. In pieces, a
+text needs only the memory of one group of them.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from cloze.service.core import InvalidRequest
+
+_PIECE_CHARACTERS = 16_384
+"""Most characters of a piece, unless the text has no place to divide it."""
+
+_GROUP_CHARACTERS = 65_536
+"""Characters of the pieces that are tokenized at once, after the normaliser."""
+
+_MOST_GROWTH = 2
+"""How many times as many characters a piece longer than a group may become by the normaliser."""
+
+SPACE_OR_PUNCTUATION = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
+"""White space, and punctuation and ideographs, each of which is a token of its own.
+
+Source: Devlin et al. 2019, `BasicTokenizer`.
+"""
+
+_SINGLE_SPACE = re.compile(r"(?<=[\w!-~])(?<![\u0e33\u0eb3\uff9e\uff9f]) (?=\w)")
+"""A space before a word, with which a token begins, in byte-level BPE and after SentencePiece.
+
+Not before a combining mark, which a normaliser may join to the space, nor after one: a mark after a
+no-break space may become a second space before this one. The four letters are such marks too.
+"""
+
+Places = re.Pattern[str]
+"""Matches each character before which a text may be divided."""
+
+
+class Piece(NamedTuple):
+    """A part of a text: the number of the text, and the first character of the part."""
+
+    text: int
+    start: int
+    content: str
+
+
+def find_places(parts: Mapping[str, Any]) -> Places | None:
+    """Return where a text may be divided so that its pieces have the tokens of the whole text.
+
+    Args:
+        parts: the tokenizer, in the format of the tokenizers library.
+
+    Returns:
+        None if no places are known for the tokenizer.
+    """
+    places = _places_of(parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {})
+    if places is None:
+        return None
+    for token in parts["added_tokens"]:
+        takes_space = token["rstrip"] or (token["lstrip"] and places is SPACE_OR_PUNCTUATION)
+        if takes_space or places.search(token["content"]):
+            return None
+    return places
+
+
+def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Places | None:
+    steps = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
+    if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
+        return SPACE_OR_PUNCTUATION
+    is_byte_level = steps == ["ByteLevel"] and not normalizer
+    if is_byte_level or steps == ["WhitespaceSplit", "Metaspace"] or steps == ["Metaspace"]:
+        return _SINGLE_SPACE
+    return None
+
+
+def divide(text: str, places: Places, size: int = _PIECE_CHARACTERS) -> Iterator[tuple[int, str]]:
+    """Yield the parts of a text, each with the number of its first character.
+
+    A part without a place to divide it is longer than the size, in characters.
+    """
+    start = 0
+    while len(text) - start > size:
+        end = _place(text, places, start, start + size)
+        yield start, text[start:end]
+        start = end
+    yield start, text[start:]
+
+
+def _place(text: str, places: Places, start: int, wanted: int) -> int:
+    """Return the last place to divide a text up to ``wanted``, else the first one after it."""
+    space = text.rfind(" ", (start + wanted) // 2, wanted + 1)
+    if space > start and places.match(text, space):
+        return space
+    for index in range(wanted, start, -1):
+        if places.match(text, index):
+            return index
+    found = places.search(text, wanted + 1)
+    return found.start() if found else len(text)
+
+
+def groups(
+    texts: Iterable[str], places: Places | None, *, expands: bool = False
+) -> Iterator[list[Piece]]:
+    """Yield the pieces of texts in order, in groups that are tokenized at once.
+
+    Args:
+        texts: the texts.
+        places: see `find_places`.
+        expands: whether the tokenizer replaces characters by their compatibility forms.
+
+    Raises:
+        InvalidRequest: a long piece becomes too many characters.
+    """
+    group: list[Piece] = []
+    characters = 0
+    for number, text in enumerate(texts):
+        for start, content, size in _pieces(text, places, expands=expands):
+            if group and characters + size > _GROUP_CHARACTERS:
+                yield group
+                group, characters = [], 0
+            group.append(Piece(number, start, content))
+            characters += size
+    if group:
+        yield group
+
+
+def _pieces(text: str, places: Places | None, *, expands: bool) -> Iterator[tuple[int, str, int]]:
+    """Yield the parts of a text: first character, content, characters after the normaliser."""
+    for start, content in [(0, text)] if places is None else divide(text, places):
+        size = _compatible_length(content) if expands else len(content)
+        growth = size // max(1, len(content))
+        if growth < _MOST_GROWTH:
+            yield start, content, size
+            continue
+        smaller = _PIECE_CHARACTERS // growth
+        for first, part in [(0, content)] if places is None else divide(content, places, smaller):
+            size = _compatible_length(part)
+            if size > _GROUP_CHARACTERS and size >= _MOST_GROWTH * len(part):
+                raise InvalidRequest(
+                    f"{len(part)} characters of a text, without a space, are {size} characters "
+                    f"for the model's tokenizer; the limit is {_GROUP_CHARACTERS}"
+                )
+            yield start + first, part, size
+
+
+def _compatible_length(text: str) -> int:
+    """Return the number of characters of a text in Unicode's compatibility form NFKD."""
+    parts = (text[at : at + _PIECE_CHARACTERS] for at in range(0, len(text), _PIECE_CHARACTERS))
+    return sum(len(unicodedata.normalize("NFKD", part)) for part in parts)

@@ -48,6 +48,11 @@ class Location(tuple[str | int, ...]):
         return Location((*self, *parts))
 
 
+def quoted(text: str) -> str:
+    """Return the beginning of a client's text for a message: in quotes and ASCII."""
+    return ascii(text[:80])[:80]
+
+
 class RequestError(ServiceError):
     """The request is wrong; a retry of the same request fails again.
 

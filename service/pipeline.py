@@ -29,6 +29,7 @@ from cloze.service.core import (
     Timings,
     UnknownModel,
     WrongTask,
+    quoted,
 )
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
@@ -368,7 +369,7 @@ class Models:
             if len(names) > _SHOWN_NAMES:
                 served += f" and {len(names) - _SHOWN_NAMES} more; GET /v1/models has all"
             raise UnknownModel(
-                f"no model {ascii(name[:80])[:80]} is served{self._to_whom} (there: {served})"
+                f"no model {quoted(name)} is served{self._to_whom} (there: {served})"
             )
         return named
 

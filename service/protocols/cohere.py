@@ -28,7 +28,6 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
     in_body,
     json_response,
-    large_json_response,
 )
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import (
@@ -207,7 +206,7 @@ class _Embed(TaskRoute):
             _texts(body),
             Meta(ApiVersion("2"), BilledUnits(result.tokens)),
         )
-        return large_json_response(answer) if result.is_large else json_response(answer)
+        return json_response(answer, in_parts=result.is_large)
 
 
 def _texts(body: CohereEmbedBody) -> list[str]:

@@ -35,7 +35,6 @@ from cloze.service.protocols.protocol import (
     answer_task,
     gate_models,
     json_response,
-    large_json_response,
     write_error,
 )
 from cloze.service.tasks import (
@@ -114,12 +113,14 @@ class _NativeRoute(TaskRoute):
         value = result.value
         if isinstance(body.inputs, self.task.alone):
             [value] = value
-        write = large_json_response if result.is_large else json_response
         if result.usage is not None:
-            return write({"result": value, "usage": result.usage})
+            value = {"result": value, "usage": result.usage}
+            return json_response(value, in_parts=result.is_large)
         is_vectors = self.task.vectors and not getattr(body, "return_offsets", None)
         kind, dtype = accepted(request) if is_vectors else (JSON, "")
-        return write(value) if kind == JSON else vector_bytes(value, kind, dtype)
+        if kind == JSON:
+            return json_response(value, in_parts=result.is_large)
+        return vector_bytes(value, kind, dtype)
 
 
 def body_type(task: Task) -> type[BaseModel]:

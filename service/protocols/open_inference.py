@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
+from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.record import RECORD
@@ -35,7 +35,6 @@ from cloze.service.protocols.protocol import (
     answer_task,
     gate_models,
     json_response,
-    large_json_response,
 )
 from cloze.service.protocols.tensors import (
     JSON_LENGTH,
@@ -183,13 +182,12 @@ class _TaskModel(TaskRoute):
         known = [tensor.name for tensor in self.tensors.outputs]
         for output in body.outputs or ():
             if output.name not in known:
-                name = ascii(output.name[:80])[:80]
-                problem = f"names {name}; {self.task.name} has {', '.join(known)}"
+                problem = f"names {quoted(output.name)}; {self.task.name} has {', '.join(known)}"
                 raise InvalidRequest(problem, Location(("outputs",)))
         texts: dict[str, list[str]] = {}
         for tensor in body.inputs:
             if tensor.name in texts:
-                raise InvalidRequest(f"has {ascii(tensor.name[:80])[:80]} twice", INPUTS)
+                raise InvalidRequest(f"has {quoted(tensor.name)} twice", INPUTS)
             texts[tensor.name] = _texts(tensor)
         given = dict(body.parameters or {})
         given.pop("binary_data_output", None)  # of the protocol, not of the task
@@ -222,7 +220,7 @@ class _TaskModel(TaskRoute):
         }
         if body.id is not None:
             answer["id"] = body.id
-        head = large_json_response(answer) if result.is_large else json_response(answer)
+        head = json_response(answer, in_parts=result.is_large)
         if not parts:
             return head
         length = (JSON_LENGTH.encode(), b"%d" % len(head.body))
@@ -231,14 +229,14 @@ class _TaskModel(TaskRoute):
 
 def _place(tensor: InferInput) -> Location:
     """Return the place of a tensor, by its name in ASCII."""
-    return Location((ascii(tensor.name[:80])[1:-1][:80],))
+    return Location((quoted(tensor.name)[1:-1],))
 
 
 def _texts(tensor: InferInput) -> list[str]:
     """Return the texts of an input tensor [n] or [n, 1]."""
     at = _place(tensor)
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
-        raise InvalidRequest(f"has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]", at)
+        raise InvalidRequest(f"has the shape {str(tensor.shape[:9])[:80]}; send [n] or [n, 1]", at)
     if tensor.data is None:
         raise InvalidRequest("has neither data nor binary_data_size", at)
     texts: list[str] = []
@@ -264,13 +262,13 @@ class _Server:
         models = self._context.models_of(request.scope[RECORD])
         if model is None or not bundle:
             raise UnknownModel(
-                f"no model {ascii(name[:80])[:80]} is served; a name is <bundle>.<task>, "
+                f"no model {quoted(name)} is served; a name is <bundle>.<task>, "
                 f"such as {_names(models)[0]}"
             )
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
         except WrongTask as error:
-            raise UnknownModel(f"no model {ascii(name[:80])[:80]} is served: {error}") from None
+            raise UnknownModel(f"no model {quoted(name)} is served: {error}") from None
         return model, chosen
 
     async def server(self, _: Request) -> Response:

@@ -22,7 +22,6 @@ from cloze.service.protocols.protocol import (
     TaskRoute,
     WireProtocol,
     json_response,
-    large_json_response,
 )
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
@@ -198,8 +197,8 @@ class _Embeddings(TaskRoute):
             vectors = [b64encode(vector).decode() for vector in vectors]
         rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
         usage = Usage(result.tokens, result.tokens)
-        write = large_json_response if result.is_large else json_response
-        return write(EmbeddingList("list", rows, body.model, usage))
+        answer = EmbeddingList("list", rows, body.model, usage)
+        return json_response(answer, in_parts=result.is_large)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

@@ -28,7 +28,6 @@ from cloze.service.logs import RequestCost
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.tasks import Task, TaskCall
-from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.task import WireModel
 
 _PART_NUMBERS = 65_536
@@ -103,16 +102,14 @@ class WireProtocol:
     error: Callable[[ErrorInfo], tuple[int, Any]]
 
 
-def json_response(value: Any) -> BytesResponse:
-    """Return a value as JSON; it may have dataclasses and arrays."""
-    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
+    """Return a value as JSON; it may have dataclasses and arrays.
 
-
-def large_json_response(value: Any) -> BytesResponse:
-    """Return a value as JSON, written part by part.
-
-    The interpreter runs no other thread while orjson writes a value: 0.8 s for 32,768 vectors.
+    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, so
+    that a large value is written in parts.
     """
+    if not in_parts:
+        return BytesResponse(_json(value))
     content = BytesIO()
     for part in json_parts(value):
         content.write(part)
@@ -136,13 +133,20 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
             yield memoryview(_json(value[first : first + rows]))[1:-1]
         yield b"]"
     elif isinstance(value, list) and value:
+        is_divided = _has_array(value[0])  # as all of them
         for number, item in enumerate(value):
             yield b"," if number else b"["
-            is_divided = isinstance(item, dict | np.ndarray | TokenVectors)
             yield from json_parts(item) if is_divided else (_json(item),)
         yield b"]"
     else:
         yield _json(value)
+
+
+def _has_array(value: Any) -> bool:
+    """Whether a value may be long: an array, an object, or a dataclass with an array."""
+    if is_dataclass(value):
+        return any(isinstance(getattr(value, each.name), np.ndarray) for each in fields(value))
+    return isinstance(value, dict | np.ndarray)
 
 
 def _json(value: Any) -> bytes:

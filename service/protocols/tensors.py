@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cloze.service.core import EmptyRequest, InvalidRequest, Location, MalformedRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location, MalformedRequest, quoted
 from cloze.service.tasks import Task
 from cloze.service.tasks.task import INPUTS, WireModel
 
@@ -88,7 +88,7 @@ class TaskTensors:
         for name in tensors:
             if name not in allowed:
                 raise InvalidRequest(
-                    f"has a tensor {ascii(name[:80])[:80]}; {task} takes {', '.join(allowed)}",
+                    f"has a tensor {quoted(name)}; {task} takes {', '.join(allowed)}",
                     INPUTS,
                 )
         for name in self._required:

@@ -17,7 +17,7 @@ import numpy as np
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
@@ -180,7 +180,7 @@ def original_tokens(
         context.limits.check_text(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
-            shown = ascii(original[:80])[:80]
+            shown = quoted(original)
             raise InvalidRequest(f"{shown} is not a token of the vocabulary", _ORIGINAL)
         if (masks := len(tokenizer.mask_positions(text))) > 1:
             raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)

@@ -5,7 +5,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import TaskContext
 
 LABEL_SET: Final[Any] = Field(
@@ -29,6 +29,5 @@ def choose_label_set(
     except KeyError:
         known = ", ".join(filter(None, options.names))[:200] or "none"
         reference = context.manifest.reference
-        shown = ascii((name or "")[:80])[:80]
-        problem = f"{shown} is not one of the label sets of {reference} ({known})"
+        problem = f"{quoted(name or '')} is not one of the label sets of {reference} ({known})"
         raise InvalidRequest(problem, Location(("label_set",))) from None

@@ -14,7 +14,7 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
 from cloze.model_store.manifest import Role
-from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
 from cloze.service.tasks.texts import LongTextRule, Offsets, TextEncoder, own_ids
 
@@ -53,9 +53,7 @@ def role_of(prompt_name: str | None) -> Role:
     if prompt_name is None:
         return Role.DOCUMENT
     if prompt_name not in [role.value for role in Role]:
-        problem = (
-            f"{ascii(prompt_name[:80])[:80]} is not one of the model's roles (query, document)"
-        )
+        problem = f"{quoted(prompt_name)} is not one of the model's roles (query, document)"
         raise InvalidRequest(problem, Location(("prompt_name",)))
     return Role(prompt_name)
 

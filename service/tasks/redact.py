@@ -14,7 +14,7 @@ from pydantic import Field
 
 from cloze.model_store.heads import token_classification as head
 from cloze.model_store.sequences import without_space
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
 from cloze.service.tasks.label_sets import LABEL_SET
 from cloze.service.tasks.patterns import Pattern, find, regions
@@ -131,9 +131,7 @@ def prepare(
     if parameters.min_score is not None:
         check_range(parameters.min_score, 0, 1, "min_score")
     if (region := parameters.region) is not None and region not in regions():
-        problem = (
-            f"is {ascii(region[:80])[:80]}; it needs a country in two capital letters, such as DE"
-        )
+        problem = f"is {quoted(region)}; it needs a country in two capital letters, such as DE"
         raise InvalidRequest(problem, Location(("region",)))
     labels = _labels(parameters.labels, tagged, context)
     # The answer repeats the texts and, beside them, what it replaces.
@@ -153,7 +151,7 @@ def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) 
     for number, label in enumerate(asked):
         if label not in known:
             shown = ascii(", ".join(known))[1:-1][:200]
-            problem = f"is {ascii(label[:80])[:80]}; {context.manifest.reference} has {shown}"
+            problem = f"is {quoted(label)}; {context.manifest.reference} has {shown}"
             raise InvalidRequest(problem, _LABELS.below(number))
     return frozenset(asked)
 

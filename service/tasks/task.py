@@ -21,7 +21,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import Role
-from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
+from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask, quoted
 from cloze.service.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
@@ -236,7 +236,7 @@ class TaskContext:
             return ""
         if name not in prompts:
             known = ", ".join(map(ascii, prompts)) or "none"
-            problem = f"{ascii(name[:80])[:80]} is not one of the model's prompts ({known})"
+            problem = f"{quoted(name)} is not one of the model's prompts ({known})"
             raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 

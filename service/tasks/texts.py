@@ -11,7 +11,7 @@ from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
-from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
     NotEmpty,
@@ -149,7 +149,7 @@ class TextParameters(TruncationParameters, UsageParameters):
             raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
         if (role := ROLE_WORDS.get(self.input_type)) is None:
             known = ", ".join(ROLE_WORDS)
-            problem = f"{ascii(self.input_type[:80])[:80]} is not one of {known}"
+            problem = f"{quoted(self.input_type)} is not one of {known}"
             raise InvalidRequest(problem, Location(("input_type",)))
         return role
 

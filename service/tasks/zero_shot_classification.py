@@ -14,7 +14,7 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
     NotEmpty,
@@ -157,17 +157,13 @@ def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContex
             problem = f"has {len(label)} characters; the limit of a label is {_LABEL_CHARACTERS}"
             raise InvalidRequest(problem, _LABELS.below(number))
         if (other := first.setdefault(label, number)) != number:
-            problem = (
-                f"is {ascii(label[:80])[:80]}, as {_LABELS.below(other)} is; a label is given once"
-            )
+            problem = f"is {quoted(label)}, as {_LABELS.below(other)} is; a label is given once"
             raise InvalidRequest(problem, _LABELS.below(number))
     template = _TEMPLATE if template is None else template
     limits.check_text(template, _TEMPLATE_PLACE)
     before, place, after = template.partition(_PLACE)
     if not place or set(_PLACE) & set(before + after):
-        problem = (
-            f"is {ascii(template[:80])[:80]}; it needs {_PLACE} once, for the label, and no brace"
-        )
+        problem = f"is {quoted(template)}; it needs {_PLACE} once, for the label, and no brace"
         raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
     # A short body may have a long template and many labels.
     if (length := len(template) * len(labels)) > (most := limits.max_text_characters):

@@ -348,7 +348,7 @@ def test_json_in_parts_is_that_of_the_whole(
     value: Any, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "_PART_NUMBERS", numbers)
-    response, whole = protocol.large_json_response(value), protocol.json_response(value)
+    response, whole = protocol.json_response(value, in_parts=True), protocol.json_response(value)
     assert response.body == whole.body
     assert response.raw_headers == whole.raw_headers
 

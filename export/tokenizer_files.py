@@ -48,8 +48,11 @@ BYTE_LEVEL_TOKENS = {
 }
 """The special tokens of RoBERTa, and of most families after it."""
 
-_BYTE_LEVEL_CLASSES = {"BartTokenizer", "GPT2Tokenizer", "LongformerTokenizer"}
-"""Classes of byte-level BPE tokenizers beside those of the families."""
+_BYTE_LEVEL_CLASSES = {"BartTokenizer", "LongformerTokenizer"}
+"""Classes of byte-level BPE tokenizers with RoBERTa's special tokens, beside the families' own.
+
+Not GPT-2's, which puts no special tokens around a text.
+"""
 
 BYTE_LEVEL_SPACE = "Ġ"
 """The first character of a token with a space before it, in byte-level BPE."""

@@ -225,7 +225,9 @@ LISTED: dict[str, dict[str, Any]] = {
     "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {
         "1": entry("[UNK]", special=True), "5": entry("[unused0]", special=True),
     }}},
-    "case": {"tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]", normalized=True)}}},
+    "case": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]", normalized=True)}}
+    },
     "no case": {"tokenizer_config.json": {"added_tokens_decoder": {"6": entry("[e1]")}}},
     "word": {"tokenizer_config.json": {"added_tokens_decoder": {
         "7": entry("kin", single_word=True, normalized=True),

@@ -285,7 +285,10 @@ def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> No
     }
     head, whole = (load_checkpoint(str(tmp_path / name)) for name in ("head", "tuned"))
     ids = torch.tensor([[9, 10, 11]])
-    # Equal weights; a product may round otherwise where they lie elsewhere in memory.
+    weights = whole.model.state_dict()
+    assert weights.keys() == head.model.state_dict().keys()
+    assert all(torch.equal(one, weights[name]) for name, one in head.model.state_dict().items())
+    # A product of equal weights may round otherwise where they lie elsewhere in memory.
     torch.testing.assert_close(ours(head, HEAD, ids), ours(whole, HEAD, ids), atol=1e-6, rtol=0)
     assert head.options == whole.options
     assert head.source.encoder_sha256 == base.source.encoder_sha256

@@ -128,7 +128,8 @@ def test_rounding_that_torch_shares_is_no_wrong_graph(
 ) -> None:
     """An error above the tolerance is accepted, and the golden outputs are compared with as much.
 
-    The usual tolerance is lower here: how far rounding moves this model depends on the processor. The tolerance is four errors of torch's own fp32 against fp64, and one between the two.
+    The tolerance is four errors of torch's own fp32 against fp64, and one between the two. The
+    usual one is lower here: how far rounding moves this model depends on the processor.
     """
     own: list[float] = []
 

@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cloze.model_store import Bundle
 from cloze.service.application import PAGES, Snapshot, create_app, return_memory_later
-from cloze.service.batching.admission import Promises
+from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
     BUSY,
     Changes,
     EngineDead,
+    Overloaded,
     Reload,
     ReloadRefused,
     ServiceError,
@@ -28,10 +31,10 @@ from cloze.service.core import (
     StartupError,
 )
 from cloze.service.http.errors import STATUSES_FROM_ZERO
-from cloze.service.http.gate import Gate, Paths, Starts
+from cloze.service.http.gate import Gate, Paths, Refusal, Returns, Starts
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys
-from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
+from cloze.service.http.memory_limit import MemoryLimit, Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.routes import Recorder
 from cloze.service.http.watch import RequestWatch
@@ -156,18 +159,16 @@ class Service:
             operations.QUIET_ROUTES,
         )
         self.answers = UnreadAnswers(settings.max_answers_bytes)
-        self._max_wait_s = settings.max_queue_wait_ms / 1000
+        self._waits = WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms)
         self._watch = RequestWatch(
             settings.request_timeout_ms / 1000,
-            MemoryLimit("bodies", settings.max_bodies_bytes, self._max_wait_s),
+            MemoryLimit("bodies", settings.max_bodies_bytes, self._waits.longest_s),
             self.answers,
         )
         self.starts = Starts()
-        self._promises = Promises()
+        self.returns = Returns()
         self._responder = ErrorResponder(registries.protocols)
-        self._recorder = Recorder(
-            metrics, self._access_log, tracing, self.answers, self._responder.respond
-        )
+        self._recorder = Recorder(metrics, self._access_log, tracing, self.answers, self._respond)
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
         self.reopens = opener is not None
@@ -190,7 +191,7 @@ class Service:
         tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
         for model in served:
             limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
-            pipelines.append(Pipeline(model, limits, self._promises, tokenizers.get(path)))
+            pipelines.append(Pipeline(model, limits, tokenizers.get(path)))
             tokenizers[path] = pipelines[-1].context.tokenizer
         models = Models(pipelines, registries.tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
@@ -212,12 +213,12 @@ class Service:
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             error_bytes=self._responder.body,
-            max_wait_s=self._max_wait_s,
+            limits=self._waits,
             starts=self.starts,
-            promises=self._promises,
+            returns=self.returns,
             recorder=self._recorder,
         )
-        app = create_app(routes, settings, self._responder.respond, needs_keys=has_keys)
+        app = create_app(routes, settings, self._respond, needs_keys=has_keys)
         paths = Paths([*PAGES, *(route.path for route in routes)])
         return Snapshot(models, gate, app, routes, paths)
 
@@ -249,10 +250,17 @@ class Service:
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))
 
-    def admit(self, scope: Scope) -> bytes | None:
-        """Make the record of a request, and return the response if its gate refuses the request."""
+    async def _respond(self, request: Request, error: Exception) -> Response:
+        """Return the response to an error in the shape of the protocol; see `Gate.spread`."""
+        if isinstance(error, Overloaded):
+            await self.snapshot.gate.spread(request.scope[RECORD], error)
+        return await self._responder.respond(request, error)
+
+    def admit(self, scope: Scope, connection: Reader) -> Refusal | None:
+        """Make the record of a request, and return the refusal if its gate refuses the request."""
         snapshot = self.snapshot
         record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        record.connection = connection
         scope[RECORD] = record
         return snapshot.gate.refusal(record) if record.method == "POST" else None
 

@@ -136,14 +136,20 @@ class Overloaded(ServiceError):
 
     Attributes:
         retry_after_s: seconds until the server is likely to admit the request.
+        each_s: seconds in which the queue works off one such request.
     """
 
     def __init__(
-        self, message: str, retry_after_s: float, reason: Rejection = Rejection.WAIT
+        self,
+        message: str,
+        retry_after_s: float,
+        reason: Rejection = Rejection.WAIT,
+        each_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason
+        self.each_s = each_s
 
 
 class DeadlineExceeded(ServiceError):
@@ -250,8 +256,6 @@ class Submission(NamedTuple):
         encodings: at least one when the queue gets them; none before the texts are tokenized.
         timeout_s: the time limit that the request states, if any.
         trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
-        returning: whether the request comes back when a refusal said so. It goes before new ones,
-            but not before what was accepted.
         accepted: whether the request arrived before the drain and must still be answered.
         later_round: whether the request was admitted in an earlier round; then neither a drain nor
             a full queue refuses it.
@@ -263,7 +267,6 @@ class Submission(NamedTuple):
     client: str = ""
     timeout_s: float | None = None
     trace: str = ""
-    returning: bool = False
     accepted: bool = False
     later_round: bool = False
     is_bulk: bool = False
@@ -280,10 +283,12 @@ class ExpectedWait(NamedTuple):
     Attributes:
         seconds: seconds until its first batch starts.
         per_request_s: seconds by which each such request delays the next one.
+        requests: number of the client's requests in the process that have not ended.
     """
 
     seconds: float
     per_request_s: float
+    requests: int = 0
 
 
 class QueueState(NamedTuple):

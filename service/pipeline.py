@@ -16,12 +16,9 @@ from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
 from cloze.service.abandonment import run_on_thread
-from cloze.service.batching.admission import PromiseKey, Promises
-from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
-    Overloaded,
     ServiceError,
     ShuttingDown,
     StartupError,
@@ -145,8 +142,7 @@ class Completions:
 class Pipeline:
     """Runs the task calls of one served model.
 
-    The promises say when refused requests of the process may come back. Models with one tokenizer
-    may share it.
+    Models with one tokenizer may share it.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
@@ -156,11 +152,9 @@ class Pipeline:
         self,
         model: ServedModel,
         limits: TaskLimits,
-        promises: Promises | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.model = model
-        self._promises = promises or Promises()
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
         self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
@@ -262,20 +256,7 @@ class Pipeline:
         """
         if not submission.encodings:
             return _NOTHING_RUN
-        queue = self.model.queue
-        try:
-            return await self._completions.wait(queue.submit(submission))
-        except Overloaded as error:
-            client, timeout_s = submission.client, submission.timeout_s
-            is_bulk, tokens = submission.is_bulk, submission.tokens
-            key = PromiseKey(self.reference, client, LineKey.of(0, timeout_s).patience, is_bulk)
-            now = time.monotonic()
-            if not submission.returning and self._promises.redeem(key, now):
-                return await self._outputs(submission._replace(returning=True))
-            wait = queue.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
-            after_s = self._promises.promise(key, now, error.retry_after_s, wait.per_request_s)
-            error.retry_after_s = after_s
-            raise
+        return await self._completions.wait(self.model.queue.submit(submission))
 
 
 class Models:

@@ -19,7 +19,7 @@ from cloze.service.adapters import (
     open_adapters,
     with_engines,
 )
-from cloze.service.batching.admission import Activity, SchedulerLimits
+from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
@@ -225,7 +225,7 @@ class LocalModels:
             workers=settings.worker_count(engine.device),
             max_batch_tokens=batch_tokens(bundle, engine, settings),
             max_queue_tokens=settings.max_queue_tokens,
-            max_wait_s=settings.max_queue_wait_ms / 1000,
+            waits=WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms),
             stall_timeout_s=settings.stall_timeout_ms / 1000,
             canary_s=settings.canary_interval_ms / 1000,
             batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,

@@ -211,6 +211,7 @@ class _Server(uvicorn.Server):
                 table=self._table,
                 answers=service.answers,
                 starts=service.starts,
+                returns=service.returns,
                 config=self.config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state | {OF_ADMIN_SOCKET: is_admin},

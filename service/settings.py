@@ -144,12 +144,13 @@ class Settings(BaseSettings):
         description="most queued tokens per model, which bounds the memory of the queue; further "
         "requests get status 429; one line of a client holds half of them at most",
     )
-    max_queue_wait_ms: int = Field(
-        2500,
+    max_queue_wait_ms: int | None = Field(
+        None,
         ge=0,
         le=86_400_000,
         description="longest expected wait for the first batch of a request that states no time "
-        "limit; a request that would wait longer gets status 429 at once; 0: no limit",
+        "limit; a request that would wait longer gets status 429 at once; 0: no limit; not set: "
+        "2500, and a client may have 64 requests waiting for longer",
     )
     max_request_bytes: int = Field(
         8_388_608,
@@ -161,7 +162,7 @@ class Settings(BaseSettings):
         ge=1024,
         description="most bytes of all request bodies above 64 KiB that a process holds at once; "
         "one client holds half of them at most; further ones wait, and get status 429 after "
-        "max_queue_wait_ms",
+        "max_queue_wait_ms, or 2.5 s",
     )
     max_answers_bytes: int = Field(
         67_108_864,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits, WaitLimits
 from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
@@ -75,7 +75,7 @@ class Server:
 def server(max_wait_s: float = 4.0) -> Iterator[Server]:
     clock = Clock()
     with virtual_time(clock):
-        limits = SchedulerLimits(1, 20, 10**6, stall_timeout_s=1000.0, max_wait_s=max_wait_s)
+        limits = SchedulerLimits(1, 20, 10**6, stall_timeout_s=1000.0, waits=WaitLimits(max_wait_s))
         scheduler = Scheduler(FakeEngine(), limits)
         scheduler._admission.tokens_per_s = RATE
         yield Server(scheduler, clock)

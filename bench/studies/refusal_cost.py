@@ -88,6 +88,7 @@ async def main() -> None:
             table=table,
             answers=service.answers,
             starts=service.starts,
+            returns=service.returns,
             config=config,
             server_state=ServerState(),
             app_state={},

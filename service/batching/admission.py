@@ -1,21 +1,19 @@
 """Decides whether a request may wait: by its expected end, and by the memory of the queue.
 
 A request waits behind what waits in its line, while each other line gets as much. Later requests of
-its line do not delay it; later lines may, so a request is admitted only if it is expected to end in
-half of its time, and if all that was accepted can still end in time (`Demand`). `Promises` has the
-times at which refused requests may come back.
-docs/decisions/0017-admission-by-time.md has the alternatives.
+its line do not delay it; later lines may, so a part of its time is left for them, and a request is
+admitted only if all that was accepted before can still end in time (`Demand`).
+docs/batching.md explains the rules, docs/decisions/0017-admission-by-time.md the reasons.
 """
 
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cloze.service.batching.fair_queue import BULK_SHARE, FairQueue, LineKey, due_time
-from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection, Submission
+from cloze.service.core import ExpectedWait, Overloaded, Rejection, Submission
 
 _MIN_WINDOW_S = 0.25
 """Shortest time over which a rate is measured; a batch takes about 20 ms."""
@@ -26,26 +24,81 @@ _MAX_WINDOW_S = 10.0
 _LEAST_RATE_SHARE = 0.2
 """Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
 
-_SHARE_OF_TIME = 0.5
-"""Share of its time in which a request must be expected to end.
+_SHARE_OF_STATED = 0.5
+"""Share of the time limit that a request states in which it must be expected to end.
 
 The rest is for clients and lines that come later, and for errors of the measured rate.
 """
 
-_RETURNING = 1.25
-"""How much longer a request may wait that comes back when it was told to."""
+_SHARE_OF_TIMEOUT = 0.75
+"""The same share of the request timeout, for a request that states no time limit."""
 
-_MOST_PROMISES = 8192
-"""Most promises of a process. A line may hold as many as are left free (Choudhury 1998)."""
+_LONGEST_WAIT_S = 2.5
+"""Longest wait of a request that states no time limit, if no setting says another.
 
-_LONGEST_PROMISE_S = 60.0
-"""Longest time of a promise; the openai client waits for no longer."""
+httpx gives up after 5 s, and a wait of 2.5 s may take 4 s while an overload begins.
+"""
 
-_EARLY_S = 0.05
-"""How much earlier than told a client may come; timers and clocks are not exact."""
+_FREE_REQUESTS = 64
+"""Requests of a client that may wait beyond the longest wait, if no setting says another wait.
 
-_LATE_S = 3.0
-"""How much later than told a client may come: a whole second of rounding, and its own delay."""
+Load generators and pools of threads use up to 64 connections, and ignore refusals.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """How long requests may wait for their first batch.
+
+    Attributes:
+        longest_s: longest wait of a request that states no time limit; 0: no limit.
+        timeout_s: the request timeout, of a request that states no time limit.
+        free_requests: requests of a client, over all models of the process, that may wait for
+            longer, if they are expected to end within the request timeout.
+    """
+
+    longest_s: float = 0.0
+    timeout_s: float = math.inf
+    free_requests: int = 0
+
+    @classmethod
+    def of(cls, max_queue_wait_ms: int | None, request_timeout_ms: int) -> "WaitLimits":
+        """Return the limits of settings; a longest wait that an operator has set is exact."""
+        timeout_s = request_timeout_ms / 1000
+        if max_queue_wait_ms is None:
+            return cls(_LONGEST_WAIT_S, timeout_s, _FREE_REQUESTS)
+        return cls(max_queue_wait_ms / 1000, timeout_s)
+
+    def excess_s(self, wait: ExpectedWait, stated_s: float | None, share: float = 1.0) -> float:
+        """Return in how many seconds a request may wait; 0.0 or less: it may wait now.
+
+        Args:
+            wait: the expected wait of the request.
+            stated_s: the time limit that the request states, if any.
+            share: share of the limits that the request may use.
+        """
+        if stated_s is not None:
+            return wait.seconds - share * _SHARE_OF_STATED * stated_s
+        if not self.longest_s:
+            return 0.0
+        too_long_s = wait.seconds - share * self.longest_s
+        if not self.free_requests:
+            return too_long_s
+        too_many = wait.requests + 1 - share * self.free_requests
+        end_s = wait.seconds + wait.per_request_s
+        too_late_s = end_s - _SHARE_OF_TIMEOUT * self.timeout_s
+        return min(too_long_s, max(too_many * wait.per_request_s, too_late_s))
+
+    def describe_excess(self, wait: ExpectedWait, stated_s: float | None) -> str:
+        """Return the message for a request that may not wait."""
+        about = f"the request would wait about {math.ceil(wait.seconds * 10) / 10:g} s; "
+        if stated_s is not None:
+            allowed_s = _SHARE_OF_STATED * stated_s
+            return f"{about}{allowed_s:g} s are allowed, half of the time limit that it states"
+        about += f"CLOZE_MAX_QUEUE_WAIT_MS allows {self.longest_s:g} s"
+        if self.free_requests:
+            about += f" beyond the first {self.free_requests} requests of a client"
+        return about
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +108,7 @@ class SchedulerLimits:
     Attributes:
         max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
         max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
-        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
+        waits: how long requests may wait.
         stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
             that, the engine hangs.
         batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
@@ -67,29 +120,38 @@ class SchedulerLimits:
     max_queue_tokens: int
     stall_timeout_s: float
     batch_latency_s: float = 0.0
-    max_wait_s: float = 0.0
+    waits: WaitLimits = WaitLimits()
     canary_s: float = 0.0
 
 
 class Activity:
-    """Counts the busy workers of all schedulers of a process. Any thread may call `add`.
+    """What all schedulers of a process do together. Any thread may call the methods.
 
     A lone batch can use all cores; others share them.
 
     Attributes:
         busy: number of workers that look for work or run a batch.
         asked: `time.monotonic` time at which a request that is not bulk was last queued.
+        requests: number of requests that have not ended, by client.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.busy = 0
         self.asked = -math.inf
+        self.requests: Counter[str] = Counter()
 
     def add(self, workers: int) -> None:
         """Count workers that become busy; negative: those that begin to wait, or end."""
         with self._lock:
             self.busy += workers
+
+    def count(self, client: str, requests: int) -> None:
+        """Count requests of a client; negative: those that have ended."""
+        with self._lock:
+            self.requests[client] += requests
+            if not self.requests[client]:
+                del self.requests[client]
 
 
 class DrainRate:
@@ -184,8 +246,9 @@ class Admission:
     ) -> ExpectedWait:
         """Return the wait of a request that arrives now; see `core.Queue`."""
         rate, queue = self._rate_of(is_bulk=is_bulk), self._queue
+        requests = self._activity.requests[client]
         if not rate:
-            return NO_WAIT
+            return ExpectedWait(0.0, 0.0, requests)
         key = LineKey.of(tokens, timeout_s, is_bulk=is_bulk)
         ahead, lines, clients = queue.share(client, key)
         # Other lines of the client go on, so all of them count; other clients only as they wait.
@@ -194,7 +257,7 @@ class Admission:
         waiting = alike + unsubmitted
         wait = min(own * clients, max(own, waiting))
         each = min(tokens * lines * clients, waiting + tokens)
-        return ExpectedWait(wait / rate, each / rate)
+        return ExpectedWait(wait / rate, each / rate, requests)
 
     def check(self, submission: Submission) -> None:
         """Raise if a request has to wait for too long. An empty queue admits any request.
@@ -218,112 +281,25 @@ class Admission:
                 f"together they would be more than the {free} that are left of the limit of {most}",
                 (ahead + tokens - free) / rate if rate else 1.0,
                 Rejection.QUEUE_FULL,
+                tokens / rate if rate else 0.0,
             )
         if not rate:
             return
         wait = self.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
-        end_s, left_s = wait.seconds + wait.per_request_s, submission.deadline - now
-        factor = _RETURNING if submission.returning else 1.0
-        limit_s = factor * longest_wait_s(timeout_s, self._limits.max_wait_s)
-        if wait.seconds > limit_s:
-            raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
+        waits, each_s = self._limits.waits, wait.per_request_s
+        if (excess_s := waits.excess_s(wait, timeout_s)) > 0:
+            message = waits.describe_excess(wait, timeout_s)
+            raise Overloaded(message, excess_s, Rejection.WAIT, each_s)
+        end_s, left_s = wait.seconds + each_s, submission.deadline - now
         due = math.inf if is_bulk else due_time(now, submission.deadline)
         slack_s = queue.demand.slack_s(now, self._rate_of(is_bulk=False), due, tokens)
-        late_s = max(end_s - factor * _SHARE_OF_TIME * left_s, -slack_s)
+        share = _SHARE_OF_TIMEOUT if timeout_s is None else _SHARE_OF_STATED
+        late_s = max(end_s - share * left_s, -slack_s)
         if late_s > 0:
             raise Overloaded(
                 f"the request would end in about {end_s:.1f} s beside what was accepted before it, "
                 f"which is too close to its time limit in {left_s:.1f} s",
                 late_s,
                 Rejection.DEADLINE,
+                each_s,
             )
-
-
-def longest_wait_s(timeout_s: float | None, max_wait_s: float) -> float:
-    """Return the longest wait with which a request is admitted; without limits, infinity."""
-    if timeout_s is not None:
-        return _SHARE_OF_TIME * timeout_s
-    return max_wait_s or float("inf")
-
-
-def too_long(wait_s: float, limit_s: float) -> str:
-    """Return the message for a request that would wait for too long."""
-    return f"the request would wait about {wait_s:.1f} s, longer than its limit of {limit_s:g} s"
-
-
-class PromiseKey(NamedTuple):
-    """The requests of a client and a class of patience, before the engine of a model.
-
-    The size does not count: the gate only estimates it.
-    """
-
-    model: str
-    client: str
-    patience: int
-    is_bulk: bool = False
-
-
-class Promises:
-    """When refused requests may come back: the ``Retry-After`` of a refusal is a reservation.
-
-    A line admits requests at the rate at which it drains. So each refused request of a line gets a
-    time of its own, one after another. A client that comes back at that time goes before new
-    requests: these are admitted only while the line is half empty as long as times are promised. So
-    promises that nobody redeems never leave the workers idle.
-
-    The class is not safe for threads: the event loop of the process makes every call.
-    """
-
-    def __init__(self) -> None:
-        self._times: dict[PromiseKey, deque[float]] = {}  # by line, the earliest time first
-        self._count = 0
-        self._swept = 0.0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def promise(self, line: PromiseKey, now: float, wait_s: float, each_s: float) -> float:
-        """Return the seconds after which a refused request may come back, and remember the time.
-
-        Args:
-            line: the line that refused the request.
-            now: `time.monotonic` time.
-            wait_s: seconds until the line would admit the request if nothing was promised.
-            each_s: seconds in which the line works off one such request.
-        """
-        times = self.outstanding(line, now)
-        at = now + wait_s
-        if times:
-            at = max(at, times[-1] + each_s)
-        if at > now + _LONGEST_PROMISE_S:
-            return _LONGEST_PROMISE_S
-        if self._count >= _MOST_PROMISES // 2 and now > self._swept + 1:
-            self._swept = now
-            for each in list(self._times):
-                self.outstanding(each, now)
-        if len(times) < _MOST_PROMISES - self._count:
-            self._times[line] = times
-            times.append(at)
-            self._count += 1
-        return at - now
-
-    def redeem(self, line: PromiseKey, now: float) -> bool:
-        """Return whether a request of a line comes back as told, and take its time away."""
-        times = self.outstanding(line, now)
-        if not times or times[0] - _EARLY_S > now:
-            return False
-        times.popleft()
-        self._count -= 1
-        return True
-
-    def outstanding(self, line: PromiseKey, now: float) -> deque[float]:
-        """Return the times of a line that have not passed: of requests that may still come back."""
-        times = self._times.get(line)
-        if times is None:
-            return deque()
-        while times and times[0] + _LATE_S < now:
-            times.popleft()
-            self._count -= 1
-        if not times:
-            del self._times[line]
-        return times

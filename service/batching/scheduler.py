@@ -142,6 +142,7 @@ class Scheduler:
             later_round, is_bulk = submission.later_round, submission.is_bulk
             line = LineKey.of(tokens, timeout_s, later_round=later_round, is_bulk=is_bulk)
             request = self._queue.add(submission, line)
+            self._activity.count(submission.client, 1)
             if not is_bulk:
                 self._activity.asked = time.monotonic()
             request.add_done_callback(self._forget)
@@ -405,6 +406,7 @@ class Scheduler:
         assert isinstance(request, PendingRequest)
         with self._lock:
             self._queue.forget(request)
+        self._activity.count(request.line.client.name, -1)
         if request.cancelled():
             request.set_running_or_notify_cancel()  # wakes threads that wait for the future
 

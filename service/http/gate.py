@@ -2,8 +2,10 @@
 
 Without the gate, a refusal costs almost as much as an answer, and under an overload refusals take
 the processor from the answers. The scheduler decides on the same figures, with the tokens of the
-request, which the gate estimates by the size of the body. The gate also lets those go first that
-come back when they were told to (`batching.admission`).
+request, which the gate estimates by the size of the body.
+
+A refused request is told when to come back, one after another. A connection that does not wait gets
+its next refusal late, so that a storm of requests costs timers instead of processor time.
 """
 
 import asyncio
@@ -12,18 +14,15 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from cloze.service.batching.admission import (
-    DrainRate,
-    PromiseKey,
-    Promises,
-    longest_wait_s,
-    too_long,
-)
+from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.fair_queue import LineKey
-from cloze.service.core import Overloaded, Rejection, ServiceError
-from cloze.service.http.record import RequestRecord, is_first_try
+from cloze.service.core import ExpectedWait, Overloaded, Rejection, ServiceError
+from cloze.service.http.memory_limit import Reader
+from cloze.service.http.record import RequestRecord
 from cloze.service.http.routes import GateModel, Recorder
 
 _BYTES_PER_TOKEN = 5
@@ -35,6 +34,26 @@ _PER_TURN = 4
 _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
 
+
+_SHARE_OF_NEW = 0.75
+"""Share of the limits for new requests while refused ones are due to come back."""
+
+_EARLY_S = 0.005
+"""How much earlier than told a client may come; timers and clocks are not exact."""
+
+_SHORTEST_TOLD_S = 0.05
+"""Shortest time after which a client is told to come back."""
+
+_LONGEST_TOLD_S = 60.0
+"""Longest time after which a client is told to come back; the openai client waits for no longer."""
+
+_FIRST_HOLD_S = 0.05
+"""How long the first refusal is held that a connection gets too early; doubles with each one."""
+
+_LONGEST_HOLD_S = 1.0
+
+_MOST_LINES = 4096
+"""Most lines whose next time is kept."""
 
 _Start = tuple[RequestRecord, Callable[[], None]]
 """A request that waits, and the function that starts it."""
@@ -49,11 +68,13 @@ class Starts:
 
     Attributes:
         unsubmitted: (client, line) -> tokens of requests whose handlers have not begun.
+        requests: client -> number of these requests.
         waiting: number of requests that wait for a later turn.
     """
 
     def __init__(self) -> None:
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
+        self.requests: Counter[str] = Counter()
         self._lines: dict[str, deque[_Start]] = {}  # by client, the next one first
         self.waiting = 0
         self._started = 0  # in this turn
@@ -65,9 +86,12 @@ class Starts:
         if request.unstarted is not None:
             line, tokens = request.unstarted
             request.unstarted = None
+            self.requests[request.client] -= 1
             self.unsubmitted[request.client, line] -= tokens
             if not self.unsubmitted[request.client, line]:
                 del self.unsubmitted[request.client, line]
+            if not self.requests[request.client]:
+                del self.requests[request.client]
 
     def start(self, request: RequestRecord, begin: Callable[[], None]) -> None:
         """Start a request in this turn or later.
@@ -78,6 +102,7 @@ class Starts:
         if request.unstarted is not None:
             line, tokens = request.unstarted
             self.unsubmitted[request.client, line] += tokens
+            self.requests[request.client] += 1
         if self.waiting or self._started >= _PER_TURN:
             self._lines.setdefault(request.client, deque()).append((request, begin))
             self.waiting += 1
@@ -118,36 +143,149 @@ class Starts:
         asyncio.get_running_loop().call_soon(self._turn)
 
 
+class RefusedLine(NamedTuple):
+    """Which refused requests come back one after another: those of a client and of one reason.
+
+    Attributes:
+        model: full name of the model whose queue refused them.
+        patience: see `LineKey`.
+    """
+
+    reason: Rejection
+    model: str
+    client: str
+    patience: int
+    is_bulk: bool
+
+
+@dataclass(slots=True)
+class _Refused:
+    """The last refusal of a connection.
+
+    Attributes:
+        at: `time.monotonic` time at which the connection was told to come back.
+        each_s: seconds by which the refusal moved the time of the next one.
+        early: number of refusals that the connection did not wait for; halved when it waits.
+    """
+
+    line: RefusedLine
+    at: float
+    each_s: float
+    early: int = 0
+
+
+class Returns:
+    """When refused requests may come back: one after another, as fast as their line is worked off.
+
+    Nothing is kept for a request that does not come back: a time passes, and a connection that
+    closes or is admitted gives its time back. Each connection has one time, however often it asks.
+
+    For example, a line works off 40 requests per second and has room in 0.1 s. The first connection
+    that is refused is told 0.1 s, the next ones 0.125 s and 0.15 s.
+
+    The class is not safe for threads: the event loop of the process makes every call.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[RefusedLine, float] = {}  # the latest time that was told
+        self._refused: dict[Reader, _Refused] = {}
+
+    def share(self, connection: Reader | None, line: RefusedLine, now: float) -> float:
+        """Return the share of the limits that a request may use; all if it comes back as told."""
+        if self._last.get(line, 0.0) <= now:
+            return 1.0
+        refused = None if connection is None else self._refused.get(connection)
+        is_due = refused is not None and refused.line == line and now >= refused.at - _EARLY_S
+        return 1.0 if is_due else _SHARE_OF_NEW
+
+    def refuse(
+        self,
+        connection: Reader | None,
+        line: RefusedLine,
+        now: float,
+        room_s: float,
+        each_s: float,
+    ) -> tuple[float, float]:
+        """Return when a refused request may come back, and how long its refusal is to be held.
+
+        Args:
+            connection: the connection of the request, if known.
+            line: the line that refused the request.
+            now: `time.monotonic` time.
+            room_s: seconds until the line has room.
+            each_s: seconds in which the line works off one such request.
+
+        Returns:
+            Two numbers of seconds.
+        """
+        before = None if connection is None else self._refused.get(connection)
+        if before is not None and before.line == line and now < before.at - _EARLY_S:
+            hold_s = min(_FIRST_HOLD_S * 2**before.early, _LONGEST_HOLD_S)
+            before.early = min(before.early + 1, 16)
+            return max(before.at - now, room_s), hold_s
+        if len(self._last) >= _MOST_LINES:
+            self._last.clear()
+        last = self._last.get(line, 0.0)
+        at = now + max(room_s, _SHORTEST_TOLD_S)
+        if last > now:
+            at = max(at, min(last + each_s, now + _LONGEST_TOLD_S))
+        self._last[line] = max(last, at)
+        if connection is not None:
+            moved_s = at - last if last > now else 0.0
+            early = before.early // 2 if before is not None else 0
+            self._refused[connection] = _Refused(line, at, moved_s, early)
+        return at - now, 0.0
+
+    def admitted(self, connection: Reader | None, now: float) -> None:
+        """Give the time of a connection back that is admitted early."""
+        refused = None if connection is None else self._refused.get(connection)
+        if refused is not None and refused.at > now and refused.line in self._last:
+            self._last[refused.line] -= refused.each_s
+            refused.each_s = 0.0
+
+    def closed(self, connection: Reader, now: float) -> None:
+        """Forget a connection, and give its time back."""
+        self.admitted(connection, now)
+        self._refused.pop(connection, None)
+
+
+class Refusal(NamedTuple):
+    """The response that refuses a request, and the seconds for which it is to be held."""
+
+    answer: bytes
+    hold_s: float
+
+
 class Gate:
     """Decides which requests are refused before they are parsed.
+
+    The body names the model, and the gate sees only the head. So it refuses a request only if the
+    line of each model of the route is full.
 
     Args:
         routes: route, as in `Paths` -> the served models, the default first.
         error_bytes: (path, error) -> the body of the error, in the shape of the path's protocol.
-        max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
+        limits: how long requests may wait.
     """
 
     def __init__(
         self,
         routes: Mapping[str, Sequence[GateModel]],
         error_bytes: Callable[[str, ServiceError], bytes],
-        max_wait_s: float,
+        limits: WaitLimits,
         starts: Starts,
-        promises: Promises,
+        returns: Returns,
         recorder: Recorder,
     ) -> None:
         self._routes = {  # one model per queue, the first, and the default before all
             route: [*{one.folder or one.reference: one for one in reversed(models)}.values()][::-1]
             for route, models in routes.items()
         }
-        self._max_wait_s = max_wait_s
-        self._starts, self._promises, self._recorder = starts, promises, recorder
+        self._limits, self._starts, self._returns = limits, starts, returns
+        self._recorder = recorder
 
         @lru_cache(4096)
-        def answer(path: str, wait_s: float, limit_s: float, retry_after_s: int) -> bytes:
-            message = "requests that were refused before go first"
-            if wait_s:
-                message = too_long(wait_s, limit_s)
+        def answer(path: str, message: str, retry_after_s: int) -> bytes:
             body = error_bytes(path, Overloaded(message, retry_after_s))
             head = (
                 "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
@@ -157,13 +295,13 @@ class Gate:
 
         self._answer = answer
 
-    def refusal(self, request: RequestRecord) -> bytes | None:
-        """Return the response that refuses a POST request; None admits the request."""
+    def refusal(self, request: RequestRecord) -> Refusal | None:
+        """Return the refusal of a POST request; None admits the request."""
         route, client, stated_s = request.route, request.client, request.stated_s
         if route is None or not (served := self._routes.get(route)):
             return None
         tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
-        is_bulk = request.is_bulk
+        is_bulk, connection = request.is_bulk, request.connection
         line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
         request.unstarted = line, tokens
         if request.terms_problem:  # the handler writes that error
@@ -173,28 +311,45 @@ class Gate:
             (each.queue.expected_wait(client, tokens, stated_s, unstarted, is_bulk), each.reference)
             for each in served
         )
-        key = PromiseKey(model, client, line.patience, is_bulk)
-        wait_s = wait.seconds
-        if self._starts.waiting:
-            wait_s += self._starts.expected_wait_s(client)
-        limit_s = longest_wait_s(stated_s, self._max_wait_s)
-        now = time.monotonic()
-        admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s
-        if wait_s <= admitted_s or served[0].queue.draining:
-            return None
-        if not is_first_try(request.headers) and self._promises.redeem(key, now):
-            request.is_returning = True
+        wait = ExpectedWait(
+            wait.seconds + (self._starts.expected_wait_s(client) if self._starts.waiting else 0.0),
+            wait.per_request_s,
+            wait.requests + self._starts.requests[client],
+        )
+        key = RefusedLine(Rejection.WAIT, model, client, line.patience, is_bulk)
+        limits, now = self._limits, request.arrived
+        share = self._returns.share(connection, key, now)
+        if served[0].queue.draining or limits.excess_s(wait, stated_s, share) <= 0:
+            self._returns.admitted(connection, now)
             return None
         request.unstarted = None
-        after_s = self._promises.promise(key, now, wait_s - admitted_s, wait.per_request_s)
+        room_s = limits.excess_s(wait, stated_s)
+        message = "requests that were refused before go first"
+        if room_s > 0:
+            message = limits.describe_excess(wait, stated_s)
+        after_s, hold_s = self._returns.refuse(
+            connection, key, now, max(0.0, room_s), wait.per_request_s
+        )
         request.model, request.error = model, Overloaded.__name__
         request.rejection = Rejection.WAIT
         self._recorder.add(request, 429)
-        told_s = round(wait_s, 1) if wait_s > limit_s else 0.0
-        answer = self._answer(route, told_s, limit_s, math.ceil(after_s))
+        after_s = max(0.001, after_s - hold_s)
+        answer = self._answer(route, message, math.ceil(after_s))
         headers = b"\r\nretry-after-ms: %d\r\nx-request-id: %s\r\n\r\n"
         filled = headers % (math.ceil(after_s * 1000), request.identity)
-        return answer.replace(b"\r\n\r\n", filled, 1)
+        return Refusal(answer.replace(b"\r\n\r\n", filled, 1), hold_s)
+
+    async def spread(self, request: RequestRecord, error: Overloaded) -> None:
+        """Set when a request may come back that was refused later, and hold its refusal."""
+        patience = LineKey.of(0, request.stated_s).patience
+        client, is_bulk = request.client, request.is_bulk
+        line = RefusedLine(error.reason, request.model, client, patience, is_bulk)
+        after_s, hold_s = self._returns.refuse(
+            request.connection, line, time.monotonic(), error.retry_after_s, error.each_s
+        )
+        error.retry_after_s = after_s - hold_s
+        if hold_s:
+            await asyncio.sleep(hold_s)
 
 
 class Paths:

@@ -61,7 +61,6 @@ class RequestRecord:
         connection: the connection that it came by; None if that is closed.
         unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
             its handler.
-        is_returning: whether it comes back when a refusal said so.
         model: full name of the model; "" if none was chosen.
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail.
@@ -84,7 +83,6 @@ class RequestRecord:
 
     connection: Reader | None = None
     unstarted: tuple[LineKey, int] | None = None
-    is_returning: bool = False
     trace: RequestTrace | None = None
     model: str = ""
     cost: RequestCost | None = None
@@ -192,14 +190,6 @@ def timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float | None:
             f"got {ascii(stated.decode('latin-1'))[:40]}"
         )
     return milliseconds / 1000
-
-
-def is_first_try(headers: Headers) -> bool:
-    """Return whether the client says that it sends a request for the first time.
-
-    The openai client counts its retries in a header. Other clients say nothing.
-    """
-    return (b"x-stainless-retry-count", b"0") in headers
 
 
 # ---- access --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import math
 import termios
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,8 +24,8 @@ import orjson
 from starlette.types import Scope
 
 from cloze.service.http.acceptor import ConnectionTable
-from cloze.service.http.gate import Starts
-from cloze.service.http.memory_limit import UnreadAnswers
+from cloze.service.http.gate import Refusal, Returns, Starts
+from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.uvicorn_internals import (
     ASGI3Application,
@@ -119,24 +120,26 @@ class ServerProtocol(HttpToolsProtocol):
     """One connection; see the module.
 
     Args:
-        admit: makes the record of a request whose turn has come; returns the response that refuses
-            the request, or None.
+        admit: makes the record of a request whose turn has come, by its scope and connection;
+            returns the refusal of the request, or None.
         arguments: those of uvicorn's protocol.
     """
 
     def __init__(
         self,
         *,
-        admit: Callable[[Scope], bytes | None],
+        admit: Callable[[Scope, Reader], Refusal | None],
         table: ConnectionTable,
         answers: UnreadAnswers,
         starts: Starts,
+        returns: Returns,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._admit, self._table = admit, table
-        self._answers, self._starts = answers, starts
-        self._record: RequestRecord | None = None  # of the last request that has started
+        self._answers, self._starts, self._returns = answers, starts, returns
+        self._record: RequestRecord | None = None  # of the last request whose turn has come
+        self._held: Refusal | None = None  # of that request, if it is answered later
         self._unparsed = b""
         self._header_bytes = 0
         self._progress = False  # whether received bytes have caused a parser event
@@ -166,6 +169,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._table.closed(self)
         self._answers.was_read(self)
+        self._returns.closed(self, time.monotonic())
         if self._record is not None:
             self._record.connection = None  # else a cycle
         super().connection_lost(exc)
@@ -279,11 +283,18 @@ class ServerProtocol(HttpToolsProtocol):
         if is_next and self.parser.get_method() == b"POST":
             scope, path = cast(Scope, self.scope), httptools.parse_url(self.url).path
             scope["method"], scope["path"] = "POST", path.decode("ascii")
-            if (answer := self._admit(scope)) is not None:
-                self._refuse(answer)
+            if (refusal := self._ask(scope)) is not None and not refusal.hold_s:
+                self._refuse(refusal.answer)
                 return
         self._enter(State.RUNNING)
         super().on_headers_complete()
+
+    def _ask(self, scope: Scope) -> Refusal | None:
+        """Ask the gate for a request whose turn has come."""
+        refusal = self._admit(scope, self)
+        self._record = scope[RECORD]
+        self._held = refusal
+        return refusal
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start a request, or let it wait behind others; see `Starts`."""
@@ -291,11 +302,11 @@ class ServerProtocol(HttpToolsProtocol):
         scope["path"] = scope["raw_path"].decode("ascii")  # uvicorn's is decoded; see `Paths`
         if self._table.ends_after_answer:
             cycle.keep_alive = False  # uvicorn says so in the answer
-        if RECORD not in scope and (answer := self._admit(scope)) is not None:
-            self._refuse_cycle(cycle, answer)
+        refusal, self._held = self._held if RECORD in scope else self._ask(scope), None
+        if refusal is not None:
+            super()._start_asgi_task(cycle, partial(self._refuse_later, cycle, refusal))
             return
         record: RequestRecord = scope[RECORD]
-        record.connection, self._record = self, record
         if record.method != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         if record.unstarted is None:  # not a request of the gate's
@@ -354,16 +365,22 @@ class ServerProtocol(HttpToolsProtocol):
         if self.expect_100_continue:
             self.transport.close()
 
-    def _refuse_cycle(self, cycle: RequestResponseCycle, answer: bytes) -> None:
-        """Refuse a request of a pipeline, whose turn has come."""
+    async def _refuse_later(
+        self, cycle: RequestResponseCycle, refusal: Refusal, *_: object
+    ) -> None:
+        """Refuse a request of a pipeline, or one whose refusal is held, as an application."""
+        await asyncio.sleep(refusal.hold_s)
+        if self.transport.is_closing():
+            return
         if self.flow.write_paused:
             self.end("it does not read the answers")
             return
-        self.transport.write(answer if cycle.keep_alive else _with_close(answer))
+        keeps_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
+        self.transport.write(refusal.answer if keeps_alive else _with_close(refusal.answer))
         cycle.response_started = cycle.response_complete = True  # uvicorn discards its body
-        if not cycle.keep_alive:
+        if not keeps_alive:
             self.transport.close()
-        self.loop.call_soon(self.on_response_complete)  # hundreds may follow, so not a recursion
+        self.on_response_complete()
 
     def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
         body = orjson.dumps({"error": message, "error_type": "Validation"})

@@ -33,6 +33,7 @@ USED: Final = {
         "response_started",
         "scope",
         "transport",
+        "waiting_for_100_continue",
     },
     "flow": {"read_paused", "write_paused"},
     "server": {"config", "lifespan", "server_state", "servers"},

@@ -88,7 +88,6 @@ class WatchedRequest:
             client=record.client,
             timeout_s=record.stated_s,
             trace=record.trace.parent if record.trace is not None else "",
-            returning=record.is_returning,
             is_bulk=record.is_bulk,
         )
 

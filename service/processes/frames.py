@@ -287,7 +287,8 @@ def _error(failed: _Fail) -> ServiceError:
     kind = _ERRORS[failed.error]
     if kind is core.Overloaded:
         reason = core.Rejection(failed.reason)
-        return core.Overloaded(failed.message, failed.retry_after_s, reason)
+        each_s = failed.wait.per_request_s
+        return core.Overloaded(failed.message, failed.retry_after_s, reason, each_s)
     return kind(failed.message)
 
 

@@ -11,6 +11,7 @@ import itertools
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -68,6 +69,7 @@ class EngineLink(frames.Channel):
         dead: why no engine runs; None while one runs.
         models: what the engine serves; empty before the first greeting.
         tokens: of the requests that are not answered.
+        requests: number of these requests, by client.
     """
 
     _MAX_WAITS = 4096  # lines whose expected wait is kept
@@ -91,6 +93,7 @@ class EngineLink(frames.Channel):
         self.dead: str | None = f"{self.peer} has not started yet"
         self.models: Sequence[frames.EngineModel] = ()
         self.tokens = 0
+        self.requests: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Stay connected until cancelled.
@@ -125,8 +128,9 @@ class EngineLink(frames.Channel):
         if self.dead is None:
             self._send_run(pending)
         self.tokens += tokens
+        self.requests[submission.client] += 1
         self._pending[run.number] = pending
-        future.add_done_callback(partial(self._forget, run.number, tokens))
+        future.add_done_callback(partial(self._forget, run.number, tokens, submission.client))
         return future
 
     @property
@@ -137,9 +141,10 @@ class EngineLink(frames.Channel):
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
         wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
-        if not wait.seconds:
-            return wait
-        return wait._replace(seconds=max(0.0, wait.seconds - (time.monotonic() - reported)))
+        return wait._replace(
+            seconds=max(0.0, wait.seconds - (time.monotonic() - reported)),
+            requests=max(wait.requests, self.requests[client]),
+        )
 
     def shut_down(self) -> None:
         """Refuse requests, and fail those that are not answered."""
@@ -205,9 +210,12 @@ class EngineLink(frames.Channel):
         pending.sent += 1
         self.send(frames.encode_run(pending.run))
 
-    def _forget(self, number: int, tokens: int, future: Future[BatchResult]) -> None:
+    def _forget(self, number: int, tokens: int, client: str, future: Future[BatchResult]) -> None:
         del self._pending[number]
         self.tokens -= tokens
+        self.requests[client] -= 1
+        if not self.requests[client]:
+            del self.requests[client]
         if future.cancelled():
             if self.dead is None:
                 self.send(frames.encode(frames.Cancel(number)))

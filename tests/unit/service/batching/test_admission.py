@@ -9,11 +9,8 @@ from cloze.service.batching.admission import (
     Activity,
     Admission,
     DrainRate,
-    PromiseKey,
-    Promises,
     SchedulerLimits,
-    longest_wait_s,
-    too_long,
+    WaitLimits,
 )
 from cloze.service.batching.fair_queue import FairQueue, LineKey, PendingRequest
 from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection, Submission
@@ -29,15 +26,18 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
+NO_LIMIT = WaitLimits()
+
+
 class Full:
     """A queue with its admission; the rate is 10 tokens per second."""
 
     def __init__(
-        self, *, max_tokens: int = 10_000, max_wait_s: float = 0.0, workers: int = 2
+        self, *, max_tokens: int = 10_000, waits: WaitLimits = NO_LIMIT, workers: int = 2
     ) -> None:
         self.queue = FairQueue(varlen=False)
         self.activity = Activity()
-        limits = SchedulerLimits(workers, 1000, max_tokens, 8.0, max_wait_s=max_wait_s)
+        limits = SchedulerLimits(workers, 1000, max_tokens, 8.0, waits=waits)
         self.admission = Admission(self.queue, self.activity, limits)
         self.admission.tokens_per_s = 10.0 / workers
 
@@ -226,7 +226,7 @@ def test_a_wait_counts_all_lines_and_clients() -> None:
 
 
 def test_an_empty_queue_admits_any_request() -> None:
-    full = Full(max_tokens=10, max_wait_s=0.001)
+    full = Full(max_tokens=10, waits=WaitLimits(0.001))
     assert full.refusal(1000, 0.0) is None
 
 
@@ -251,7 +251,7 @@ def test_a_line_may_take_half_of_what_is_left() -> None:
 
 
 def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
-    full = Full(max_wait_s=4.0)
+    full = Full(waits=WaitLimits(4.0))
     full.put(40)
     assert full.refusal(1, 1000.0) is None
     full.put(3)
@@ -259,45 +259,42 @@ def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
     assert error is not None
     assert error.reason is Rejection.WAIT
     assert error.retry_after_s == pytest.approx(0.3)
-    assert str(error) == "the request would wait about 4.3 s, longer than its limit of 4 s"
-    assert full.refusal(1, 1000.0, returning=True) is None
-    full.put(7)
-    assert full.refusal(1, 1000.0, returning=True) is None, "up to a quarter longer"
-    full.put(1)
-    assert full.refusal(1, 1000.0, returning=True) is not None
+    assert error.each_s == pytest.approx(0.1)
+    assert str(error) == ("the request would wait about 4.3 s; CLOZE_MAX_QUEUE_WAIT_MS allows 4 s")
 
 
 def test_a_request_that_states_its_time_waits_for_half_of_it() -> None:
-    full = Full(max_wait_s=1.0)
+    full = Full(waits=WaitLimits(1.0))
     full.put(20, timeout_s=4.0)
     assert full.refusal(1, 1000.0, timeout_s=4.0) is None
     full.put(1, timeout_s=4.0)
     error = full.refusal(1, 1000.0, timeout_s=4.0)
     assert error is not None
     assert error.retry_after_s == pytest.approx(0.1)
+    assert str(error) == (
+        "the request would wait about 2.1 s; 2 s are allowed, half of the time limit that it states"
+    )
 
 
 def test_a_request_that_would_end_too_late_is_refused() -> None:
     full = Full()
     full.put(20)
-    # It ends after 2 s + 1 s, and may take half of its time.
-    assert full.refusal(10, 6.0) is None
-    error = full.refusal(10, 5.0)
+    # It ends after 2 s + 1 s, and may take three quarters of its time.
+    assert full.refusal(10, 4.0) is None
+    error = full.refusal(10, 3.0)
     assert error is not None
     assert error.reason is Rejection.DEADLINE
-    assert error.retry_after_s == pytest.approx(0.5)
+    assert error.retry_after_s == pytest.approx(0.75)
     assert str(error) == (
         "the request would end in about 3.0 s beside what was accepted before it, "
-        "which is too close to its time limit in 5.0 s"
+        "which is too close to its time limit in 3.0 s"
     )
-    assert full.refusal(10, 5.0, returning=True) is None
-    assert full.refusal(10, 4.7, returning=True) is not None
 
 
 def test_what_was_accepted_must_still_end_in_time(now: list[float]) -> None:
     full = Full()
     full.put(60, "a", deadline=now[0] + 10)  # due in 9 s, of which it needs 6 s
-    assert full.refusal(29, 8.0, "b") is not None, "it would itself end too late"
+    assert full.refusal(31, 8.0, "b") is not None, "it would itself end too late"
     assert full.refusal(25, 100.0, "b") is None, "it is due later"
     full.put(20, "c", deadline=now[0] + 10)
     assert full.refusal(9, 9.5, "b") is None
@@ -307,114 +304,77 @@ def test_what_was_accepted_must_still_end_in_time(now: list[float]) -> None:
     assert error.retry_after_s == pytest.approx(0.1 + 0.0, abs=0.11)
 
 
-def test_limits_of_waits() -> None:
-    assert longest_wait_s(None, 0.0) == INFINITY
-    assert longest_wait_s(None, 3.0) == 3.0
-    assert longest_wait_s(5.0, 0.0) == 2.5
-    assert longest_wait_s(5.0, 1.0) == 2.5
-    assert (
-        too_long(1.26, 0.5) == "the request would wait about 1.3 s, longer than its limit of 0.5 s"
+# ---- the requests that a client may always have waiting -----------------------------------------
+
+DEFAULT = WaitLimits.of(None, 30_000)
+
+
+def test_a_client_may_have_64_requests_waiting_however_long_the_wait_is() -> None:
+    full = Full(waits=DEFAULT)
+    for _ in range(63):
+        full.put(3)
+        full.activity.count("a", 1)
+    assert full.admission.expected_wait("a", 3, None).seconds == pytest.approx(18.9)
+    assert full.refusal(3, 30.0) is None
+    full.put(3)
+    full.activity.count("a", 1)
+    error = full.refusal(3, 30.0)
+    assert error is not None
+    assert error.reason is Rejection.WAIT
+    assert error.retry_after_s == pytest.approx(0.3), "until one of the 64 has ended"
+    assert str(error) == (
+        "the request would wait about 19.2 s; CLOZE_MAX_QUEUE_WAIT_MS allows 2.5 s beyond the "
+        "first 64 requests of a client"
     )
 
 
-# ---- promises ------------------------------------------------------------------------------------
-
-A, B = PromiseKey("bert", "a", 0), PromiseKey("bert", "b", 0)
-
-
-def test_each_refused_request_gets_a_time_of_its_own() -> None:
-    made = Promises()
-    assert made.promise(A, 100.0, 2.0, 0.5) == 2.0
-    assert made.promise(A, 100.0, 2.0, 0.5) == 2.5
-    assert made.promise(A, 101.0, 0.1, 0.5) == 2.0, "half a second after 102.5"
-    assert made.promise(A, 101.0, 9.0, 0.5) == 9.0
-    assert made.promise(B, 101.0, 0.1, 0.5) == pytest.approx(0.1), "another line"
-    assert len(made) == 5
+def test_the_64_requests_must_end_within_the_request_timeout() -> None:
+    full = Full(waits=DEFAULT)
+    full.put(110)
+    full.put(110)
+    assert full.refusal(5, 30.0) is None, "it ends after 22.5 s, three quarters of 30 s"
+    error = full.refusal(6, 30.0)
+    assert error is not None
+    assert error.retry_after_s == pytest.approx(0.1)
 
 
-def test_a_time_is_redeemed_once_and_not_early() -> None:
-    made = Promises()
-    assert not made.redeem(A, 100.0)
-    made.promise(A, 100.0, 2.0, 1.0)
-    made.promise(A, 100.0, 2.0, 1.0)
-    assert not made.redeem(A, 101.9)
-    assert not made.redeem(B, 102.0)
-    assert made.redeem(A, 101.96)
-    assert len(made) == 1
-    assert not made.redeem(A, 102.0), "the next time is a second later"
-    assert made.outstanding(A, 102.0)
-    assert made.redeem(A, 103.0)
-    assert not made.outstanding(A, 103.0)
-    assert len(made) == 0
-    assert not made.redeem(A, 103.0)
+def test_a_wait_that_an_operator_has_set_is_exact() -> None:
+    full = Full(waits=WaitLimits.of(2500, 30_000))
+    full.put(25)
+    assert full.refusal(1, 30.0) is None
+    full.put(1)
+    assert full.refusal(1, 30.0) is not None
+    assert WaitLimits.of(0, 30_000).excess_s(ExpectedWait(1e9, 1.0), None) <= 0, "0 is no limit"
 
 
-def test_a_time_passes() -> None:
-    made = Promises()
-    made.promise(A, 100.0, 1.0, 1.0)
-    made.promise(A, 100.0, 1.0, 1.0)
-    assert made.outstanding(A, 104.0)
-    assert len(made) == 2
-    assert made.redeem(A, 104.0), "three seconds late"
-    made.promise(A, 104.0, 10.0, 1.0)
-    assert not made.redeem(A, 105.1)
-    assert len(made) == 1
-    assert not made.outstanding(A, 117.1)
-    assert len(made) == 0
-    assert not made.outstanding(B, 0.0)
+def test_requests_are_counted_over_all_models_of_a_process() -> None:
+    full, other = Full(waits=DEFAULT), Full(waits=DEFAULT)
+    other.activity = full.activity
+    for _ in range(64):
+        full.activity.count("a", 1)
+    full.put(30)
+    assert full.refusal(1, 30.0) is not None
+    full.activity.count("a", -1)
+    assert full.refusal(1, 30.0) is None
+    for _ in range(63):
+        full.activity.count("a", -1)
+    assert not full.activity.requests, "nothing is kept of clients without requests"
 
 
-def test_a_time_that_has_passed_delays_nobody() -> None:
-    made = Promises()
-    made.promise(A, 100.0, 50.0, 1.0)
-    assert made.promise(A, 154.0, 1.0, 30.0) == 1.0
-
-
-def test_no_time_is_later_than_a_minute() -> None:
-    made = Promises()
-    assert made.promise(A, 100.0, 60.0, 1.0) == 60.0
-    assert len(made) == 1
-    assert made.promise(A, 100.0, 60.0, 1.0) == 60.0
-    assert made.promise(B, 100.0, 1000.0, 1.0) == 60.0
-    assert len(made) == 1, "what is not promised is not remembered"
-    assert not made.outstanding(B, 100.0)
-    assert made.promise(A, 101.0, 1.0, 0.0) == 59.0
-
-
-def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert admission_module._MOST_PROMISES == 8192
-    monkeypatch.setattr(admission_module, "_MOST_PROMISES", 8)
-    made = Promises()
-    waits = [made.promise(A, 100.0, 1.0, 1.0) for _ in range(6)]
-    assert waits == [1, 2, 3, 4, 5, 5], "a line holds as many as are left free"
-    assert len(made) == 4
-    assert [made.promise(B, 100.0, 1.0, 1.0) for _ in range(4)] == [1, 2, 3, 3]
-    assert len(made) == 6
-
-
-def test_passed_times_are_swept_once_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "_MOST_PROMISES", 8)
-    made = Promises()
-    for _ in range(3):
-        made.promise(A, 100.0, 1.0, 0.0)
-    made.promise(B, 110.0, 1.0, 0.0)
-    assert len(made) == 4, "there is no need to sweep yet"
-    made.promise(B, 110.0, 1.0, 0.0)
-    assert len(made) == 2
-    third = PromiseKey("bert", "c", 0)
-    for _ in range(3):
-        made.promise(third, 110.5, 1.0, 0.0)
-    assert len(made) == 5
-    # Those of the second line pass at 114, those of the third one at 114.5.
-    made.promise(PromiseKey("bert", "d", 0), 110.9, 1.0, 0.0)
-    assert len(made) == 6
-    made.promise(PromiseKey("bert", "e", 0), 114.1, 1.0, 0.0)
-    assert len(made) == 5
-    made.promise(PromiseKey("bert", "f", 0), 114.9, 1.0, 0.0)
-    assert len(made) == 6, "it swept less than a second ago"
-    made.promise(PromiseKey("bert", "g", 0), 115.2, 1.0, 0.0)
-    assert len(made) == 3
-
-
-def test_an_early_client_has_little_margin() -> None:
-    assert (admission_module._EARLY_S, admission_module._LATE_S) == (0.05, 3.0)
+@pytest.mark.parametrize(
+    ("wait", "stated_s", "share", "excess_s"),
+    [
+        (ExpectedWait(2.5, 1.0, 100), None, 1.0, 0.0),
+        (ExpectedWait(3.0, 0.1, 100), None, 1.0, 0.5),
+        (ExpectedWait(3.0, 0.1, 65), None, 1.0, 0.2),
+        (ExpectedWait(3.0, 0.1, 63), None, 1.0, 0.0),
+        (ExpectedWait(3.0, 0.1, 50), None, 0.75, 0.3),
+        (ExpectedWait(2.0, 0.1, 100), None, 0.75, 0.125),
+        (ExpectedWait(3.0, 0.1, 0), 6.0, 1.0, 0.0),
+        (ExpectedWait(3.0, 0.1, 0), 4.0, 1.0, 1.0),
+    ],
+)
+def test_how_long_a_request_has_to_wait_for_room(
+    wait: ExpectedWait, stated_s: float | None, share: float, excess_s: float
+) -> None:
+    assert DEFAULT.excess_s(wait, stated_s, share) == pytest.approx(excess_s)

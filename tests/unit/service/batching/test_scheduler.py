@@ -250,7 +250,7 @@ def test_a_batch_has_what_runs_within_the_latency(
 
 
 def test_limits_that_are_not_set_do_not_limit() -> None:
-    assert (LIMITS.batch_latency_s, LIMITS.max_wait_s) == (0.0, 0.0)
+    assert (LIMITS.batch_latency_s, LIMITS.waits.longest_s) == (0.0, 0.0)
 
 
 def test_a_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,16 +344,6 @@ def test_a_stated_time_limit_has_its_own_line() -> None:
     submit(made, [sized(4)], later(), client="a")
     assert made.expected_wait("a", 1, 5.0).seconds == pytest.approx(2.0)
     assert made.expected_wait("a", 1, None).seconds == pytest.approx(0.8)
-
-
-def test_a_request_comes_back_only_if_it_says_so() -> None:
-    made = stepped(max_wait_s=1.0)
-    made._admission.tokens_per_s = 10.0
-    submit(made, [sized(11)], later())
-    with pytest.raises(Exception, match=r"about 1.1 s, longer than its limit of 1 s"):
-        submit(made, [sized(1)], later())
-    submit(made, [sized(1)], later(), returning=True)
-    assert made.state.tokens == 12
 
 
 def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:

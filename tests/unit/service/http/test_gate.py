@@ -2,27 +2,31 @@
 
 import asyncio
 import logging
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloze.service.batching.admission import PromiseKey, Promises
+from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
     BatchResult,
     ExpectedWait,
+    Overloaded,
     QueueState,
+    Rejection,
     ServiceError,
 )
 from cloze.service.http import gate as gate_module
-from cloze.service.http.gate import Gate, GateModel, Paths, Starts
+from cloze.service.http import record as record_module
+from cloze.service.http.gate import Gate, GateModel, Paths, RefusedLine, Returns, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import Callers, RequestRecord
 from cloze.service.http.routes import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
-from tests.records import connected, pairs
+from tests.records import Open, connected, pairs
 
 
 class Waiting:
@@ -59,7 +63,8 @@ class Waiting:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(gate_module.time, "monotonic", lambda: self.now)
+        for module in (gate_module, record_module):
+            monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -86,30 +91,34 @@ class Gated:
     def __init__(self, *queues: Waiting, max_wait_s: float = 2.0) -> None:
         self.queues = queues or (Waiting(),)
         models = [GateModel(f"m@{n}", queue) for n, queue in enumerate(self.queues, 1)]
-        self.metrics, self.promises, self.written = Metrics(["m@1"]), Promises(), Lines()
+        self.metrics, self.returns, self.written = Metrics(["m@1"]), Returns(), Lines()
         self.starts = Starts()
         self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)  # type: ignore[arg-type]
         routes = {"/embed": models, "/of/{name}": models, "/none": []}
         self.paths = Paths(routes)
-        self.max_wait_s = max_wait_s
+        self.limits = WaitLimits(max_wait_s)
         self.gate = self.gate_of(routes)
 
     def gate_of(self, routes: dict[str, list[GateModel]]) -> Gate:
         recorder = Recorder(self.metrics, self.log, None, UnreadAnswers(1), None)  # type: ignore[arg-type]
-        own = (self.starts, self.promises, recorder)
-        return Gate(routes, self._error, self.max_wait_s, *own)
+        return Gate(routes, self._error, self.limits, self.starts, self.returns, recorder)
 
     @staticmethod
     def _error(path: str, error: ServiceError) -> bytes:
         return f"{path}: {error}".encode()
 
-    def ask(self, size: int | str = 100, path: str = "/embed", **headers: str) -> bytes | None:
-        return self.refusal(path, content_length=str(size), **headers)
+    def ask(self, size: int | str = 100, path: str = "/embed", **given: Any) -> bytes | None:
+        return self.refusal(path, content_length=str(size), **given)
 
-    def refusal(self, path: str, client: str = "a", **headers: str) -> bytes | None:
+    def refusal(
+        self, path: str, client: str = "a", connection: Open | None = None, **headers: str
+    ) -> bytes | None:
         sent = {"path": path, "method": "POST", "client": (client, 1), "headers": pairs(headers)}
         self.record: RequestRecord = CALLERS.record(sent, self.paths.route(path))
-        return self.gate.refusal(self.record)
+        self.record.connection = connection
+        refusal = self.gate.refusal(self.record)
+        self.hold_s = refusal.hold_s if refusal is not None else 0.0
+        return refusal.answer if refusal is not None else None
 
     @property
     def is_admitted(self) -> bool:
@@ -153,14 +162,16 @@ def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:
 def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
     gated = Gated(Waiting(3.25))
     headers, body = parts(gated.ask(x_request_id="mine"))
-    assert body == "/embed: the request would wait about 3.2 s, longer than its limit of 2 s"
+    assert body == (
+        "/embed: the request would wait about 3.3 s; CLOZE_MAX_QUEUE_WAIT_MS allows 2 s"
+    )
     assert headers == {
         "content-type": "application/json", "content-length": str(len(body)), "retry-after": "2",
         "retry-after-ms": "1250", "x-request-id": "mine",
     }  # fmt: skip
     headers, _ = parts(gated.ask())
     assert len(headers["x-request-id"]) == 16
-    assert headers["retry-after-ms"] == "2250", "half the wait is left while times are promised"
+    assert headers["retry-after-ms"] == "1750", "half a second after the first one"
     _, body = parts(gated.ask(path="/of/x"))
     assert body.startswith("/of/{name}: ")
 
@@ -179,42 +190,73 @@ def test_refusals_are_counted_and_logged(clock: Clock) -> None:
     assert any('status="429"' in line and 'route="/embed"' in line for line in series)
 
 
-def test_half_of_the_wait_is_for_those_that_come_back(clock: Clock) -> None:
-    queue = Waiting(5.0)
+def test_a_quarter_of_the_wait_is_kept_for_those_that_come_back(clock: Clock) -> None:
+    queue, connection = Waiting(5.0), Open()
     gated = Gated(queue)
-    headers, _ = parts(gated.ask())
+    headers, _ = parts(gated.ask(connection=connection))
     assert headers["retry-after-ms"] == "3000"
-    queue.seconds = 1.5
-    _, body = parts(gated.ask(x_stainless_retry_count="0"))
+    queue.seconds = 1.75
+    _, body = parts(gated.ask(connection=Open()))
     assert body == "/embed: requests that were refused before go first"
-    assert gated.ask(client="b") is None, "nobody else's line"
-    queue.seconds = 2.0
-    _, body = parts(gated.ask(x_stainless_retry_count="0"))
-    assert "go first" in body, "the wait is at its limit, not above it"
-    queue.seconds = 1.0
-    assert gated.ask(x_stainless_retry_count="0") is None
+    assert gated.ask(client="b") is None, "another client's line is not full"
     queue.seconds = 1.5
+    assert gated.ask(connection=Open()) is None, "three quarters of the wait"
+    queue.seconds = 2.0
     clock.now += 3.0
-    assert gated.ask(x_stainless_retry_count="0") is not None, "it is tried for the first time"
-    assert gated.ask(x_stainless_retry_count="1") is None
-    assert gated.record.is_returning
-    assert gated.is_admitted
-    queue.seconds = 0.0
-    assert gated.ask() is None
-    assert not gated.record.is_returning
+    assert gated.ask(connection=Open()) is not None, "the second one is still to come back"
+    assert gated.ask(connection=connection) is None
+    clock.now += 1.0
+    assert gated.ask(connection=Open()) is None, "nobody is due any more"
 
 
-def test_a_promise_is_for_one_request(clock: Clock) -> None:
-    queue = Waiting(5.0)
+def test_a_connection_that_does_not_wait_gets_its_refusals_late(clock: Clock) -> None:
+    queue, connection = Waiting(9.0), Open()
     gated = Gated(queue)
-    assert gated.ask() is not None
-    clock.now += 2.5
-    assert gated.ask() is not None, "it comes early, and gets a later time"
-    clock.now += 0.5
-    assert gated.ask() is None, "its time has come, however long the wait is"
-    assert gated.ask() is not None
-    key = PromiseKey("m@1", "a", 0)
-    assert gated.promises.outstanding(key, clock.now)
+    held = []
+    for _ in range(7):
+        assert gated.ask(connection=connection) is not None
+        held.append(gated.hold_s)
+        clock.now += gated.hold_s
+    assert held == [0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert gated.ask(connection=Open()) is not None
+    assert gated.hold_s == 0.0, "another connection does not pay for it"
+    clock.now += 60.0
+    assert gated.ask(connection=connection) is not None
+    assert gated.hold_s == 0.0, "it has waited now"
+
+
+def test_a_connection_has_one_time_however_often_it_asks(clock: Clock) -> None:
+    gated, connection = Gated(Waiting(5.0)), Open()
+    for _ in range(20):
+        gated.ask(connection=connection)
+    headers, _ = parts(gated.ask(connection=Open()))
+    assert headers["retry-after-ms"] == "3500", "half a second after the time of the first one"
+
+
+def test_what_it_is_told_is_true_when_its_late_answer_arrives(clock: Clock) -> None:
+    gated, connection = Gated(Waiting(2.3)), Open()
+    gated.ask(connection=connection)
+    clock.now += 0.1
+    headers, _ = parts(gated.ask(connection=connection))
+    assert gated.hold_s == 0.05
+    assert headers["retry-after-ms"] == "250", "0.4 s after the first refusal would be 200"
+
+
+def test_refusals_after_the_gate_are_spread_and_held_too() -> None:
+    gated = Gated(Waiting(0.0))
+
+    async def told(connection: Open) -> float:
+        assert gated.ask(connection=connection) is None
+        error = Overloaded("full", 2.0, Rejection.QUEUE_FULL, 0.25)
+        await gated.gate.spread(gated.record, error)
+        return error.retry_after_s
+
+    first, second = Open(), Open()
+    assert asyncio.run(told(first)) == pytest.approx(2.0)
+    assert asyncio.run(told(second)) == pytest.approx(2.25, abs=0.1)
+    started = time.monotonic()
+    assert asyncio.run(told(first)) <= 2.0
+    assert time.monotonic() - started >= 0.05
 
 
 def test_a_server_that_drains_lets_the_handler_answer(clock: Clock) -> None:
@@ -223,7 +265,7 @@ def test_a_server_that_drains_lets_the_handler_answer(clock: Clock) -> None:
     second.drain()
     assert gated.ask() is not None
     first.drain()
-    assert gated.ask(x_stainless_retry_count="0") is None
+    assert gated.ask() is None
     assert gated.is_admitted
 
 
@@ -231,7 +273,7 @@ def test_the_model_with_the_shortest_wait_counts(clock: Clock) -> None:
     gated = Gated(Waiting(9.0), Waiting(1.0))
     assert gated.ask() is None
     gated = Gated(Waiting(9.0), Waiting(8.0))
-    assert parts(gated.ask())[1].startswith("/embed: the request would wait about 8.0 s")
+    assert parts(gated.ask())[1].startswith("/embed: the request would wait about 8 s")
     gated.log.flush(0)
     assert '"model":"m@2"' in gated.written.lines[0]
 
@@ -317,3 +359,50 @@ def test_requests_that_wait_to_start_count(clock: Clock) -> None:
         assert headers["retry-after-ms"] == "101", "rounded up"
 
     asyncio.run(run())
+
+
+# ---- when refused requests come back -------------------------------------------------------------
+
+LINE = RefusedLine(Rejection.WAIT, "m@1", "a", 0, False)
+
+
+def test_refused_requests_come_back_one_after_another() -> None:
+    returns = Returns()
+    told = [returns.refuse(Open(), LINE, 100.0, 2.0, 0.5)[0] for _ in range(3)]
+    assert told == [2.0, 2.5, 3.0]
+    assert returns.refuse(Open(), LINE, 101.0, 0.1, 0.5)[0] == 2.5, "half a second after 103"
+    assert returns.refuse(Open(), LINE, 101.0, 9.0, 0.5)[0] == 9.0
+    other = LINE._replace(client="b")
+    assert returns.refuse(Open(), other, 101.0, 0.1, 0.5)[0] == pytest.approx(0.1)
+
+
+def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
+    returns, first, second = Returns(), Open(), Open()
+    for connection in (first, second):
+        returns.refuse(connection, LINE, 100.0, 2.0, 0.5)
+    returns.admitted(second, 101.0)
+    returns.closed(second, 101.0)
+    assert returns.refuse(Open(), LINE, 101.0, 0.1, 0.5)[0] == pytest.approx(1.5), "at 102.5 again"
+    returns.closed(Open(), 101.0)
+
+
+def test_a_time_that_has_passed_delays_nobody() -> None:
+    returns = Returns()
+    returns.refuse(Open(), LINE, 100.0, 50.0, 1.0)
+    assert returns.refuse(Open(), LINE, 154.0, 1.0, 30.0)[0] == 1.0
+
+
+def test_no_time_is_later_than_a_minute_or_sooner_than_a_twentieth_of_a_second() -> None:
+    returns = Returns()
+    assert returns.refuse(Open(), LINE, 100.0, 0.001, 0.001)[0] == pytest.approx(0.05)
+    for _ in range(100):
+        latest, _ = returns.refuse(Open(), LINE, 100.0, 1.0, 1.0)
+    assert latest == 60.0
+
+
+def test_the_lines_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "_MOST_LINES", 3)
+    returns = Returns()
+    for number in range(10):
+        returns.refuse(Open(), LINE._replace(client=str(number)), 100.0, 1.0, 1.0)
+    assert len(returns._last) <= 3

@@ -18,7 +18,7 @@ from cloze.service.http.errors import (
 )
 from cloze.service.http.gate import Paths
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
-from cloze.service.http.record import Access, Callers, is_first_try, timeout_s
+from cloze.service.http.record import Access, Callers, timeout_s
 from tests.records import recorded
 
 
@@ -352,12 +352,6 @@ def test_the_own_header_goes_before_that_of_the_openai_client() -> None:
                   ("x_stainless_read_timeout", "x_request_timeout_ms")):  # fmt: skip
         values = {"x_request_timeout_ms": "1500", "x_stainless_read_timeout": "9"}
         assert timeout_s(dict(headers(**{name: values[name] for name in names})), 30.0) == 1.5
-
-
-def test_a_client_that_counts_its_tries() -> None:
-    assert is_first_try(headers(x_stainless_retry_count="0"))
-    assert not is_first_try(headers(x_stainless_retry_count="1"))
-    assert not is_first_try(headers())
 
 
 def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
-from cloze.service.http.gate import Starts
-from cloze.service.http.memory_limit import UnreadAnswers
+from cloze.service.http.gate import Refusal, Returns, Starts
+from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
@@ -85,6 +85,8 @@ class World:
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.refuses: Callable[[RequestRecord], bool] = lambda _: False
+        self.hold_s = 0.0
+        self.returns = Returns()
         self.asked: list[str] = []
         self.made = 0
         self.seen: list[Scope] = []
@@ -102,14 +104,15 @@ class World:
         self.config.load()
         self.state = ServerState()
 
-    def _admit(self, scope: Scope) -> bytes | None:
+    def _admit(self, scope: Scope, connection: Reader) -> Refusal | None:
         self.made += 1
         request = scope[RECORD] = Callers().record(scope, scope["path"])
+        request.connection = connection
         if request.method != "POST":
             return None
         self.asked.append(request.path)
         if self.refuses(request):
-            return REFUSAL
+            return Refusal(REFUSAL, self.hold_s)
         request.unstarted = LineKey(0, 0), 1
         return None
 
@@ -131,7 +134,7 @@ class World:
         transport = Transport(address)
         transport.protocol = ServerProtocol(
             admit=self._admit, table=self.table, answers=self.answers, starts=self.starts,
-            config=self.config, server_state=self.state, app_state={},
+            returns=self.returns, config=self.config, server_state=self.state, app_state={},
         )  # fmt: skip
         transport.protocol.connection_made(transport)
         transport.socket = CLOSED
@@ -645,7 +648,7 @@ def test_requests_of_a_pipeline_are_refused_in_their_turn() -> None:
     play(run)
 
 
-def test_the_last_refusal_of_a_pipeline_may_close(reasons: Callable[[], list[str]]) -> None:
+def test_the_last_refusal_of_a_pipeline_may_close() -> None:
     async def run() -> None:
         world = refusing()
         transport = world.connect()
@@ -656,16 +659,45 @@ def test_the_last_refusal_of_a_pipeline_may_close(reasons: Callable[[], list[str
         await settle()
         assert statuses(transport) == [200, 429]
         assert transport.is_closing()
-        unread = world.connect()
-        world.release.clear()
-        unread.protocol.data_received(post("/hang") + post("/full"))
-        await settle()
-        world.release.set()
-        cycle: Any = unread.protocol.cycle
+
+    play(run)
+
+
+def test_a_held_refusal_comes_late_and_what_follows_waits_for_it() -> None:
+    async def run() -> None:
+        world = refusing()
+        world.hold_s = 0.5
+        transport = world.connect()
+        transport.protocol.data_received(post("/full", b"12", length=4))
+        transport.protocol.data_received(b"34" + post())
+        await asyncio.sleep(0.4)
+        assert transport.writes == []
+        await asyncio.sleep(0.2)
+        assert statuses(transport) == [429, 200]
+        assert world.bodies == [b"1234"], "the body of a refused request is discarded"
+        assert not transport.is_closing()
+
+    play(run)
+
+
+def test_a_held_refusal_whose_client_leaves_or_waits_or_does_not_read(
+    reasons: Callable[[], list[str]],
+) -> None:
+    async def run() -> None:
+        world = refusing()
+        world.hold_s = 0.5
+        hesitant, gone, unread = world.connect(), world.connect(), world.connect()
+        hesitant.protocol.data_received(post("/full", b"", "expect: 100-continue", length=4))
+        gone.protocol.data_received(post("/full"))
+        gone.close()
+        unread.protocol.data_received(post("/full"))
         unread.protocol.pause_writing()
-        unread.protocol._refuse_cycle(cycle, REFUSAL)
+        await asyncio.sleep(1)
         assert unread.is_closing()
         assert reasons() == ["it does not read the answers"]
+        assert b"\r\nconnection: close\r\n" in hesitant.writes[0]
+        assert hesitant.is_closing(), "it may send its body or not"
+        assert gone.writes == []
 
     play(run)
 

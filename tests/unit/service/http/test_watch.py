@@ -245,11 +245,11 @@ def test_terms_of_a_request(play: Any) -> None:
     async def run() -> None:
         asked = request(x_request_timeout_ms="2000")
         record = asked.scope[RECORD]
-        record.arrived, record.is_returning = 3.0, True
+        record.arrived = 3.0
         record.trace = RequestTrace(cast(Any, None), cast(Any, None), "00-a-b-01")
         await asyncio.sleep(5)
         with watch_of().request(asked) as watched:
-            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01", returning=True)
+            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01")
             assert watched.record is record
         with watch_of(40.0).request(request()) as watched:
             assert watched.terms == Submission(45.0, client="a")

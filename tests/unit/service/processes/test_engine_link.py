@@ -361,9 +361,9 @@ def test_defaults_of_a_request() -> None:
         sent = run.submission
         assert sent._replace(encodings=()) == Submission(sent.deadline)
         assert engines.queue.state.backlog_s == 0
-        engines.submit(returning=True, later_round=True)
+        engines.submit(is_bulk=True, later_round=True)
         sent = wire.runs[-1].submission
-        assert (sent.returning, sent.later_round) == (True, True)
+        assert (sent.is_bulk, sent.later_round) == (True, True)
 
     on_loop(test)
 

@@ -62,7 +62,7 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True, True)
+    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True)
     assert not [value for value in terms[2:] if value in terms._field_defaults.values()]
     decoded = arrived(Run(11, 3, terms._replace(encodings=ENCODINGS)))
     assert (decoded.number, decoded.model) == (11, 3)
@@ -78,7 +78,7 @@ def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
     decoded = arrived(Run(1, 0, plain._replace(encodings=ENCODINGS[:1]))).submission
     assert decoded._replace(encodings=()) == plain
     assert (decoded.accepted, decoded.later_round, decoded.client) == (False, False, "")
-    assert (decoded.timeout_s, decoded.trace, decoded.returning) == (None, "", False)
+    assert (decoded.timeout_s, decoded.trace, decoded.is_bulk) == (None, "", False)
 
 
 def test_shared_requests_are_sent_once() -> None:

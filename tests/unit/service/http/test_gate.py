@@ -190,7 +190,7 @@ def test_refusals_are_counted_and_logged(clock: Clock) -> None:
     assert any('status="429"' in line and 'route="/embed"' in line for line in series)
 
 
-def test_a_quarter_of_the_wait_is_kept_for_those_that_come_back(clock: Clock) -> None:
+def test_half_of_the_wait_is_kept_for_those_that_come_back(clock: Clock) -> None:
     queue, connection = Waiting(5.0), Open()
     gated = Gated(queue)
     headers, _ = parts(gated.ask(connection=connection))
@@ -199,8 +199,8 @@ def test_a_quarter_of_the_wait_is_kept_for_those_that_come_back(clock: Clock) ->
     _, body = parts(gated.ask(connection=Open()))
     assert body == "/embed: requests that were refused before go first"
     assert gated.ask(client="b") is None, "another client's line is not full"
-    queue.seconds = 1.5
-    assert gated.ask(connection=Open()) is None, "three quarters of the wait"
+    queue.seconds = 1.0
+    assert gated.ask(connection=Open()) is None, "half of the wait"
     queue.seconds = 2.0
     clock.now += 3.0
     assert gated.ask(connection=Open()) is not None, "the second one is still to come back"

@@ -179,14 +179,14 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
             "trace": "00-1",
             "is_bulk": True,
         }
-        process.receive(run(deadline=deadline, is_bulk=True, later_round=True, **terms))
+        process.receive(run(deadline=deadline, later_round=True, **terms))
         (answer,) = await process.answers()
         greeting = process.wire.sent[0]
         assert [(model.reference, model.precision) for model in greeting.models] == [
             ("tiny@3", "int8"), ("other@1", "fp32"),
         ]  # fmt: skip
         assert process.queues[0].terms == [
-            Submission(deadline, is_bulk=True, later_round=True, **terms)
+            Submission(deadline, later_round=True, **terms)
         ]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]

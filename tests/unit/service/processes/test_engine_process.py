@@ -185,9 +185,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
         assert [(model.reference, model.precision) for model in greeting.models] == [
             ("tiny@3", "int8"), ("other@1", "fp32"),
         ]  # fmt: skip
-        assert process.queues[0].terms == [
-            Submission(deadline, later_round=True, **terms)
-        ]
+        assert process.queues[0].terms == [Submission(deadline, later_round=True, **terms)]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]
         assert answer.wait == ExpectedWait(2.5, 0.5)

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -23,7 +23,14 @@ from cloze.service.core import QueueState, ServiceError
 from cloze.service.freed_memory import return_freed_memory
 from cloze.service.http.gate import Gate, Paths
 from cloze.service.http.keys import Permission
-from cloze.service.http.pages import ASSETS, docs_handler, docs_paths, document, part_handlers
+from cloze.service.http.pages import (
+    ASSETS,
+    answer_headers,
+    docs_handler,
+    docs_paths,
+    document,
+    part_handlers,
+)
 from cloze.service.http.record import Access, accepted_hosts
 from cloze.service.http.routes import JSON, DirectRoutes, Handler, Respond, Route
 from cloze.service.metrics import ModelInfo
@@ -144,17 +151,8 @@ def create_app(
         app,
         allow_origins=settings.cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=[
-            "authorization",
-            "content-type",
-            "x-request-id",
-            "x-request-timeout-ms",
-            "x-request-class",
-        ],
-        expose_headers=[
-            *("x-request-id", "x-model", "x-truncated", "x-score-kind"),
-            *("retry-after", "retry-after-ms"),
-        ],
+        allow_headers=["*"],  # clients have headers of their own, for example openai's
+        expose_headers=answer_headers([route for route in routes if route.models is not None]),
     )
 
 
@@ -165,21 +163,32 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,  # FastAPI's own route would write the document again for each request
+        redirect_slashes=False,  # its address would lack a proxy's scheme and path
         # By default, FastAPI checks at every request whether each kind of telemetry is installed.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    for path, handlers in by_path.items():
-        app.add_route(path, _by_method(handlers), methods=list(handlers))
     pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(routes)}
     for path, handler in (part_handlers() | pages).items():
-        app.add_route(path, handler, methods=["GET"])
+        by_path[path] = {"GET": handler}
+    for path, handlers in by_path.items():
+        app.add_route(path, _by_method(handlers), methods=list(handlers))
+    for path, handlers in by_path.items():
+        if path != "/":
+            app.add_route(f"{path}/", _without_slash, methods=list(handlers))
     app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))
     for error_type in (ServiceError, HTTPException, Exception):
         app.add_exception_handler(error_type, respond)
     return app
+
+
+async def _without_slash(request: Request) -> Response:
+    """Redirect to the same path without the slash at its end, by a relative address."""
+    path, query = request.scope["path"], request.scope["query_string"].decode("latin-1")
+    address = "../" + path.removesuffix("/").rpartition("/")[2]
+    return RedirectResponse(f"{address}?{query}" if query else address)
 
 
 def _by_method(handlers: Mapping[str, Handler]) -> Handler:

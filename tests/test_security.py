@@ -298,6 +298,23 @@ def test_origins_are_refused_unless_named(tiny_store: Path, every_task: Server) 
         assert allowed.headers["access-control-allow-origin"] == "https://app.example"
         answer = httpx.post(f"{server.url}/embed", json=BODY, headers={"origin": asks["origin"]})
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        own = "authorization, x-expect-embedding-space, x-request-class, x-stainless-lang"
+        wanted = httpx.options(
+            f"{server.url}/embed", headers=asks | {"access-control-request-headers": own}
+        )
+        assert wanted.status_code == 200
+        assert wanted.headers["access-control-allow-headers"] == own
+        raw = {"origin": asks["origin"], "accept": "application/octet-stream; dtype=int8"}
+        body = BODY | {"unknown": 1}
+        answer = httpx.post(f"{server.url}/embed", json=body, headers=raw)
+        assert answer.status_code == 200
+        readable = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert {
+            "x-shape", "x-dtype", "x-scale", "x-lengths", "x-embedding-space", "x-warning",
+            "x-ranked-by", "x-request-id", "x-model", "retry-after", "retry-after-ms",
+        } <= readable  # fmt: skip
+        assert {name for name in answer.headers if name.startswith("x-")} <= readable
+        assert {"x-warning", "x-scale"} <= answer.headers.keys()
         other = httpx.options(
             f"{server.url}/embed", headers=asks | {"origin": "https://evil.example"}
         )

@@ -7,6 +7,7 @@ gets one piece after another. A scan in front of the parser counts what the body
 
 import re
 import secrets
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,6 +35,8 @@ _MAX_NUMBER = 1024
 _LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % (_MAX_NUMBER + 1))
 _BRACKET = re.compile(rb"[][{}]")
 _NOT_JSON = "the body is not JSON"
+_NOT_UTF8 = "the body is not UTF-8"
+_AS_UTF8 = "send JSON as UTF-8"
 
 _LONGEST_NAME = 80
 """Most characters of a field's name in errors."""
@@ -180,7 +183,7 @@ def _place(problem: Any, value: Any) -> list[str | int]:
 
 
 def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any:
-    """Return the value of a JSON body.
+    """Return the value of a JSON body. A byte order mark of UTF-8 before it is ignored.
 
     Args:
         data: the body.
@@ -192,6 +195,10 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
         RequestTooLarge: the body has too many values.
         Abandoned: nobody waits for the value any more.
     """
+    if data.startswith(BOM_UTF8):
+        data = b"   " + data[3:]  # spaces, so that places in errors are those of the body
+    if b"\0" in data[:4] or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise MalformedRequest(f"{_NOT_UTF8}: it begins as UTF-16 or UTF-32, at byte 0; {_AS_UTF8}")
     if not data.strip():
         raise MalformedRequest("the body is empty; send a JSON object")
     if len(data) > piece_bytes:
@@ -199,14 +206,24 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise _malformed(error, 0) from None
+        raise _malformed(error, data, 0) from None
 
 
-def _malformed(error: orjson.JSONDecodeError, start: int) -> MalformedRequest:
-    """Return the error of a part of the body that begins at the byte ``start``."""
+def _malformed(
+    error: orjson.JSONDecodeError, text: bytes, start: int, before: bytes = b""
+) -> MalformedRequest:
+    """Return the error of a part of the body, which begins at the byte ``start``.
+
+    The parser got ``before`` in front of the part.
+    """
+    try:
+        text.decode()
+    except UnicodeDecodeError as wrong:
+        byte, place = text[wrong.start], start + wrong.start
+        return MalformedRequest(f"{_NOT_UTF8}: byte {place} is 0x{byte:02x} (Latin-1?); {_AS_UTF8}")
     surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
     hint = surrogate if "surrogate" in error.msg else ""
-    place = start + len(error.doc[: error.pos].encode())
+    place = start - len(before) + len(error.doc[: error.pos].encode())
     problem = error.msg.partition(": line")[0]
     return MalformedRequest(f"{_NOT_JSON}: {problem} at byte {place}{hint}")
 
@@ -351,7 +368,7 @@ class _Document:
         try:
             return orjson.loads(before + text + after)
         except orjson.JSONDecodeError as error:
-            raise _malformed(error, start - len(before)) from None
+            raise _malformed(error, text, start, before) from None
 
 
 def _unmatched_brackets(masked: bytes) -> list[int]:

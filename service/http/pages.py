@@ -55,7 +55,10 @@ MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was ch
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
 _ERROR_HEADERS = {
     415: {"accept-encoding": ("string", "the content encodings that the server reads")},
-    429: {"retry-after": ("integer", "whole seconds after which the request is admitted")},
+    429: {
+        "retry-after": ("integer", "whole seconds after which the request is admitted"),
+        "retry-after-ms": ("integer", "the same in milliseconds"),
+    },
 }
 
 
@@ -70,11 +73,12 @@ def docs_paths() -> tuple[str, ...]:
 def docs_handler(title: str) -> Handler:
     """Return the handler of the documentation of the API, by Swagger UI.
 
-    The policy allows the page's own script by its hash. Swagger UI writes style attributes.
+    Its addresses are relative, so that it works below a path of a proxy. The policy allows the
+    page's own script by its hash. Swagger UI writes style attributes.
     """
-    script, style, icon = (f"{ASSETS}/{name}" for name in _SWAGGER)
+    script, style, icon = (f"{ASSETS}/{name}".removeprefix("/") for name in _SWAGGER)
     page = get_swagger_ui_html(
-        openapi_url="/openapi.json",
+        openapi_url="openapi.json",
         title=title,
         swagger_js_url=script,
         swagger_css_url=style,
@@ -118,6 +122,12 @@ def _handler(name: str, media_type: str) -> Handler:
 # ---- the OpenAPI document ------------------------------------------------------------------------
 
 
+def answer_headers(routes: Sequence[Route]) -> list[str]:
+    """Return the documented headers of the answers of routes, errors included."""
+    documented = [{**route.doc.headers, **_common(route)} for route in routes]
+    return sorted({name for names in (*documented, *_ERROR_HEADERS.values()) for name in names})
+
+
 def document(title: str, version: str, description: str, routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of routes."""
     schemas, definitions = _schemas(routes)
@@ -128,6 +138,9 @@ def document(title: str, version: str, description: str, routes: Sequence[Route]
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version, "description": description},
+        "servers": [
+            {"url": "."}
+        ],  # relative to the document, which may lie below a path of a proxy
         "paths": paths,
         "components": {"schemas": definitions},
     }

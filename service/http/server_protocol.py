@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
@@ -256,19 +257,51 @@ class ServerProtocol(HttpToolsProtocol):
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
         self._progress = False
-        if data:  # none is left if reading only goes on after a pause
-            super().data_received(data)
+        self._feed(data)
         self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
-            log.warning("a request was refused: %s", message)
-            self._answer_and_close(431, "Request Header Fields Too Large", message)
+            self._refuse_unread(431, message)
         if self._unparsed:
             self.transport.pause_reading()
             if not self.flow.read_paused:
                 self.loop.call_soon(self.parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes. A client's offer to change the protocol is ignored (RFC 9110, section 7.8).
+
+        A parser ends after the head of a request with such an offer: its body would be in the
+        other protocol. So a new parser gets that head again, without the offer.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    message = "the server is no proxy: it does not answer CONNECT"
+                    self._refuse_unread(405, message, "allow: GET, HEAD, POST\r\n")
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            except httptools.HttpParserError as error:
+                if self.parser.get_method() == b"PRI":  # the first bytes of HTTP/2
+                    self._refuse_unread(505, "the server speaks HTTP/1.1 only, not HTTP/2")
+                    return
+                is_url = isinstance(error.__context__, httptools.HttpParserInvalidURLError)
+                problem = "its target is not a URL" if is_url else error  # not the client's text
+                self._refuse_unread(400, f"the request is not HTTP/1.1: {problem}")
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the head of the current request without its headers ``Upgrade``."""
+        version = self.parser.get_http_version().encode()
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((first, *fields, b"", b""))
 
     def on_message_begin(self) -> None:
         """Note the first byte of a request, whose headers must arrive in time."""
@@ -279,6 +312,8 @@ class ServerProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Refuse the request if its turn has come and the server is full, else go on."""
         self._progress = True
+        if self.parser.should_upgrade():  # its head comes again; see `_feed`
+            return
         is_next = self.cycle is None or self.cycle.response_complete
         if is_next and self.parser.get_method() == b"POST":
             scope, path = cast(Scope, self.scope), httptools.parse_url(self.url).path
@@ -323,6 +358,8 @@ class ServerProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Note the end of the request."""
         self._progress = True
+        if self.parser.should_upgrade():
+            return
         if self._state is not State.DISCARDING:
             super().on_message_complete()
             if self._state is State.DRAINING:
@@ -381,6 +418,11 @@ class ServerProtocol(HttpToolsProtocol):
         if not keeps_alive:
             self.transport.close()
         self.on_response_complete()
+
+    def _refuse_unread(self, status: int, message: str, headers: str = "") -> None:
+        """Refuse bytes that are no request, or none of this server's, and close the connection."""
+        log.warning("a request was refused: %s", message)
+        self._answer_and_close(status, HTTPStatus(status).phrase, message, headers)
 
     def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
         body = orjson.dumps({"error": message, "error_type": "Validation"})

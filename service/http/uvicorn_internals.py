@@ -19,6 +19,7 @@ USED: Final = {
         "cycle",
         "expect_100_continue",
         "flow",
+        "headers",
         "loop",
         "parser",
         "pipeline",

@@ -53,6 +53,37 @@ def test_what_is_no_json_is_refused_in_every_size(data: bytes, size: int) -> Non
         load(data, FREE, size)
 
 
+@pytest.mark.parametrize("size", [*SIZES, PIECE_BYTES])
+def test_what_is_not_utf_8_is_named_with_its_place(size: int) -> None:
+    text = '{"a": 1, "b": ["x", "für", [2, {"é": 3}]]}'
+    for wrong in ("ü", "é"):
+        data = text.encode().replace(wrong.encode(), wrong.encode("latin-1"))
+        place = data.index(wrong.encode("latin-1"))
+        message = f"byte {place} is 0x{ord(wrong):02x} (Latin-1?); send JSON as UTF-8"
+        with pytest.raises(MalformedRequest) as caught:
+            load(data, FREE, size)
+        assert str(caught.value) == f"the body is not UTF-8: {message}"
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
+        for sent in (text, text.replace(",", " " * 40 + ",")):
+            with pytest.raises(MalformedRequest) as caught:
+                load(sent.encode(encoding), FREE, size)
+            assert str(caught.value) == (
+                "the body is not UTF-8: it begins as UTF-16 or UTF-32, at byte 0; "
+                "send JSON as UTF-8"
+            )
+
+
+@pytest.mark.parametrize("size", [*SIZES, PIECE_BYTES])
+def test_a_byte_order_mark_of_utf_8_is_ignored(size: int) -> None:
+    """RFC 8259, section 8.1, allows that; PowerShell writes one."""
+    text = '{"a": [1, "é"], "b": 2}'
+    assert load(text.encode("utf-8-sig"), FREE, size) == orjson.loads(text)
+    with pytest.raises(MalformedRequest, match="the body is empty"):
+        load("".encode("utf-8-sig"), FREE, size)
+    with pytest.raises(MalformedRequest, match=r"at byte 16$"):
+        load('{"aa": [1, 2]]'.encode("utf-8-sig") + b" ", FREE, PIECE_BYTES)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

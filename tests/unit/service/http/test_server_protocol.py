@@ -216,6 +216,140 @@ def test_paths_of_targets(target: str, path: str) -> None:
     play(run)
 
 
+# ---- offers of another protocol ------------------------------------------------------------------
+
+H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAA")
+"""The offer of `java.net.http.HttpClient` and of ``curl --http2``."""
+
+OFFERS = {
+    "h2c": H2C,
+    "websocket": ("Upgrade: websocket", "Connection: keep-alive, Upgrade"),
+    "nonsense": ("upgrade: x/1, , y", "connection: upgrade", "UPGRADE:"),
+    "by proxy": ("upgrade: h2c", "proxy-connection: upgrade"),
+}
+
+INNER = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
+"""A body that would be a request."""
+
+
+def chunked(path: str, body: bytes, *headers: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: x", *headers, "transfer-encoding: chunked", "", "")
+    parts = (b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:7], body[7:]))
+    return "\r\n".join(lines).encode() + b"".join(parts) + b"0\r\nupgrade: h2c\r\n\r\n"
+
+
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
+def test_an_offer_of_another_protocol_is_ignored(offer: tuple[str, ...]) -> None:
+    """However the bytes are divided: each body is its request's, and none becomes a request."""
+    get = "\r\n".join(("GET /get HTTP/1.1", "host: x", *offer, "", "")).encode()
+    pipeline = post("/a", INNER, *offer) + get + chunked("/b", INNER, *offer) + post("/c", INNER)
+    expected = [("/a", INNER), ("/get", b""), ("/b", INNER), ("/c", INNER)]
+
+    async def run() -> None:
+        divided = [[pipeline[:at], pipeline[at:]] for at in range(len(pipeline))]
+        for parts in (*divided, [pipeline[at : at + 1] for at in range(len(pipeline))]):
+            world = World()
+            transport = world.connect()
+            for part in parts:
+                transport.protocol.data_received(part)
+            while len(statuses(transport)) < 4 and not transport.is_closing():
+                await settle(1)
+            await settle(1)
+            paths = [scope["path"] for scope in world.seen]
+            assert list(zip(paths, world.bodies, strict=True)) == expected
+            assert statuses(transport) == [200] * 4
+            assert world.made == 4
+
+    play(run)
+
+
+@pytest.mark.parametrize(
+    ("version", "connection"),
+    [("1.0", "upgrade"), ("1.0", "upgrade, keep-alive"), ("1.1", "upgrade, close")],
+)
+def test_an_offer_leaves_the_connection_as_it_would_be(version: str, connection: str) -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        head = f"POST /embed HTTP/{version}\r\nconnection: {connection}\r\nupgrade: h2c\r\n"
+        transport.protocol.data_received(f"{head}content-length: {len(INNER)}\r\n\r\n".encode())
+        await settle()
+        transport.protocol.data_received(INNER + INNER)  # one more, after the last request
+        await settle()
+        assert world.bodies == [INNER]
+        assert statuses(transport) == [200]
+        assert transport.is_closing()
+
+    play(run)
+
+
+def test_an_offer_is_refused_as_any_request() -> None:
+    async def run() -> None:
+        world = World()
+        world.refuses = lambda request: request.path == "/full"
+        transport = world.connect()
+        transport.protocol.data_received(post("/full", INNER, *H2C) + post("/a", b"12", *H2C))
+        await settle()
+        assert statuses(transport) == [429, 200]
+        assert world.asked == ["/full", "/a"]
+        waiting = post("/full", b"", *H2C, "expect: 100-continue", length=4)
+        transport.protocol.data_received(waiting)
+        assert statuses(transport) == [429, 200, 429]
+        assert transport.is_closing(), "its body may come or not"
+        asks = world.connect()
+        asks.protocol.data_received(post("/a", b"", *H2C, "expect: 100-continue", length=4))
+        await settle()
+        assert asks.writes == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+
+    play(run)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "the server speaks HTTP/1.1 only, not HTTP/2"),
+        (
+            b"CONNECT h:443 HTTP/1.1\r\nhost: h:443\r\n\r\n" + INNER,
+            405,
+            "the server is no proxy: it does not answer CONNECT",
+        ),
+        (
+            b"\x16\x03\x01" + INNER,
+            400,
+            "the request is not HTTP/1.1: Invalid method encountered",
+        ),
+        (post("http://:x"), 400, "the request is not HTTP/1.1: its target is not a URL"),
+        (
+            post("/a", b"12", "transfer-encoding: chunked", *H2C),
+            400,
+            "the request is not HTTP/1.1: Transfer-Encoding can't be present with Content-Length",
+        ),
+        (
+            b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nabc" + INNER,
+            400,
+            "the request is not HTTP/1.1: Expected LF after chunk data",
+        ),
+    ],
+)
+def test_what_is_no_request_is_refused_and_closes(sent: bytes, status: int, message: str) -> None:
+    async def run() -> None:
+        for at in range(len(sent)):
+            world = World()
+            transport = world.connect()
+            transport.protocol.data_received(sent[:at])
+            transport.protocol.data_received(sent[at:])
+            head, body = transport.writes[-1].split(b"\r\n\r\n")
+            assert int(head.split()[1]) == status
+            assert json.loads(body) == {"error": message, "error_type": "Validation"}
+            assert b"\r\nconnection: close" in head
+            assert transport.is_closing()
+            await settle()
+            assert [scope["path"] for scope in world.seen] in ([], ["/"])
+            assert len(transport.writes) == 1
+
+    play(run)
+
+
 def test_received_bytes_are_parsed_in_slices() -> None:
     async def run() -> None:
         world = World()

@@ -200,7 +200,7 @@ def table(records: list[dict[str, Any]]) -> str:
     for (part, subject), newest in parts.items():
         labels = list(dict.fromkeys(label for each in newest.values() for label in each))
         columns = [(*each, label) for each in COLUMNS[part].items() for label in labels]
-        rows = [["", *(f"{title}, {label}" for title, _, label in columns)]]
+        rows = [["", *(f"{title}{label and ', '}{label}" for title, _, label in columns)]]
         rows += [["---"] * len(rows[0])]
         for name in [each.partition("/")[2] for each in cells() if each.startswith(part)]:
             if name in newest:
@@ -256,7 +256,7 @@ def main() -> None:
         record = {
             "cell": name,
             "subject": minilm.name,
-            "label": options.label,
+            "label": "" if options.peer else options.label,
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "machine": describe_machine(available_cpus()),
             "seconds": seconds,

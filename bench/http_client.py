@@ -28,10 +28,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete response."""
+    """A complete response.
+
+    Attributes:
+        retry_after_s: seconds of the header `Retry-After`; 0 without it.
+    """
 
     status: int
     body: bytes
+    retry_after_s: float = 0.0
 
 
 def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
@@ -52,6 +57,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
+        self._retry_after_s = 0.0
         self._response: asyncio.Future[Response] | None = None
         self._transport: asyncio.Transport | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,6 +121,11 @@ class Connection(asyncio.Protocol):
                 ConnectionResetError(f"the connection ended before the answer ({exc})")
             )
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep `Retry-After`; see httptools."""
+        if name.lower() == b"retry-after":
+            self._retry_after_s = float(value)
+
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body; see httptools."""
         self._body.append(body)
@@ -124,5 +135,7 @@ class Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive():  # the server ends the connection
             self.open = False
         body, self._body = b"".join(self._body), []
+        retry_after_s, self._retry_after_s = self._retry_after_s, 0.0
         if self._response is not None and not self._response.done():
-            self._response.set_result(Response(self._parser.get_status_code(), body))
+            status = self._parser.get_status_code()
+            self._response.set_result(Response(status, body, retry_after_s))

@@ -122,7 +122,7 @@ async def closed_loop(
                 now = time.perf_counter()
         await connection.close()
 
-    async with _bounded_wait(seconds), asyncio.TaskGroup() as tasks:
+    async with bounded_wait(seconds), asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(client())
     result.client_cpu_s = time.process_time() - cpu_s
@@ -130,7 +130,7 @@ async def closed_loop(
 
 
 @asynccontextmanager
-async def _bounded_wait(seconds: float) -> AsyncIterator[None]:
+async def bounded_wait(seconds: float) -> AsyncIterator[None]:
     """Raise a `BenchError` if a load of `seconds` does not end in time or the server closes."""
     try:
         async with asyncio.timeout(seconds + _DRAIN_TIMEOUT_S):
@@ -229,7 +229,7 @@ async def open_loop(
         if on_answer is not None:
             on_answer(Answer(number, due - start, seconds, response))
 
-    async with _bounded_wait(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
+    async with bounded_wait(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
         for number, arrival in enumerate(arrivals):
             due = start + float(arrival)
             # The loop's timers are exact to a millisecond, so one sleep may be too short.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -28,6 +29,7 @@ from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Connection, Request, post
 from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
 from cloze.bench.plots import draw
+from cloze.bench.probe import probing
 from cloze.bench.processes import running
 from cloze.bench.report import table
 from cloze.bench.result import (
@@ -40,6 +42,7 @@ from cloze.bench.result import (
     Turn,
     make_turn,
 )
+from cloze.bench.retries import Retries, retrying_loop
 from cloze.bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
 from cloze.export.graph.reference import ReferenceSession
@@ -57,9 +60,11 @@ WORDS = ["river", "stone", "house", "winter"]
 
 
 @contextmanager
-def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterator[str]:
+def stub(
+    stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0, refused: int = 0
+) -> Iterator[str]:
     """A server that answers after ``delay``, but nobody between ``stall``'s two seconds after its
-    first request.
+    first request. It refuses the first requests at once, for 0.3 s.
     """
     loop = asyncio.new_event_loop()
     first: list[float] = []
@@ -71,6 +76,10 @@ def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterato
                 int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             )
             first.append(time.perf_counter())
+            if len(first) <= refused:
+                told = b"Retry-After: 0.3\r\ncontent-length: 0\r\n\r\n"
+                writer.write(b"HTTP/1.1 429 Too Many Requests\r\n" + told)
+                continue
             since = time.perf_counter() - first[0]
             if stall[0] <= since < stall[1]:
                 await asyncio.sleep(stall[1] - since)
@@ -137,6 +146,77 @@ def test_a_pause_lies_between_requests_and_is_no_latency() -> None:
         found = asyncio.run(load)
     assert 2 <= found.requests <= 5
     assert found.latencies.get_value_at_percentile(50) < 200_000
+
+
+def retried(*, refused: int, waits: bool, lead_in_s: float = 0.0) -> Retries:
+    """A loop of one connection that is answered after 0.1 s, if it is not refused."""
+    with stub(delay=0.1, refused=refused) as url:
+        loop = retrying_loop(
+            url, REQUESTS, clients=1, seconds=0.75, waits=waits, lead_in_s=lead_in_s
+        )
+        return asyncio.run(loop)
+
+
+def test_a_refused_client_waits_as_told() -> None:
+    """One refusal, 0.3 s, then an answer each 0.1 s. The refused request needed two tries."""
+    found = retried(refused=1, waits=True)
+    assert found.statuses[429] == 1
+    assert found.told == {0.3: 1}
+    assert found.admitted[2] == 1
+    assert found.admitted.total() <= 5
+    assert found.soon_admitted == 1.0
+
+
+def test_a_client_that_does_not_wait_is_refused_again_at_once() -> None:
+    """50 refusals would take 15 s if it waited; they are tries of one request."""
+    found = retried(refused=50, waits=False)
+    assert found.told == {0.3: 50}
+    assert found.admitted[51] == 1
+    assert found.refused_twice == 1
+    assert found.soon_admitted < 1.0
+
+
+def test_answers_of_the_lead_in_do_not_count_but_its_refusals_do() -> None:
+    """0.75 s and 0.75 s: 7 answers of 0.1 s in each at most."""
+    found = retried(refused=1, waits=False, lead_in_s=0.75)
+    assert found.statuses[429] == 1
+    assert 0 < found.latencies.get_total_count() < found.statuses[200]
+    assert found.answers_per_s == found.latencies.get_total_count() / 0.75
+
+
+class StallsOnce(BaseHTTPRequestHandler):
+    """Answers the first request after 0.5 s, and the others at once."""
+
+    stalled = False
+
+    def do_GET(self) -> None:
+        if not StallsOnce.stalled:
+            StallsOnce.stalled = True
+            time.sleep(0.5)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_stall_is_charged_to_every_probe_that_was_due() -> None:
+    """Those that were due 0, 0.1, 0.2 and 0.3 s after the start took 0.2 s or more, not one."""
+    with HTTPServer(("127.0.0.1", 0), StallsOnce) as stub_server:
+        thread = Thread(target=stub_server.serve_forever)
+        thread.start()
+        with probing(f"http://127.0.0.1:{stub_server.server_port}/") as seconds:
+            time.sleep(1.5)
+        stub_server.shutdown()
+        thread.join()
+    assert sum(each > 0.19 for each in seconds) >= 4
+    assert len(seconds) > 6
+
+
+def test_a_probe_without_an_answer_is_a_slow_one() -> None:
+    with probing("http://127.0.0.1:9/") as seconds:
+        time.sleep(0.5)
+    assert set(seconds) == {10.0}
 
 
 def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:

@@ -9,8 +9,10 @@ lists come from a process of their own, and all requests from one address.
 
 import argparse
 import multiprocessing
+import sys
 import time
 from multiprocessing.queues import Queue
+from pathlib import Path
 
 import numpy as np
 import orjson
@@ -19,9 +21,10 @@ import uvloop
 from cloze.bench.http_client import Request, post
 from cloze.bench.load import closed_loop, open_loop, poisson
 from cloze.bench.processes import RunningServer
-from cloze.bench.studies.overload import servers, subjects_parser
+from cloze.bench.servers import MeasuredServer
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
+from cloze.model_store.locations import DEFAULT_ROOT
 
 FILLERS = 8
 """Clients that send lists."""
@@ -71,11 +74,16 @@ def measure(
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = subjects_parser()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bundle", nargs="?", default="cloze-bert")
+    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.5])
     parser.add_argument("--seconds", type=float, default=15.0)
-    options: argparse.Namespace = parser.parse_args()
-    bundle = Store(options.store).open(options.bundle or "cloze-bert")
+    options = parser.parse_args()
+    bundle = Store(options.store).open(options.bundle)
+    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
+    model = ("--model", options.bundle, "--model-store", str(options.store))
+    subject = MeasuredServer("Cloze", (*command, *model), "/embed", "/healthz")
     words, rng = words_of(bundle), np.random.default_rng(0)
     questions = [
         Request(post("/embed", orjson.dumps({"inputs": text})))
@@ -83,7 +91,7 @@ def main() -> None:
     ]
     passages = [" ".join(rng.choice(words, 95)) for _ in range(320)]
     lists = [orjson.dumps({"inputs": passages[i : i + 32]}) for i in range(0, 320, 32)]
-    with servers(options)[0].start() as server:
+    with subject.start() as server:
         uvloop.run(closed_loop(server.url, questions, clients=8, seconds=2))
         closed = uvloop.run(closed_loop(server.url, questions, clients=8, seconds=5))
         capacity = closed.requests / closed.seconds

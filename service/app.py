@@ -166,7 +166,7 @@ class Service:
             self.answers,
         )
         self.starts = Starts()
-        self.returns = Returns()
+        self.returns = Returns(max(1, settings.frontends))
         self._responder = ErrorResponder(registries.protocols)
         self._recorder = Recorder(metrics, self._access_log, tracing, self.answers, self._respond)
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)

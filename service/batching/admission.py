@@ -24,14 +24,11 @@ _MAX_WINDOW_S = 10.0
 _LEAST_RATE_SHARE = 0.2
 """Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
 
-_SHARE_OF_STATED = 0.5
-"""Share of the time limit that a request states in which it must be expected to end.
+_SHARE_OF_TIME = 0.5
+"""Share of its time in which a request must be expected to end.
 
-The rest is for clients and lines that come later, and for errors of the measured rate.
+The rest is for clients, lines and models that come later, and for errors of the measured rate.
 """
-
-_SHARE_OF_TIMEOUT = 0.75
-"""The same share of the request timeout, for a request that states no time limit."""
 
 _LONGEST_WAIT_S = 2.5
 """Longest wait of a request that states no time limit, if no setting says another.
@@ -54,7 +51,7 @@ class WaitLimits:
         longest_s: longest wait of a request that states no time limit; 0: no limit.
         timeout_s: the request timeout, of a request that states no time limit.
         free_requests: requests of a client, over all models of the process, that may wait for
-            longer, if they are expected to end within the request timeout.
+            longer, if they are expected to end within half of the request timeout.
     """
 
     longest_s: float = 0.0
@@ -69,35 +66,45 @@ class WaitLimits:
             return cls(_LONGEST_WAIT_S, timeout_s, _FREE_REQUESTS)
         return cls(max_queue_wait_ms / 1000, timeout_s)
 
-    def excess_s(self, wait: ExpectedWait, stated_s: float | None, share: float = 1.0) -> float:
+    def excess_s(
+        self,
+        wait: ExpectedWait,
+        stated_s: float | None,
+        *,
+        is_bulk: bool = False,
+        share: float = 1.0,
+    ) -> float:
         """Return in how many seconds a request may wait; 0.0 or less: it may wait now.
 
         Args:
             wait: the expected wait of the request.
             stated_s: the time limit that the request states, if any.
+            is_bulk: whether others may take the rate at which the request is expected to run.
             share: share of the limits that the request may use.
         """
         if stated_s is not None:
-            return wait.seconds - share * _SHARE_OF_STATED * stated_s
+            return wait.seconds - share * _SHARE_OF_TIME * stated_s
         if not self.longest_s:
             return 0.0
         too_long_s = wait.seconds - share * self.longest_s
-        if not self.free_requests:
+        if is_bulk or not self.free_requests:
             return too_long_s
         too_many = wait.requests + 1 - share * self.free_requests
-        end_s = wait.seconds + wait.per_request_s
-        too_late_s = end_s - _SHARE_OF_TIMEOUT * self.timeout_s
+        too_late_s = wait.seconds + wait.per_request_s - _SHARE_OF_TIME * self.timeout_s
         return min(too_long_s, max(too_many * wait.per_request_s, too_late_s))
 
     def describe_excess(self, wait: ExpectedWait, stated_s: float | None) -> str:
         """Return the message for a request that may not wait."""
         about = f"the request would wait about {math.ceil(wait.seconds * 10) / 10:g} s; "
         if stated_s is not None:
-            allowed_s = _SHARE_OF_STATED * stated_s
+            allowed_s = _SHARE_OF_TIME * stated_s
             return f"{about}{allowed_s:g} s are allowed, half of the time limit that it states"
         about += f"CLOZE_MAX_QUEUE_WAIT_MS allows {self.longest_s:g} s"
         if self.free_requests:
-            about += f" beyond the first {self.free_requests} requests of a client"
+            about += (
+                f", and more for the first {self.free_requests} requests of a client if they end "
+                f"within {_SHARE_OF_TIME * self.timeout_s:g} s"
+            )
         return about
 
 
@@ -287,14 +294,13 @@ class Admission:
             return
         wait = self.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
         waits, each_s = self._limits.waits, wait.per_request_s
-        if (excess_s := waits.excess_s(wait, timeout_s)) > 0:
+        if (excess_s := waits.excess_s(wait, timeout_s, is_bulk=is_bulk)) > 0:
             message = waits.describe_excess(wait, timeout_s)
             raise Overloaded(message, excess_s, Rejection.WAIT, each_s)
         end_s, left_s = wait.seconds + each_s, submission.deadline - now
         due = math.inf if is_bulk else due_time(now, submission.deadline)
         slack_s = queue.demand.slack_s(now, self._rate_of(is_bulk=False), due, tokens)
-        share = _SHARE_OF_TIMEOUT if timeout_s is None else _SHARE_OF_STATED
-        late_s = max(end_s - share * left_s, -slack_s)
+        late_s = max(end_s - _SHARE_OF_TIME * left_s, -slack_s)
         if late_s > 0:
             raise Overloaded(
                 f"the request would end in about {end_s:.1f} s beside what was accepted before it, "

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
@@ -168,16 +168,16 @@ class _Refused:
 
     Attributes:
         at: `time.monotonic` time at which the connection was told to come back.
-        each_s: seconds by which the refusal moved the time of the next one.
+        moved_s: seconds by which the refusal moved the latest time of its line.
         early: number of refusals that the connection did not wait for; halved when it waits.
-        is_over: whether the connection was admitted since.
+        over: arrival of the request that the gate has admitted since, or None.
     """
 
     line: RefusedLine
     at: float
-    each_s: float
+    moved_s: float
     early: int = 0
-    is_over: bool = False
+    over: float | None = None
 
 
 class Returns:
@@ -190,9 +190,13 @@ class Returns:
     that is refused is told 0.1 s, the next ones 0.125 s and 0.15 s.
 
     The class is not safe for threads: the event loop of the process makes every call.
+
+    Args:
+        processes: number of processes that refuse requests of the same lines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
         self._refused: dict[Reader, _Refused] = {}
 
@@ -201,22 +205,17 @@ class Returns:
         if self._last.get(line, 0.0) <= now:
             return 1.0
         refused = None if connection is None else self._refused.get(connection)
-        is_waiting = refused is not None and refused.line == line and not refused.is_over
-        is_due = refused is not None and is_waiting and now >= refused.at - _EARLY_S
-        return 1.0 if is_due else _SHARE_OF_NEW
+        if refused is None or refused.line != line or refused.over is not None:
+            return _SHARE_OF_NEW
+        return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
 
     def refuse(
-        self,
-        connection: Reader | None,
-        line: RefusedLine,
-        now: float,
-        room_s: float,
-        each_s: float,
+        self, request: RequestRecord, line: RefusedLine, now: float, room_s: float, each_s: float
     ) -> tuple[float, float]:
         """Return when a refused request may come back, and how long its refusal is to be held.
 
         Args:
-            connection: the connection of the request, if known.
+            request: the request.
             line: the line that refused the request.
             now: `time.monotonic` time.
             room_s: seconds until the line has room.
@@ -225,37 +224,50 @@ class Returns:
         Returns:
             Two numbers of seconds.
         """
+        connection = request.connection
         before = None if connection is None else self._refused.get(connection)
-        if before is not None and before.line == line and now < before.at - _EARLY_S:
-            hold_s = min(_FIRST_HOLD_S * 2**before.early, _LONGEST_HOLD_S)
-            before.early = min(before.early + 1, 16)
-            return max(before.at - now, room_s), hold_s
+        if before is not None and before.over not in (None, request.arrived):
+            before = None
+        early, hold_s = 0, 0.0
+        if before is not None:
+            early = before.early // 2
+            if before.line.client == line.client and now < before.at - _EARLY_S:
+                hold_s = min(_FIRST_HOLD_S * 2**before.early, _LONGEST_HOLD_S)
+                early = min(before.early + 1, 16)
+                if before.line == line and before.over is None:
+                    before.early = early
+                    return max(before.at - now, room_s), hold_s
+        self._give_back(connection, now)
         if len(self._last) >= _MOST_LINES:
             self._last.clear()
         last = self._last.get(line, 0.0)
         at = now + max(room_s, _SHORTEST_TOLD_S)
         if last > now:
-            at = max(at, min(last + each_s, now + _LONGEST_TOLD_S))
+            at = max(at, last + each_s * self._processes)
+        at = min(at, now + _LONGEST_TOLD_S)
+        moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:
-            moved_s = at - last if last > now else 0.0
-            early = before.early // 2 if before is not None else 0
             self._refused[connection] = _Refused(line, at, moved_s, early)
-        return at - now, 0.0
+        return at - now, hold_s
 
-    def admitted(self, connection: Reader | None, now: float) -> None:
-        """Note that a connection is admitted; if it comes early, its time is given back."""
-        refused = None if connection is None else self._refused.get(connection)
-        if refused is None or refused.is_over:
-            return
-        refused.is_over = True
-        if refused.at > now and refused.line in self._last:
-            self._last[refused.line] -= refused.each_s
+    def admitted(self, request: RequestRecord) -> None:
+        """Note that the gate admits a request; if it comes early, its time is given back."""
+        refused = None if request.connection is None else self._refused.get(request.connection)
+        if refused is not None and refused.over is None:
+            self._give_back(request.connection, request.arrived)
+            refused.over = request.arrived
 
     def closed(self, connection: Reader, now: float) -> None:
         """Forget a connection, and give its time back."""
-        self.admitted(connection, now)
+        self._give_back(connection, now)
         self._refused.pop(connection, None)
+
+    def _give_back(self, connection: Reader | None, now: float) -> None:
+        refused = None if connection is None else self._refused.get(connection)
+        if refused is not None and refused.at > now and refused.line in self._last:
+            self._last[refused.line] -= refused.moved_s
+            refused.moved_s = 0.0
 
 
 class Refusal(NamedTuple):
@@ -310,7 +322,7 @@ class Gate:
         if route is None or not (served := self._routes.get(route)):
             return None
         tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
-        is_bulk, connection = request.is_bulk, request.connection
+        is_bulk = request.is_bulk
         line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
         request.unstarted = line, tokens
         if request.terms_problem:  # the handler writes that error
@@ -327,17 +339,18 @@ class Gate:
         )
         key = RefusedLine(Rejection.WAIT, model, client, line.patience, is_bulk)
         limits, now = self._limits, request.arrived
-        share = self._returns.share(connection, key, now)
-        if served[0].queue.draining or limits.excess_s(wait, stated_s, share) <= 0:
-            self._returns.admitted(connection, now)
+        share = self._returns.share(request.connection, key, now)
+        excess_s = partial(limits.excess_s, wait, stated_s, is_bulk=is_bulk)
+        if served[0].queue.draining or excess_s(share=share) <= 0:
+            self._returns.admitted(request)
             return None
         request.unstarted = None
-        room_s = limits.excess_s(wait, stated_s)
+        room_s = excess_s()
         message = "requests that were refused before go first"
         if room_s > 0:
             message = limits.describe_excess(wait, stated_s)
         after_s, hold_s = self._returns.refuse(
-            connection, key, now, max(0.0, room_s), wait.per_request_s
+            request, key, now, max(0.0, room_s), wait.per_request_s
         )
         request.model, request.error = model, Overloaded.__name__
         request.rejection = Rejection.WAIT
@@ -354,10 +367,12 @@ class Gate:
         client, is_bulk = request.client, request.is_bulk
         line = RefusedLine(error.reason, request.model, client, patience, is_bulk)
         after_s, hold_s = self._returns.refuse(
-            request.connection, line, time.monotonic(), error.retry_after_s, error.each_s
+            request, line, time.monotonic(), error.retry_after_s, error.each_s
         )
         error.retry_after_s = after_s - hold_s
         if hold_s:
+            # The frames of the traceback refer to the body.
+            error.__traceback__ = error.__context__ = None
             await asyncio.sleep(hold_s)
 
 

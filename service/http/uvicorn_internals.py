@@ -28,6 +28,7 @@ USED: Final = {
         "url",
     },
     "cycle": {
+        "body",
         "keep_alive",
         "more_body",
         "response_complete",

@@ -415,7 +415,7 @@ class ServerProtocol(HttpToolsProtocol):
         keeps_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
         self.transport.write(refusal.answer if keeps_alive else _with_close(refusal.answer))
         cycle.response_started = cycle.response_complete = True  # uvicorn discards its body
-        cycle.body = b""
+        cycle.body = bytearray()
         if not keeps_alive:
             self.transport.close()
         self.on_response_complete()

@@ -1,4 +1,4 @@
-"""Puts the threads that run graphs at the same time on different CPUs, without fixed pins.
+"""Keeps threads that run a graph at the same time on different CPUs, without fixed pins.
 
 Linux wakes a thread on the CPU of the thread that wakes it. Two threads that compute, or that spin
 while they wait for each other, then share one CPU until the kernel moves one, which may take longer
@@ -8,7 +8,7 @@ than a short run (docs/decisions/0013-a-lone-request.md).
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -28,7 +28,11 @@ class Affinity(Protocol):
         ...
 
     def allow(self, thread: int, cpus: set[int]) -> None:
-        """Let a thread run on these CPUs only; 0: the calling thread, which moves at once."""
+        """Let a thread run on these CPUs only.
+
+        Raises:
+            ProcessLookupError: the thread has ended.
+        """
         ...
 
 
@@ -53,82 +57,80 @@ class LinuxAffinity:
 
 
 class CpuPlaces:
-    """The CPUs of the runs of a process.
+    """The CPUs of a process's runs, and where the threads that wait for a run may wake.
+
+    Example: on CPUs 0 and 1, one request wakes workers A and B, both on CPU 0. A begins a run, and
+    B may only run on CPU 1 from then on. When B begins, B may run everywhere again.
 
     Args:
-        affinity: None: the system has no affinity, and nothing is moved.
+        affinity: None: the system has no affinity, and no thread is moved.
     """
 
     def __init__(self, affinity: Affinity | None) -> None:
         self._affinity = affinity
         self._lock = threading.Lock()
-        self._cpus: dict[int, int] = {}  # the CPU on which each run began, by thread
-        self._own = threading.local()  # the last CPUs that this module set for the thread
+        self._running: dict[int, int] = {}  # by thread: the CPU on which its run began
+        self._waiting: set[int] = set()  # threads that have run a graph, and do not run one now
+        self._moved: dict[int, set[int]] = {}  # by thread: where `_move` let it run
 
-    def begin(self, runtime: "RuntimeThreads") -> None:
-        """Call before a run, on its thread.
+    def begin(self, helpers: Collection[int]) -> None:
+        """Keep other threads off the CPU of the calling thread, which is about to run a graph.
 
-        If another run began on the CPU of this thread, the thread moves to another CPU, and may
-        then run everywhere again. The runtime's threads may run everywhere but beside this thread.
+        Args:
+            helpers: the runtime's threads of the session. If there are none, the threads that ran
+                graphs before are kept off: one of them may be on its way to a run beside this one.
         """
-        if self._affinity is None:
-            return
-        try:
-            with self._lock:
-                self._place(self._affinity, runtime)
-        except OSError:
-            self._affinity = None
+        with self._lock, suppress(OSError):
+            if self._affinity is None or len(allowed := self._affinity.allowed()) < 2:
+                return
+            thread, cpu = threading.get_native_id(), self._affinity.current_cpu()
+            self._waiting.discard(thread)
+            self._running[thread] = cpu
+            self._free([thread], allowed)
+            if helpers:
+                self._move(helpers, allowed - {cpu})
+            elif others := allowed.difference(self._running.values()):
+                self._move(self._waiting, others)
 
     def end(self) -> None:
-        """Call after a run, on its thread."""
-        self._cpus.pop(threading.get_ident(), None)
+        """Let the threads that wait run everywhere again, unless another run goes on."""
+        with self._lock, suppress(OSError):
+            if self._running.pop(thread := threading.get_native_id(), None) is None:
+                return
+            self._waiting.add(thread)
+            if self._affinity is not None and not self._running:
+                self._free(self._waiting, self._affinity.allowed())
 
-    def _place(self, affinity: Affinity, runtime: "RuntimeThreads") -> None:
-        allowed = affinity.allowed()
-        if len(allowed) < 2:
-            return
-        cpu, taken = affinity.current_cpu(), set(self._cpus.values())
-        free = allowed - taken
-        if cpu in taken and free:
-            affinity.allow(0, free)
-            cpu = affinity.current_cpu()
-            affinity.allow(0, allowed)
-            self._own.cpus = allowed
-        elif getattr(self._own, "cpus", allowed) != allowed:
-            affinity.allow(0, allowed)
-            self._own.cpus = allowed
-        self._cpus[threading.get_ident()] = cpu
-        if runtime.ids and (others := allowed - {cpu}) != runtime.cpus:
-            for thread in runtime.ids:
-                affinity.allow(thread, others)
-            runtime.cpus = others
+    def _free(self, threads: Collection[int], allowed: set[int]) -> None:
+        self._move([thread for thread in threads if thread in self._moved], allowed)
 
-
-class RuntimeThreads:
-    """The threads that the runtime started for a session.
-
-    Attributes:
-        ids: of the threads; empty if they are not known.
-        cpus: on which they may run; None until they were moved.
-    """
-
-    def __init__(self, ids: Sequence[int] = ()) -> None:
-        self.ids = ids
-        self.cpus: set[int] | None = None
+    def _move(self, threads: Collection[int], cpus: set[int]) -> None:
+        """Let threads run on these CPUs only. After an error, no thread is moved any more."""
+        assert self._affinity is not None
+        for thread in list(threads):
+            if self._moved.get(thread) == cpus:
+                continue
+            try:
+                self._affinity.allow(thread, cpus)
+                self._moved[thread] = cpus
+            except ProcessLookupError:
+                self._waiting.discard(thread)
+                self._moved.pop(thread, None)
+            except OSError:
+                self._affinity = None
+                raise
 
 
-def with_runtime_threads(
-    open_session: Callable[[], _Opened], count: int
-) -> tuple[_Opened, RuntimeThreads]:
-    """Open a session, and find the threads that it starts.
+def with_helpers(open_session: Callable[[], _Opened], count: int) -> tuple[_Opened, set[int]]:
+    """Open a session, and find the threads that the runtime starts for it.
 
-    They have no names. If another number of threads than `count` appears, some are of others, and
-    none is returned.
+    They have no names. If another number of threads than `count` appears, some belong to others,
+    and the set is empty.
     """
     before = _threads()
     session = open_session()
     started = _threads() - before - {thread.native_id for thread in threading.enumerate()}
-    return session, RuntimeThreads(tuple(started) if len(started) == count else ())
+    return session, started if len(started) == count else set()
 
 
 def _threads() -> set[int]:

@@ -37,7 +37,7 @@ from cloze.model_store.processor import (
     int8_settings,
 )
 from cloze.service.core import StartupError
-from cloze.service.engine.cpu_places import of_this_system, with_runtime_threads
+from cloze.service.engine.cpu_places import of_this_system, with_helpers
 from cloze.service.freed_memory import return_freed_memory
 
 log = logging.getLogger("cloze")
@@ -245,11 +245,11 @@ class PlacedSession:
             return session
 
         threads = options.intra_op_num_threads - 1
-        self._session, self._runtime_threads = with_runtime_threads(open_session, threads)
+        self._session, self._helpers = with_helpers(open_session, threads)
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
         """See `Session`."""
-        _PLACES.begin(self._runtime_threads)
+        _PLACES.begin(self._helpers)
         try:
             return self._session.run(wanted, feeds)
         finally:

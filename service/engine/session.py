@@ -37,6 +37,7 @@ from cloze.model_store.processor import (
     int8_settings,
 )
 from cloze.service.core import StartupError
+from cloze.service.engine.cpu_places import of_this_system, with_helpers
 from cloze.service.freed_memory import return_freed_memory
 
 log = logging.getLogger("cloze")
@@ -44,6 +45,8 @@ log = logging.getLogger("cloze")
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 _BUILDS = ("onnxruntime", "onnxruntime-gpu")
+
+_PLACES = of_this_system()
 
 _ON_HOST = frozenset({"top_k"})
 """Inputs that the kernels read in host memory."""
@@ -230,10 +233,31 @@ def is_aligned(graph: bytes) -> bool:
     return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED.findall(graph))
 
 
+class PlacedSession:
+    """A session on the CPU whose runs are placed by `cpu_places`."""
+
+    def __init__(self, file: Path, options: ort.SessionOptions) -> None:
+        def open_session() -> Session:
+            # The fallback would print, and open the graph on the same provider once more.
+            session: Session = ort.InferenceSession(
+                file, options, providers=[CPU], enable_fallback=0
+            )
+            return session
+
+        threads = options.intra_op_num_threads - 1
+        self._session, self._helpers = with_helpers(open_session, threads)
+
+    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
+        """See `Session`."""
+        _PLACES.begin(self._helpers)
+        try:
+            return self._session.run(wanted, feeds)
+        finally:
+            _PLACES.end()
+
+
 def _open_on_cpu(file: Path, options: ort.SessionOptions) -> Session:
-    # The fallback would print, and open the graph on the same provider once more.
-    session: Session = ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
-    return session
+    return PlacedSession(file, options)
 
 
 def _cpu_options(threads: int) -> ort.SessionOptions:

@@ -252,7 +252,7 @@ def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:
     """Return the served model of an adapter, with the engine of its base."""
     assert base.adapters is not None
     base.adapters.add(bundle.key, bundle.read)
-    queue = AdapterQueue(base.queue, bundle.key, base.adapters.forget)
+    queue = AdapterQueue(base.queue, bundle.key, base.adapters)
     return ServedModel(bundle, queue, base.precision)
 
 

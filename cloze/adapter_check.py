@@ -21,6 +21,7 @@ class _AdaptedScorer:
         self._engine = OnnxEngine(adapter.base, Device.CPU, precision, options=options)
         assert self._engine.adapters is not None
         self._engine.adapters.add(adapter.key, adapter.read)
+        self._engine.adapters.hold(adapter.key).result()
         self._key, self.layers = adapter.key, adapter.manifest.architecture.layers
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:

@@ -4,9 +4,10 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,10 +22,12 @@ from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
 from cloze.service.core import (
+    AdapterRegistry,
     BatchResult,
     ExpectedWait,
     Queue,
     QueueState,
+    ServiceError,
     StartupError,
     Submission,
 )
@@ -63,11 +66,12 @@ class AdapterBundle(Bundle):
 class AdapterQueue:
     """The queue of a base for one of its adapters: a `Queue` that marks every encoding.
 
-    All adapters wait in one queue, so clients share the engine as if they had one model.
+    All adapters wait in one queue, so clients share the engine as if they had one model. A request
+    is submitted to that queue when its adapter is loaded, so workers never wait for the disk.
     """
 
-    def __init__(self, base: Queue, key: str, forget: Callable[[str], None]) -> None:
-        self._base, self._key, self._forget = base, key, forget
+    def __init__(self, base: Queue, key: str, adapters: AdapterRegistry) -> None:
+        self._base, self._key, self._adapters = base, key, adapters
 
     @property
     def state(self) -> QueueState:
@@ -85,10 +89,29 @@ class AdapterQueue:
         return self._base.draining
 
     def submit(self, submission: Submission) -> Future[BatchResult]:
-        """See `Queue`."""
+        """See `Queue`. A refusal is the exception of the result."""
         for encoding in submission.encodings:
             encoding.adapter = self._key
-        return self._base.submit(submission)
+        answer: Future[BatchResult] = Future()
+        held = self._adapters.hold(self._key)
+        held.add_done_callback(partial(self._submit, submission, answer))
+        return answer
+
+    def _submit(
+        self, submission: Submission, answer: Future[BatchResult], held: Future[None]
+    ) -> None:
+        """Submit a request whose adapter is loaded, and release the adapter after its end."""
+        if held.exception() is not None:
+            _pass_on(held, answer)
+            return
+        answer.add_done_callback(lambda _: self._adapters.release(self._key))
+        try:
+            request = self._base.submit(submission)
+        except ServiceError as error:
+            request = Future()
+            request.set_exception(error)
+        answer.add_done_callback(lambda _: request.cancel())
+        request.add_done_callback(lambda _: _pass_on(request, answer))
 
     def expected_wait(
         self,
@@ -106,7 +129,16 @@ class AdapterQueue:
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002
         """Free the adapter; requests that wait end with the base."""
-        self._forget(self._key)
+        self._adapters.forget(self._key)
+
+
+def _pass_on(ended: Future[Any], answer: Future[BatchResult]) -> None:
+    """End a request as a future has ended, unless the request was cancelled."""
+    with suppress(InvalidStateError, CancelledError):
+        if (error := ended.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(ended.result())
 
 
 def with_engines(bundles: Iterable[Bundle]) -> list[Bundle]:

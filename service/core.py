@@ -363,6 +363,15 @@ class AdapterRegistry(Protocol):
     def forget(self, key: str) -> None:
         """Free an adapter that no request asks for any more."""
 
+    def hold(self, key: str) -> Future[None]:
+        """Load an adapter, and keep it until `release`; the result ends when it is loaded.
+
+        The exception of the result is `AdapterUnavailable` if the adapter cannot be read.
+        """
+
+    def release(self, key: str) -> None:
+        """End a `hold`."""
+
 
 class Engine(Protocol):
     """The interface between scheduler and runtime. Several threads call ``run`` at once.

@@ -80,8 +80,9 @@ class OpenedBundles(NamedTuple):
 def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBundles:
     """Open the bundles that the settings name, or the newest version of each name.
 
-    Adapters follow the bundles, so no adapter is the default of a task that a bundle serves. The
-    log has the adapters that are left out; see `open_adapters`.
+    A bundle that several names stand for is opened once. Adapters follow the bundles, so no
+    adapter is the default of a task that a bundle serves. The log has the adapters that are left
+    out; see `open_adapters`.
 
     Raises:
         StartupError: the store has no bundle, or a bundle or an adapter does not open.
@@ -94,7 +95,8 @@ def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBu
                 f"the model store {settings.model_store} has no bundle; "
                 "make one with `cloze export SOURCE --name NAME`"
             )
-        bundles = [store.open(name) for name in names]
+        # NAME and NAME@VERSION may be one bundle, which has one engine.
+        bundles = [*{bundle.path: bundle for bundle in map(store.open, names)}.values()]
     except StoreError as error:
         raise StartupError(str(error)) from error
     adapters = open_adapters(settings.adapter, bundles, settings.adapter_memory_mb, running)
@@ -250,7 +252,7 @@ def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:
     """Return the served model of an adapter, with the engine of its base."""
     assert base.adapters is not None
     base.adapters.add(bundle.key, bundle.read)
-    queue = AdapterQueue(base.queue, bundle.key, base.adapters.forget)
+    queue = AdapterQueue(base.queue, bundle.key, base.adapters)
     return ServedModel(bundle, queue, base.precision)
 
 

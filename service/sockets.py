@@ -141,27 +141,26 @@ class Certificate:
 
     def _use(self) -> None:
         """Use what the files hold now for the connections that open from now on."""
-        context = self._loaded()
-        if self._certificate is not None:
-            self.end = _end_of(self._certificate)
-        self.context = context
+        self.context, self.end = self._loaded()
 
-    def _loaded(self) -> ssl.SSLContext | None:
-        """Return a new context with what the files hold now.
+    def _loaded(self) -> tuple[ssl.SSLContext | None, float | None]:
+        """Return a new context with what the files hold now, and when the certificate ends.
 
-        A context that is in use would be left with half of a pair whose files do not fit.
+        The files are read one after another, so another program may replace one in between. A
+        context that is in use would be left with half of a pair whose files do not fit.
         """
         if self._certificate is None:
-            return None
+            return None, None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self._certificate, self._key)
-        except OSError as error:  # an SSLError too
+            # Without a password, OpenSSL would ask for one at the terminal, and wait.
+            context.load_cert_chain(self._certificate, self._key, password="")
+            return context, _end_of(self._certificate)
+        except (OSError, ValueError) as error:  # an SSLError is both
+            reason = getattr(error, "strerror", None) or error
             raise StartupError(
-                f"the certificate {self._certificate} or its key cannot be used: "
-                f"{error.strerror or error}"
+                f"the certificate {self._certificate} or its key cannot be used: {reason}"
             ) from None
-        return context
 
 
 def _end_of(certificate: Path) -> float:

@@ -254,6 +254,6 @@ def test_a_kept_adapter_is_read_from_where_it_is_now(
     assert models == running
     engine = models[0].adapters
     assert isinstance(engine, LoadedAdapters)
-    with engine.using([moved.key]):
-        assert engine.keys == [moved.key]
+    engine.hold(moved.key).result(20)
+    assert engine.keys == [moved.key]
     close_models(models)

@@ -14,7 +14,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
 from cloze.service import startup
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
-from cloze.service.served_models import LocalModels, onnx_engine
+from cloze.service.served_models import LocalModels, close_models, onnx_engine, open_bundles
 from cloze.service.settings import Settings, load_settings
 from cloze.service.startup import open_early
 from tests.fake_engine import FakeEngine
@@ -80,3 +80,18 @@ def test_if_the_second_fails_the_first_one_ends(tiny_store: Path, fails: str) ->
     wait_until(lambda: set(threading.enumerate()) <= before)
     gc.collect()
     assert made[0]() is None
+
+
+def test_a_bundle_that_is_named_twice_has_one_engine(tiny_store: Path) -> None:
+    made: list[str] = []
+
+    def make(bundle: Bundle, _device: Device, _precision: RequestedPrecision) -> Engine:
+        made.append(bundle.manifest.reference)
+        return FakeEngine()
+
+    names = "bert, bert-qa@1, bert@1, bert, bert-qa"
+    settings = load_settings({"model_store": tiny_store, "model": names})
+    models = LocalModels(settings, make).open(open_bundles(settings).bundles)
+    close_models(models)
+    assert [model.bundle.manifest.reference for model in models] == ["bert@1", "bert-qa@1"]
+    assert made == ["bert@1", "bert-qa@1"]

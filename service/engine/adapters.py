@@ -6,7 +6,8 @@ as many bytes as adapters may have together; memory is taken as rows are written
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,10 +32,6 @@ ReadAdapter = Callable[[], Adapter]
 """Reads an adapter again; raises if it is not what was checked."""
 
 
-class _NoRoom(ValueError):
-    """Adapters need more bytes than the limit while others are in use."""
-
-
 @dataclass(slots=True)
 class _Loaded:
     """An adapter in the tables.
@@ -43,7 +40,7 @@ class _Loaded:
         rows: int32 [2, N, R], the rows of A and of B of each layer; 0 where the rank is lower.
         owned: the rows by width, to be freed.
         size: bytes.
-        users: number of batches that run with the adapter.
+        users: number of requests that hold the adapter, and of batches that run with it.
     """
 
     rows: Int32
@@ -54,10 +51,13 @@ class _Loaded:
 
 
 class LoadedAdapters:
-    """Adapters by key. They are read at their first use, and evicted by their last one.
+    """Adapters by key. A request holds its adapter, which is read if it is not loaded.
+
+    An adapter that nothing holds stays until another one needs the room. With room for two, `hold`
+    of "c" evicts "a" if "a" and "b" are loaded, nothing holds "a", and "b" was used last.
 
     Args:
-        most_bytes: most bytes of all loaded adapters.
+        most_bytes: most bytes of all loaded adapters, at least those of the largest one.
     """
 
     def __init__(self, support: AdapterSupport, most_bytes: int) -> None:
@@ -70,7 +70,9 @@ class LoadedAdapters:
         self._free: dict[int, list[int]] = {width: [] for width in self.tables}
         self._readers: dict[str, ReadAdapter] = {}
         self._loaded: dict[str, _Loaded] = {}  # the longest unused first
+        self._waits_for_room = False
         self._changed = threading.Condition()
+        self._reader = ThreadPoolExecutor(1, "adapter-reader")
 
     @property
     def size(self) -> int:
@@ -94,75 +96,96 @@ class LoadedAdapters:
             if (one := self._loaded.get(key)) is not None and not one.users:
                 self._drop(key)
 
+    def hold(self, key: str) -> Future[None]:
+        """Load an adapter, and keep it until `release`; the result ends when it is loaded.
+
+        One thread reads adapters, one after another, so nobody else waits for the disk. If the
+        adapters that are held leave no room, the thread waits until some are released. Meanwhile
+        every further `hold` waits behind it, so that room comes.
+
+        The exception of the result is `AdapterUnavailable` if the adapter cannot be read.
+        """
+        with self._changed:
+            if self._waits_for_room or not self._hold_loaded(key):
+                return self._reader.submit(self._hold, key)
+        loaded: Future[None] = Future()
+        loaded.set_result(None)
+        return loaded
+
+    def release(self, key: str) -> None:
+        """End a `hold`."""
+        with self._changed:
+            one = self._loaded[key]
+            one.users -= 1
+            if not one.users and key not in self._readers:  # forgotten meanwhile
+                self._drop(key)
+            self._changed.notify_all()
+
     @contextmanager
     def using(self, keys: Sequence[str]) -> Iterator[list[_Loaded | None]]:
         """Yield the adapter of each key, None for ""; they stay loaded meanwhile.
 
-        If the adapters of other batches leave no room, wait until those batches have run. Who waits
-        holds no adapter.
-
         Raises:
-            AdapterUnavailable: an adapter cannot be read.
-            ValueError: they need more bytes than the limit.
+            AdapterUnavailable: an adapter is not loaded any more, because its request has ended.
         """
+        wanted = dict.fromkeys(filter(None, keys))
         with self._changed:
-            while (adapters := self._take(dict.fromkeys(filter(None, keys)))) is None:
-                self._changed.wait()
+            if not wanted.keys() <= self._loaded.keys():
+                raise AdapterUnavailable("no request holds the adapter any more")
+            for key in wanted:
+                self._hold_loaded(key)
+            adapters = [self._loaded.get(key) for key in keys]
         try:
-            yield [adapters.get(key) for key in keys]
+            yield adapters
         finally:
-            with self._changed:
-                self._release(adapters)
+            for key in wanted:
+                self.release(key)
 
-    def _take(self, keys: Iterable[str]) -> dict[str, _Loaded] | None:
-        """Load adapters and count their use; None: other batches leave no room for them."""
-        taken: dict[str, _Loaded] = {}
-        try:
-            for key in keys:
-                taken[key] = one = self._load(key)
-                one.users += 1
-        except BaseException as error:
-            self._release(taken)
-            if isinstance(error, _NoRoom) and any(one.users for one in self._loaded.values()):
-                return None
-            raise
-        return taken
-
-    def _release(self, adapters: Mapping[str, _Loaded]) -> None:
-        for key, one in adapters.items():
-            one.users -= 1
-            if not one.users and key not in self._readers:  # forgotten meanwhile
-                self._drop(key)
-        self._changed.notify_all()
-
-    def _load(self, key: str) -> _Loaded:
+    def _hold_loaded(self, key: str) -> bool:
+        """Hold an adapter if it is loaded; return whether it is. The caller holds the lock."""
         if (one := self._loaded.pop(key, None)) is None:
-            name = key.partition("@")[0]
-            if key not in self._readers:
-                raise AdapterUnavailable(f"the adapter {name} was removed")
-            try:
-                adapter = self._readers[key]()
-            except (ValueError, StartupError) as error:
-                log.error("the adapter %s: %s", name, first_line(error))
-                raise AdapterUnavailable(
-                    f"the files of the adapter {name} have changed since the last reload"
-                ) from error
-            one = self._place(adapter)
+            return False
         self._loaded[key] = one  # the last one used
-        return one
+        one.users += 1
+        return True
 
-    def _place(self, adapter: Adapter) -> _Loaded:
-        """Write an adapter into the tables, after others are evicted."""
+    def _hold(self, key: str) -> None:
+        """Read an adapter if it is not loaded, wait for room, and hold the adapter."""
+        with self._changed:
+            if self._hold_loaded(key):
+                return
+            read = self._readers.get(key)
+        name = key.partition("@")[0]
+        if read is None:
+            raise AdapterUnavailable(f"the adapter {name} was removed")
+        try:
+            adapter = read()
+        except (ValueError, StartupError) as error:
+            log.error("the adapter %s: %s", name, first_line(error))
+            raise AdapterUnavailable(
+                f"the files of the adapter {name} have changed since the last reload"
+            ) from error
+        assert adapter.size <= self._most_bytes, "who adds an adapter has checked its size"
+        with self._changed:
+            self._waits_for_room = True
+            self._changed.wait_for(lambda: self._make_room(adapter.size))
+            self._waits_for_room = False
+        one = self._place(adapter)
+        with self._changed:
+            self._loaded[key] = one
+            self._hold_loaded(key)
+
+    def _make_room(self, size: int) -> bool:
+        """Evict adapters that nothing holds, as far as needed; return whether there is room."""
         for key in list(self._loaded):
-            if self.size + adapter.size <= self._most_bytes:
+            if self.size + size <= self._most_bytes:
                 break
             if not self._loaded[key].users:
                 self._drop(key)
-        if self.size + adapter.size > self._most_bytes:
-            raise _NoRoom(
-                f"the adapters of one batch need {self.size + adapter.size} bytes, more than the "
-                f"limit of {self._most_bytes}"
-            )
+        return self.size + size <= self._most_bytes
+
+    def _place(self, adapter: Adapter) -> _Loaded:
+        """Write an adapter into the tables."""
         rows = np.zeros((2, self.layers, adapter.rank), np.int32)
         owned: dict[int, list[int]] = {width: [] for width in self.tables}
         placed: dict[int, list[int]] = {}  # layers of one matrix share their A
@@ -175,12 +198,13 @@ class LoadedAdapters:
 
     def _write(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
         width = matrix.shape[1]
-        free, needed = self._free[width], len(matrix)
-        numbers = [free.pop() for _ in range(min(needed, len(free)))]
-        first = self._next[width]
-        numbers += range(first, first + needed - len(numbers))
-        self._next[width] = max(first, *(number + 1 for number in numbers))
-        self.tables[width][numbers] = matrix
+        with self._changed:
+            free, needed = self._free[width], len(matrix)
+            numbers = [free.pop() for _ in range(min(needed, len(free)))]
+            first = self._next[width]
+            numbers += range(first, first + needed - len(numbers))
+            self._next[width] = max(first, *(number + 1 for number in numbers))
+        self.tables[width][numbers] = matrix  # no other thread has these rows
         owned[width] += numbers
         return numbers
 

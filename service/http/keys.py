@@ -144,13 +144,13 @@ def _read(path: Path) -> list[Key]:
         keys = [Key(name, KeyEntry.model_validate(table)) for name, table in tables.items()]
     except OSError as error:
         raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise StartupError(f"the keys file {path} is no TOML: {error}") from None
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "a key"
         problem = first["msg"].lower().removeprefix("value error, ")
         raise StartupError(f"the keys file {path}: {place}: {problem}") from None
+    except (ValueError, RecursionError) as error:  # of tomllib, and of bytes that are not UTF-8
+        raise StartupError(f"the keys file {path} is no TOML: {error}") from None
     if keys and has_none:
         raise StartupError(f"the keys file {path} has keys, and the line `{_NO_KEYS} = true` too")
     if not (keys or has_none):

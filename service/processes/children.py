@@ -217,11 +217,6 @@ class Child:
         self.close_reports()
         self.process.kill()
 
-    def terminate(self) -> None:
-        """Ask the process to end, if it runs."""
-        if self.process is not None:
-            self.process.terminate()
-
     def note_end(self, code: int, folder: Path) -> None:
         """Note that the process has ended, and when the next one starts."""
         self.close_reports()
@@ -306,18 +301,11 @@ class Generation:
                     process.terminate()
             return False
         end_all(self.engines, _END_GRACE_S)  # they have no work, and so end at once
-        self._close()
+        self.close()
         return True
 
-    def end(self) -> None:
-        """End all processes, and accept no further front end."""
-        settings = self.settings
-        drain_s = settings.drain_s + settings.shutdown_grace_ms / 1000
-        end_all(self.front_ends, drain_s + _END_GRACE_S)
-        end_all(self.engines, _END_GRACE_S)
-        self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Accept no further front end; all processes have ended."""
         for child in self.children:
             child.close_reports()
         for child, path in zip(self.engines, self.sockets, strict=True):
@@ -328,6 +316,21 @@ class Generation:
         """Return how the models of a later generation differ; see `Changes`."""
         before, after = ({m.reference: m for m in g.manifests} for g in (self, later))
         return Changes.between(before, after, reasons)
+
+
+def end_generations(generations: Sequence[Generation]) -> None:
+    """End all processes: the front ends of all generations together, and then the engines.
+
+    Each process gets one signal.
+    """
+    if not generations:
+        return
+    settings = generations[0].settings
+    drain_s = settings.drain_s + settings.shutdown_grace_ms / 1000
+    end_all([child for each in generations for child in each.front_ends], drain_s + _END_GRACE_S)
+    end_all([child for each in generations for child in each.engines], _END_GRACE_S)
+    for generation in generations:
+        generation.close()
 
 
 def make_generation(

@@ -35,6 +35,7 @@ from cloze.service.processes.children import (
     KINDS,
     Child,
     Generation,
+    end_generations,
     make_generation,
 )
 from cloze.service.served_models import kept_reasons, open_bundles
@@ -150,11 +151,7 @@ class Supervisor:
         finally:
             # Clients would go on to queue for a server that ends.
             self._listener.close()
-            # The front ends of all generations drain at the same time.
-            for child in (child for each in self._generations for child in each.front_ends):
-                child.terminate()
-            for generation in self._generations:
-                generation.end()
+            end_generations(self._generations)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -210,7 +207,7 @@ class Supervisor:
                     raise StartupError("the server is shutting down")
         except (StartupError, OSError):
             later.retire()  # without `Settings.drain_s`: the old processes accept connections
-            later.end()
+            end_generations([later])
             self._forget(later)
             raise
         return later

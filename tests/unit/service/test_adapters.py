@@ -1,6 +1,9 @@
 """Adapters as served models: the queue of their base, and what their manifests say."""
 
 import math
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ from cloze.service import adapters
 from cloze.service.adapters import AdapterBundle, AdapterQueue
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import QueueState
+from cloze.service.core import AdapterUnavailable, EngineDead, QueueState
 from tests.encodings import encoding, submit
 from tests.fake_engine import FakeEngine
 from tests.unit.service.tasks.model import bundle
+from tests.waiting import wait_until
 
 HIDDEN = 4
+LIMITS = SchedulerLimits(workers=1, max_batch_tokens=20, max_queue_tokens=100, stall_timeout_s=8.0)
 
 
 def adapter(digest: str, head: Head | None = None, **settings: Any) -> Adapter:
@@ -41,12 +46,36 @@ def made(base: Bundle, read: Adapter, name: str = "stars") -> AdapterBundle:
 # ---- the queue ---------------------------------------------------------------------------------
 
 
+class Registry:
+    """Adapters of an engine whose disk a test controls.
+
+    Attributes:
+        calls: what was called, in order.
+        disk: the result of the next reading.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.disk: Future[None] = Future()
+
+    def add(self, key: str, read: object) -> None:
+        raise NotImplementedError
+
+    def forget(self, key: str) -> None:
+        self.calls.append(f"forget {key}")
+
+    def hold(self, key: str) -> Future[None]:
+        self.calls.append(f"hold {key}")
+        return self.disk
+
+    def release(self, key: str) -> None:
+        self.calls.append(f"release {key}")
+
+
 def test_an_adapter_waits_in_the_queue_of_its_base() -> None:
-    limits = SchedulerLimits(
-        workers=1, max_batch_tokens=20, max_queue_tokens=100, stall_timeout_s=8.0
-    )
-    base, forgotten = Scheduler(FakeEngine(), limits), list[str]()
-    queue = AdapterQueue(base, "stars@1", forgotten.append)
+    base, registry = Scheduler(FakeEngine(), LIMITS), Registry()
+    registry.disk.set_result(None)
+    queue = AdapterQueue(base, "stars@1", registry)
     one = encoding([1, 2, 3], embed=True)
     submit(queue, [one], math.inf, client="a")
     assert (one.adapter, base.state.tokens) == ("stars@1", 3)
@@ -60,12 +89,49 @@ def test_an_adapter_waits_in_the_queue_of_its_base() -> None:
 
     queue.drain()
     queue.close()
-    assert forgotten == ["stars@1"]
+    assert registry.calls == ["hold stars@1", "forget stars@1"]
     assert (queue.draining, queue.dead) == (False, None), "the base goes on"
     base.drain()
     assert queue.draining
     base._die("a run hangs")
     assert queue.dead == "a run hangs"
+
+
+def test_a_slow_disk_stops_neither_the_engine_nor_other_requests() -> None:
+    """The run of a request that waits for the disk is not watched, because it has not begun."""
+    base, registry = Scheduler(FakeEngine(), replace(LIMITS, stall_timeout_s=0.02)), Registry()
+    queue = AdapterQueue(base, "stars@1", registry)
+    base.start()
+    try:
+        cold = submit(queue, [encoding([1, 2], embed=True)], math.inf)
+        gone = submit(queue, [encoding([5, 6], embed=True)], math.inf)
+        for _ in range(20):
+            submit(base, [encoding([3, 4], embed=True)], math.inf).result(20)
+        begin = time.monotonic()
+        wait_until(lambda: time.monotonic() > begin + 0.1)
+        assert (cold.done(), base.dead) == (False, None)
+        gone.cancel()
+        registry.disk.set_result(None)
+        assert cold.result(20).outputs[0]["embedding"].array[0] == 3
+        wait_until(lambda: registry.calls[2:] == ["release stars@1"] * 2)
+        assert base.state.tokens == 0
+    finally:
+        base.close()
+
+
+def test_a_request_ends_with_the_error_of_its_adapter_or_of_the_queue() -> None:
+    base, registry = Scheduler(FakeEngine(), LIMITS), Registry()
+    registry.disk.set_exception(AdapterUnavailable("the adapter stars was removed"))
+    queue = AdapterQueue(base, "stars@1", registry)
+    refused = submit(queue, [encoding([1], embed=True)], math.inf)
+    assert type(refused.exception(0)) is AdapterUnavailable
+    assert registry.calls == ["hold stars@1"], "nothing is held, and nothing released"
+    registry.disk = Future()
+    registry.disk.set_result(None)
+    base._die("a run hangs")
+    refused = submit(queue, [encoding([1], embed=True)], math.inf)
+    assert type(refused.exception(0)) is EngineDead
+    assert registry.calls[1:] == ["hold stars@1", "release stars@1"]
 
 
 # ---- manifests ---------------------------------------------------------------------------------

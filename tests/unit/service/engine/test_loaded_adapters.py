@@ -2,7 +2,9 @@
 
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.peft import LowRank
 from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.adapters import LoadedAdapters
+from tests.waiting import wait_until
 
 WIDTH, RANK = 8, 4
 SIZE = 2 * RANK * WIDTH * 4
@@ -31,69 +34,100 @@ def loaded_adapters(adapters: int, room: int) -> LoadedAdapters:
     return loaded
 
 
-def test_parallel_batches_wait_for_room_instead_of_failing() -> None:
+@contextmanager
+def holding(loaded: LoadedAdapters, *keys: str) -> Iterator[None]:
+    """Hold adapters, as requests do from before they are submitted until their end."""
+    for key in keys:
+        loaded.hold(key).result(20)
+    yield
+    for key in keys:
+        loaded.release(key)
+
+
+def values(loaded: LoadedAdapters, *keys: str) -> list[float | None]:
+    """The numbers of adapters, as a batch finds them."""
+    with loaded.using(keys) as adapters:
+        tables = [one and np.unique(loaded.tables[WIDTH][one.rows]) for one in adapters]
+        assert not loaded.tables[WIDTH][0].any(), "lower ranks are filled with row 0"
+    return [None if table is None else float(*table) for table in tables]
+
+
+def test_requests_in_parallel_wait_for_room_instead_of_failing() -> None:
     loaded = loaded_adapters(4, room=2)
     barrier = threading.Barrier(4)
 
     def run(number: int) -> None:
         barrier.wait(10)
         for turn in range(50):
-            keys = [str(1 + (number + turn) % 4), str(1 + (number + turn + 1) % 4), ""]
-            with loaded.using(keys) as adapters:
-                for key, one in zip(keys, adapters, strict=True):
-                    if one is not None:
-                        rows = loaded.tables[WIDTH][one.rows]
-                        assert np.array_equal(rows, np.full_like(rows, float(key)))
+            key = str(1 + (number + turn) % 4)
+            with holding(loaded, key):
+                assert values(loaded, key, "") == [float(key), None]
                 assert loaded.size <= 2 * SIZE
-                assert not loaded.tables[WIDTH][0].any(), "lower ranks are filled with row 0"
 
     with ThreadPoolExecutor(4) as threads:
         for future in [threads.submit(run, number) for number in range(4)]:
             future.result(timeout=60)
 
 
-def test_a_batch_that_never_fits_fails_although_others_run() -> None:
+def test_who_comes_later_waits_behind_who_waits_for_room() -> None:
+    """Otherwise the adapters that are always in use would leave no room to others for ever."""
     loaded = loaded_adapters(3, room=2)
-    is_used, may_end = threading.Event(), threading.Event()
+    for key in ("1", "2"):
+        loaded.hold(key).result(10)
+    third = loaded.hold("3")
+    wait_until(lambda: loaded._waits_for_room)
+    again = loaded.hold("1")
+    assert [third.done(), again.done()] == [False, False]
+    loaded.release("2")
+    for held in (third, again):
+        held.result(10)
+    assert values(loaded, "3", "1") == [3.0, 1.0]
 
-    def use() -> None:
-        with loaded.using(["1"]):
-            is_used.set()
-            assert may_end.wait(10)
 
-    def need_three() -> None:
-        with pytest.raises(ValueError, match="more than the limit"), loaded.using(["1", "2", "3"]):
-            pass
+def test_nobody_waits_for_a_slow_disk_but_who_needs_what_it_has() -> None:
+    loaded, reads = loaded_adapters(1, room=3), []
+    reading, may_end = threading.Event(), threading.Event()
 
-    with ThreadPoolExecutor(2) as threads:
-        used = threads.submit(use)
-        assert is_used.wait(10)
-        failing = threads.submit(need_three)
-        may_end.set()
-        used.result(timeout=10)
-        failing.result(timeout=10)
-    with loaded.using(["2", "3"]):
-        assert loaded.size == 2 * SIZE
+    def read() -> Adapter:
+        reads.append(1)
+        reading.set()
+        assert may_end.wait(20)
+        return adapter(7)
+
+    loaded.add("slow", read)
+    loaded.hold("1").result(10)
+    first, second = loaded.hold("slow"), loaded.hold("slow")
+    assert reading.wait(10)
+    loaded.hold("1").result(0)
+    assert values(loaded, "1") == [1.0]
+    assert [first.done(), second.done()] == [False, False]
+    may_end.set()
+    first.result(10)
+    second.result(10)
+    assert len(reads) == 1
+    assert values(loaded, "slow") == [7.0]
 
 
 def test_an_adapter_that_is_forgotten_in_use_is_freed_afterwards() -> None:
     loaded = loaded_adapters(2, room=2)
-    with loaded.using(["1"]) as (one,):
+    with holding(loaded, "1"):
         loaded.forget("1")
-        assert one is not None
-        assert loaded.tables[WIDTH][one.rows].max() == 1.0
+        assert values(loaded, "1") == [1.0]
         assert loaded.keys == ["1"]
     assert loaded.keys == []
-    with pytest.raises(AdapterUnavailable, match="was removed"), loaded.using(["1"]):
+    with pytest.raises(AdapterUnavailable, match="was removed"):
+        loaded.hold("1").result(10)
+    with pytest.raises(AdapterUnavailable, match="no request holds"), loaded.using(["2", "1"]):
         pass
 
 
 def test_an_adapter_that_is_forgotten_stays_until_its_last_batch_has_run() -> None:
     """Another adapter would get its rows, and a batch in progress the results of that one."""
     loaded = loaded_adapters(2, room=2)
+    loaded.hold("1").result(10)
     with loaded.using(["1"]):
-        with loaded.using(["1"]):
-            loaded.forget("1")
+        loaded.release("1")  # its request was cancelled
+        loaded.forget("1")
         assert loaded.keys == ["1"]
     assert loaded.keys == []
 
@@ -107,18 +141,16 @@ def test_why_an_adapter_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixtur
     loaded.add("gone", fail)
     with caplog.at_level(logging.ERROR, "cloze"):
         for _ in range(2):
-            with pytest.raises(AdapterUnavailable, match="gone"), loaded.using(["1", "gone"]):
-                pass
+            with pytest.raises(AdapterUnavailable, match="gone"):
+                loaded.hold("gone").result(10)
     assert "the adapter gone: adapter_model.safetensors cannot be read" in caplog.text
-    loaded.forget("1")
-    assert loaded.size == 0, "a failed batch holds nothing"
 
 
 def test_the_longest_unused_one_makes_room_and_no_other() -> None:
     loaded = loaded_adapters(4, room=2)
     kept = []
     for keys in (["1"], ["2"], ["1"], ["3"], ["4", "3"]):
-        with loaded.using(keys):
+        with holding(loaded, *keys):
             pass
         kept.append(loaded.keys)
     assert kept == [["1"], ["1", "2"], ["2", "1"], ["1", "3"], ["4", "3"]]
@@ -131,5 +163,5 @@ def test_a_base_that_cannot_be_read_any_more_fails_its_adapter_alone() -> None:
         raise StartupError("bundle tiny@1: adapter-heads.safetensors cannot be read")
 
     loaded.add("stars@1", fail)
-    with pytest.raises(AdapterUnavailable, match="stars have changed"), loaded.using(["stars@1"]):
-        pass
+    with pytest.raises(AdapterUnavailable, match="stars have changed"):
+        loaded.hold("stars@1").result(10)

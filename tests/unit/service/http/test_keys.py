@@ -116,6 +116,8 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
     [
         ("", "has no key; make one with"),
         ("[one", "is no TOML"),
+        ("one = " + "9" * 5000, "is no TOML"),
+        ("one = " + "[" * 10_000, "is no TOML"),
         ('[one]\nsha256 = "abc"\nscopes = ["inference"]', "sha256"),
         ("x = 1", "a key: "),
         (TABLE.format(name="one", digest=digest("k")) + "more = 1", "more"),

@@ -31,6 +31,8 @@ def retire(*_):
         os._exit(0)
 def end(*_):
     note("end")
+    if told("linger"):
+        time.sleep(1)
     os._exit(0)
 signal.signal(signal.SIGUSR1, retire)
 signal.signal(signal.SIGTERM, end)
@@ -52,7 +54,8 @@ while os.getppid() == child["parent"]:
 """
 """A child that notes what happens to it. Files of its folder say what it does: ``fail-NAME`` holds
 the exit code of its start, with ``wait-NAME`` it is not ready, with ``beats`` it goes on to report
-unless there is ``silent-NAME``, and with ``stay-NAME`` it does not end when it retires."""
+unless there is ``silent-NAME``, with ``stay-NAME`` it does not end when it retires, and with
+``linger-NAME`` it takes a second to end."""
 
 COMMAND = (sys.executable, "-S", "-c", CHILD)
 

@@ -27,6 +27,7 @@ from cloze.service.processes.children import (
     ChildConfig,
     Generation,
     end_all,
+    end_generations,
     make_generation,
 )
 from cloze.service.settings import Settings
@@ -338,7 +339,7 @@ def test_what_a_generation_is_made_of(tmp_path: Path, listener: socket.socket) -
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
         assert [each.getsockname() for each in engine.listeners] == [str(path)]
-    made._close()
+    made.close()
 
 
 def test_front_ends_wait_for_an_engine_in_a_long_queue(
@@ -351,7 +352,7 @@ def test_front_ends_wait_for_an_engine_in_a_long_queue(
         client.connect(str(made.sockets[1]))
     for client in clients:
         client.close()
-    made._close()
+    made.close()
 
 
 def test_a_later_generation_has_other_names(tmp_path: Path, listener: socket.socket) -> None:
@@ -360,9 +361,9 @@ def test_a_later_generation_has_other_names(tmp_path: Path, listener: socket.soc
         "engine-0.2", "engine-1.2", "frontend-0.2", "frontend-1.2",
     ]  # fmt: skip
     assert second.sockets == (tmp_path / "engine-0.2.sock", tmp_path / "engine-1.2.sock")
-    first._close()
+    first.close()
     assert sorted(tmp_path.glob("*.sock")) == list(second.sockets)
-    second._close()
+    second.close()
     assert list(tmp_path.glob("*.sock")) == []
 
 
@@ -383,15 +384,15 @@ def test_changes_between_generations(tmp_path: Path, listener: socket.socket) ->
         ["tiny@3"],
     )
     assert first.changes(first, {}).kept == ["tiny@3"]
-    first._close()
-    second._close()
+    first.close()
+    second.close()
 
 
 def test_front_ends_end_first(tmp_path: Path, listener: socket.socket, now: list[float]) -> None:
     made = generation(tmp_path, listener)
     notes = running(made, now)
     made.engines[1].process = None
-    made.end()
+    end_generations([made])
     assert notes == [
         "terminate frontend-0", "terminate frontend-1",
         "wait 14.0 frontend-0", "wait 14.0 frontend-1",
@@ -418,7 +419,7 @@ def test_all_children_share_one_time(
     notes.clear()
     end_all(made.engines, 0.0)
     assert notes[2:] == ["wait 0.0 engine-0", "wait 0.0 engine-1"]
-    made._close()
+    made.close()
 
 
 def test_retired_front_ends_finish_and_then_the_engines_end(

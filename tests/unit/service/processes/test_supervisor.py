@@ -311,6 +311,23 @@ def test_a_reload_replaces_all_processes(server: Server) -> None:
         assert server.names("start").count("engine-0") == 2
 
 
+def test_each_process_of_two_generations_gets_one_signal_to_end(server: Server) -> None:
+    """A second signal interrupts what the process does on the first one."""
+    with server.serving():
+        server.tell("stay", "frontend-1")
+        server.reload()
+        later = {f"{name}.2" for name in (*BOTH, *FRONT_ENDS)}
+        wait_until(lambda: server.report.changes is not None and server.alive >= later)
+        wait_until(lambda: server.alive == {*BOTH, "frontend-1", *later})
+        server.tell("linger", "frontend-0.2")
+        server.tell("linger", "engine-1.2")
+        assert server.stop() == 0
+        ends = server.names("end")
+        assert sorted(ends[:4]) == ["frontend-0.2", "frontend-1", "frontend-1.2", "frontend-2.2"]
+        assert sorted(ends[4:]) == sorted([*BOTH, *(f"{name}.2" for name in BOTH)])
+        assert not list(server.folder.glob("*.sock"))
+
+
 def test_a_reload_waits_until_the_last_one_has_ended(server: Server) -> None:
     with server.serving():
         stays = server.tell("stay", "frontend-1")

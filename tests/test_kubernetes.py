@@ -182,6 +182,26 @@ def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
         assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
 
 
+def test_both_autoscalers_change_the_replicas_alike(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> None:
+    """Five minutes after the last demand, one pod per minute ends."""
+    hpa = of_kind(renders["cpu", ("autoscaling",)], "HorizontalPodAutoscaler")["spec"]
+    scaled = of_kind(renders["cpu", ("keda",)], "ScaledObject")["spec"]
+    behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == hpa["behavior"]
+    assert hpa["behavior"]["scaleDown"] == {
+        "stabilizationWindowSeconds": 300,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
+    }
+    assert scaled["minReplicaCount"] == hpa["minReplicas"]
+    assert scaled["maxReplicaCount"] == hpa["maxReplicas"]
+    # The cluster's own check of the behavior that KEDA passes on.
+    spec = {**hpa, "behavior": behavior}
+    owned = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "spec": spec}
+    kubernetes.validate({**owned, "metadata": {"name": "cloze"}}, VERSIONS[0], strict=True)
+
+
 def test_secrets_are_mounted_where_the_settings_say(objects: list[Object]) -> None:
     """The keys, and the certificate; the files of a Secret of type TLS have fixed names."""
     settings = of_kind(objects, "ConfigMap")["data"]

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import click
 import httpx
@@ -31,6 +31,7 @@ FURTHER = (
     ("monitoring",),
     ("keys",),
     ("keys", "ingress"),
+    ("keys", "route"),
     ("models",),
     ("tls", "monitoring"),
     ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls"),
@@ -128,13 +129,21 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
         wanted = monitor["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= service["metadata"]["labels"].items()
         assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
-    for ingress in (each for each in objects if each["kind"] == "Ingress"):
-        (rule,) = ingress["spec"]["rules"]
-        paths = {path["path"]: path["backend"]["service"] for path in rule["http"]["paths"]}
-        assert not {"/metrics", "/admin"} & paths.keys()
-        for backend in paths.values():
-            assert backend["name"] == service["metadata"]["name"]
-            assert backend["port"]["name"] == service["spec"]["ports"][0]["name"]
+    port = service["spec"]["ports"][0]
+    for each in objects:
+        if each["kind"] == "Ingress":
+            (rule,) = each["spec"]["rules"]
+            assert {p["backend"]["service"]["port"]["name"] for p in rule["http"]["paths"]} == {
+                port["name"]
+            }
+            backends = [path["backend"]["service"] for path in rule["http"]["paths"]]
+        elif each["kind"] == "HTTPRoute":
+            (rule,) = each["spec"]["rules"]
+            backends = rule["backendRefs"]
+            assert backends[0]["port"] == port["port"]
+        else:
+            continue
+        assert {backend["name"] for backend in backends} == {service["metadata"]["name"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -159,17 +168,56 @@ def test_the_pod_of_kserve_drains_as_the_others_do() -> None:
     assert sleep_s + grace_s + _DRAIN_MARGIN_S < predictor["terminationGracePeriodSeconds"]
 
 
-def test_the_ingress_lets_in_every_route_of_clients(server: Server) -> None:
-    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
-    (rule,) = ingress["spec"]["rules"]
-    paths = {path["path"]: path["pathType"] for path in rule["http"]["paths"]}
+def admitted(component: str) -> dict[str, bool]:
+    """Return the paths that a component lets in, each with whether it is a prefix."""
+    if component == "ingress":
+        spec = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())["spec"]
+        paths = spec["rules"][0]["http"]["paths"]
+        return {path["path"]: path["pathType"] == "Prefix" for path in paths}
+    spec = yaml.safe_load((ROOT / "k8s/components/route/route.yaml").read_text())["spec"]
+    matches = [match["path"] for match in spec["rules"][0]["matches"]]
+    return {match["value"]: match["type"] == "PathPrefix" for match in matches}
+
+
+@pytest.mark.parametrize("component", ["route", "ingress"])
+def test_clients_from_outside_reach_all_that_is_for_them(server: Server, component: str) -> None:
+    """Every route of clients, the page with its parts, and what the page asks."""
+    paths = admitted(component)
+
+    def is_admitted(path: str) -> bool:
+        folders = ("/" + path.split("/")[1], path)
+        return path in paths or any(paths.get(folder, False) for folder in folders)
+
     documented = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     for route, methods in documented.items():
         if "post" in methods and not route.startswith("/admin/"):
-            first = "/" + route.split("/")[1]
-            assert paths.get(route) == "Exact" or paths.get(first) == "Prefix", route
-    exact = {path for path, kind in paths.items() if kind == "Exact"}
-    assert exact <= documented.keys(), "a path that the server does not have"
+            assert is_admitted(route), route
+    assert not is_admitted("/metrics")
+    assert not is_admitted("/admin/reload")
+    own = {"/", "/docs", "/openapi.json"}
+    exact = {path for path, is_prefix in paths.items() if not is_prefix}
+    assert exact <= documented.keys() | own, "a path that the server does not have"
+
+    wanted, parts = ["/"], set()
+    while wanted:
+        part = wanted.pop()
+        answer = httpx.get(server.url + part)
+        assert answer.status_code == 200, part
+        assert is_admitted(part), part
+        parts.add(part)
+        named = re.findall(r'(?:href|src|from|url)[=:]? ?"([\w./-]+)"', answer.text)
+        found = {urljoin(part, name) for name in named} - {"/metrics"}
+        wanted += sorted(found - parts - set(wanted))
+    assert {"/page/page.js", "/page/live.js", "/page/style.css", "/docs"} <= parts
+
+
+def test_ingresses_depend_on_no_controller_but_repeat_on_nginx() -> None:
+    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
+    (retry,) = ingress["metadata"]["annotations"].items()
+    assert "ingressClassName" not in ingress["spec"]
+    documented = re.search(r"proxy_next_upstream (.+);", (ROOT / "docs/nginx.conf").read_text())
+    assert documented is not None
+    assert retry == ("nginx.ingress.kubernetes.io/proxy-next-upstream", documented[1])
 
 
 def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:

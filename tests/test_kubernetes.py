@@ -73,6 +73,43 @@ def pod_of(objects: list[Object]) -> Object:
     return spec
 
 
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
+VOLUMES |= {"persistentVolumeClaim", "projected", "secret"}
+
+
+def check_restricted(pod: Object) -> None:
+    """Check the specification of a pod against the profile restricted of Pod Security."""
+    context = pod.get("securityContext", {})
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        own = container.get("securityContext", {})
+        assert own["allowPrivilegeEscalation"] is False
+        assert "ALL" in own["capabilities"]["drop"]
+        assert set(own["capabilities"].get("add", ())) <= {"NET_BIND_SERVICE"}
+        assert not own.get("privileged", False)
+        assert own.get("runAsNonRoot", context.get("runAsNonRoot")) is True
+        # Without it, the kubelet refuses an image whose user has a name.
+        assert own.get("runAsUser", context.get("runAsUser")) > 0
+        seccomp = own.get("seccompProfile", context.get("seccompProfile"))
+        assert seccomp["type"] in ("RuntimeDefault", "Localhost")
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+    assert not any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
+    for volume in pod.get("volumes", ()):
+        assert volume.keys() - {"name"} <= VOLUMES
+
+
+def test_every_pod_passes_pod_security_restricted(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], bulk_objects: list[Object]
+) -> None:
+    """All but those of the overlay local, which publish a port of the node."""
+    for (overlay, _), objects in renders.items():
+        if overlay != "local":
+            check_restricted(pod_of(objects))
+    job = of_kind(bulk_objects, "RayJob")
+    for pod in ray_pods(job):
+        check_restricted(pod)
+    assert job["spec"]["submissionMode"] == "HTTPMode", "the operator's pod for a submission fails"
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid(objects: list[Object], version: str) -> None:
     for each in objects:

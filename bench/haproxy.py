@@ -40,9 +40,18 @@ def balancing(addresses: Sequence[str], folder: Path, balance: str = "leastconn"
     port = free_port()
     file = folder / "haproxy.cfg"
     file.write_text(configuration(addresses, port, balance))
-    process = subprocess.Popen(
-        ["haproxy", "-db", "-f", str(file)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
+    with listening(["haproxy", "-db", "-f", str(file)], port) as url:
+        yield url
+
+
+@contextmanager
+def listening(command: Sequence[str], port: int) -> Iterator[str]:
+    """Run a balancer, and return its URL when its port answers.
+
+    Raises:
+        BenchError: The balancer does not start.
+    """
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 10
         while True:
@@ -51,7 +60,7 @@ def balancing(addresses: Sequence[str], folder: Path, balance: str = "leastconn"
                 break
             except OSError:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise BenchError("HAProxy does not start") from None
+                    raise BenchError(f"{command[0]} does not start") from None
                 time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:

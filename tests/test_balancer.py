@@ -1,9 +1,13 @@
-"""Replicas behind a real HAProxy, with the documented configuration: a lost one costs nothing."""
+"""Replicas behind a real HAProxy and a real nginx, with the documented configurations: a lost one, and
+a roll of all of them, cost nothing.
+"""
 
+import re
 import shutil
 import threading
 import urllib.request
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,9 +17,10 @@ import orjson
 import pytest
 import uvloop
 
-from cloze.bench.haproxy import balancing, load_with_a_loss
+from cloze.bench.haproxy import CLIENTS, balancing, listening, load_with_a_loss
 from cloze.bench.http_client import Request, post
-from cloze.bench.processes import RunningServer
+from cloze.bench.load import closed_loop
+from cloze.bench.processes import RunningServer, free_port
 from cloze.service.http.record import Callers
 from tests.serving import Server, running_server
 
@@ -24,13 +29,41 @@ def address(server: Server) -> str:
     return server.url.removeprefix("http://")
 
 
-@pytest.fixture(autouse=True)
-def haproxy() -> None:
-    if shutil.which("haproxy") is None:
-        pytest.skip("haproxy is not installed (Debian's package haproxy)")
+@contextmanager
+def nginx(addresses: Sequence[str], folder: Path) -> Iterator[str]:
+    """Run nginx with the documented configuration before other servers, and return its URL."""
+    text = (Path(__file__).parents[1] / "docs/nginx.conf").read_text()
+    servers = "".join(f"server {each} max_fails=1 fail_timeout=2s;\n" for each in addresses)
+    text, count = re.subn(r"(?: *server 127[^\n]*max_fails=1 fail_timeout=2s;\n)+", servers, text)
+    assert count == 1
+    port = free_port()
+    text, count = re.subn(r"listen 127.0.0.1:8080;", f"listen 127.0.0.1:{port};", text)
+    assert count == 1
+    # The package's folders belong to root.
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    folders = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
+    (folder / "nginx.conf").write_text(text.replace("http {\n", "http {\n" + folders, 1))
+    options = f"daemon off; pid {folder}/pid; error_log {folder}/log;"
+    with listening(["nginx", "-c", str(folder / "nginx.conf"), "-g", options], port) as url:
+        yield url
 
 
-def test_the_service_sees_the_client_and_not_what_it_writes(tmp_path: Path) -> None:
+Balancer = Callable[[Sequence[str], Path], AbstractContextManager[str]]
+
+
+@pytest.fixture(params=[balancing, nginx], ids=["haproxy", "nginx"])
+def balancer(request: pytest.FixtureRequest) -> Balancer:
+    """Run a balancer before the servers of the given addresses."""
+    name = request.node.callspec.id
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed (Debian's package {name})")
+    run: Balancer = request.param
+    return run
+
+
+def test_the_service_sees_the_client_and_not_what_it_writes(
+    balancer: Balancer, tmp_path: Path
+) -> None:
     senders = []
 
     class Replica(BaseHTTPRequestHandler):
@@ -45,27 +78,33 @@ def test_the_service_sees_the_client_and_not_what_it_writes(tmp_path: Path) -> N
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica:
         threading.Thread(target=replica.serve_forever, daemon=True).start()
-        with balancing([f"127.0.0.1:{replica.server_port}"], tmp_path) as url:
+        with balancer([f"127.0.0.1:{replica.server_port}"], tmp_path) as url:
             forged = urllib.request.Request(f"{url}/info", headers={"x-forwarded-for": "6.6.6.6"})
             with urllib.request.urlopen(forged) as answer:
                 assert answer.status == 200
         replica.shutdown()
-    assert ["6.6.6.6", "127.0.0.1"] in senders
-    headers = [(b"x-forwarded-for", address) for address in (b"6.6.6.6", b"192.0.2.7")]
+    (values,) = [each for each in senders if each]
+    assert ", ".join(values) == "6.6.6.6, 127.0.0.1"
+    forwarded = [value.replace("127.0.0.1", "192.0.2.7").encode() for value in values]
+    headers = [(b"x-forwarded-for", value) for value in forwarded]
     scope = {"method": "POST", "path": "/embed", "client": ("127.0.0.1", 1), "headers": headers}
     assert Callers(["127.0.0.1"]).record(scope, "/embed").client == "192.0.2.7"
 
 
-def test_a_replica_that_dies_under_load_costs_no_request(tiny_store: Path, tmp_path: Path) -> None:
-    bodies: list[dict[str, Any]] = [{"inputs": "a moon"}, {"inputs": ["the old king " * 20] * 24}]
-    requests = [Request(post("/embed", orjson.dumps(body))) for body in bodies]
+BODIES: list[dict[str, Any]] = [{"inputs": "a moon"}, {"inputs": ["the old king " * 20] * 24}]
+REQUESTS = [Request(post("/embed", orjson.dumps(body))) for body in BODIES]
+
+
+def test_a_replica_that_dies_under_load_costs_no_request(
+    balancer: Balancer, tiny_store: Path, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
         replicas = [
             stack.enter_context(running_server(tiny_store, "--model", "bert")) for _ in range(3)
         ]
-        url = stack.enter_context(balancing([address(each) for each in replicas], tmp_path))
+        url = stack.enter_context(balancer([address(each) for each in replicas], tmp_path))
         victim = RunningServer(replicas[0].url, replicas[0].process.pid, 0.0)
-        load = uvloop.run(load_with_a_loss(url, requests, victim, 4.0))
+        load = uvloop.run(load_with_a_loss(url, REQUESTS, victim, 4.0))
         assert replicas[0].process.wait(5) == -9
         assert load.statuses.keys() == {200}
         assert load.requests > 100
@@ -73,3 +112,37 @@ def test_a_replica_that_dies_under_load_costs_no_request(tiny_store: Path, tmp_p
             with closing(HTTPConnection(url.removeprefix("http://"))) as connection:
                 connection.request("GET", target)
                 assert connection.getresponse().status == 403, target
+
+
+@pytest.mark.slow
+def test_a_roll_of_all_replicas_under_load_costs_no_request(
+    balancer: Balancer, tiny_store: Path, tmp_path: Path
+) -> None:
+    """One replica after another drains, ends and starts again at its address."""
+    statuses: set[int] = set()
+    rolled = threading.Event()
+    ports = [str(free_port()) for _ in range(3)]
+    with ExitStack() as stack:
+
+        def start(port: str) -> Server:
+            arguments = ("--model", "bert", "--port", port)
+            return stack.enter_context(running_server(tiny_store, *arguments, CLOZE_DRAIN_S="1"))
+
+        replicas = [start(port) for port in ports]
+        url = stack.enter_context(balancer([address(each) for each in replicas], tmp_path))
+
+        def load() -> None:
+            while not rolled.is_set():
+                result = uvloop.run(closed_loop(url, REQUESTS, clients=CLIENTS, seconds=2))
+                statuses.update(result.statuses)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            for port, replica in zip(ports, replicas, strict=True):
+                assert replica.stop() == 0
+                start(port)
+        finally:
+            rolled.set()
+            thread.join()
+    assert statuses == {200}

@@ -67,6 +67,19 @@ def load(path: str) -> Any:
     return yaml.safe_load((GRAFANA / "provisioning" / path).read_text())
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_container_cannot_take_the_machine(service: str) -> None:
+    """Memory, processes and logs are bounded, and only this machine reaches the ports."""
+    body = SERVICES[service]
+    assert re.fullmatch(r"(\$\{\w+:-)?\d+[gm]\}?", body["mem_limit"])
+    assert 0 < body["pids_limit"] <= 1024
+    assert body["logging"]["options"].keys() == {"max-size", "max-file"}
+    assert body["read_only"]
+    assert body["cap_drop"] == ["ALL"]
+    for port in body.get("ports", []):
+        assert re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", port).startswith("127.0.0.1:")
+
+
 def test_nothing_waits_for_a_health_check() -> None:
     """Docker's health checks do not run everywhere, for example without systemd under podman."""
     for service in SERVICES.values():

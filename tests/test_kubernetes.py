@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import click
 import httpx
@@ -31,6 +31,7 @@ FURTHER = (
     ("monitoring",),
     ("keys",),
     ("keys", "ingress"),
+    ("keys", "route"),
     ("models",),
     ("tls", "monitoring"),
     ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls"),
@@ -70,6 +71,43 @@ def objects(
 def pod_of(objects: list[Object]) -> Object:
     spec: Object = of_kind(objects, "Deployment")["spec"]["template"]["spec"]
     return spec
+
+
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
+VOLUMES |= {"persistentVolumeClaim", "projected", "secret"}
+
+
+def check_restricted(pod: Object) -> None:
+    """Check the specification of a pod against the profile restricted of Pod Security."""
+    context = pod.get("securityContext", {})
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        own = container.get("securityContext", {})
+        assert own["allowPrivilegeEscalation"] is False
+        assert "ALL" in own["capabilities"]["drop"]
+        assert set(own["capabilities"].get("add", ())) <= {"NET_BIND_SERVICE"}
+        assert not own.get("privileged", False)
+        assert own.get("runAsNonRoot", context.get("runAsNonRoot")) is True
+        # Without it, the kubelet refuses an image whose user has a name.
+        assert own.get("runAsUser", context.get("runAsUser")) > 0
+        seccomp = own.get("seccompProfile", context.get("seccompProfile"))
+        assert seccomp["type"] in ("RuntimeDefault", "Localhost")
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+    assert not any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
+    for volume in pod.get("volumes", ()):
+        assert volume.keys() - {"name"} <= VOLUMES
+
+
+def test_every_pod_passes_pod_security_restricted(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], bulk_objects: list[Object]
+) -> None:
+    """All but those of the overlay local, which publish a port of the node."""
+    for (overlay, _), objects in renders.items():
+        if overlay != "local":
+            check_restricted(pod_of(objects))
+    job = of_kind(bulk_objects, "RayJob")
+    for pod in ray_pods(job):
+        check_restricted(pod)
+    assert job["spec"]["submissionMode"] == "HTTPMode", "the operator's pod for a submission fails"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -128,13 +166,21 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
         wanted = monitor["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= service["metadata"]["labels"].items()
         assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
-    for ingress in (each for each in objects if each["kind"] == "Ingress"):
-        (rule,) = ingress["spec"]["rules"]
-        paths = {path["path"]: path["backend"]["service"] for path in rule["http"]["paths"]}
-        assert not {"/metrics", "/admin"} & paths.keys()
-        for backend in paths.values():
-            assert backend["name"] == service["metadata"]["name"]
-            assert backend["port"]["name"] == service["spec"]["ports"][0]["name"]
+    port = service["spec"]["ports"][0]
+    for each in objects:
+        if each["kind"] == "Ingress":
+            (rule,) = each["spec"]["rules"]
+            assert {p["backend"]["service"]["port"]["name"] for p in rule["http"]["paths"]} == {
+                port["name"]
+            }
+            backends = [path["backend"]["service"] for path in rule["http"]["paths"]]
+        elif each["kind"] == "HTTPRoute":
+            (rule,) = each["spec"]["rules"]
+            backends = rule["backendRefs"]
+            assert backends[0]["port"] == port["port"]
+        else:
+            continue
+        assert {backend["name"] for backend in backends} == {service["metadata"]["name"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -159,17 +205,56 @@ def test_the_pod_of_kserve_drains_as_the_others_do() -> None:
     assert sleep_s + grace_s + _DRAIN_MARGIN_S < predictor["terminationGracePeriodSeconds"]
 
 
-def test_the_ingress_lets_in_every_route_of_clients(server: Server) -> None:
-    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
-    (rule,) = ingress["spec"]["rules"]
-    paths = {path["path"]: path["pathType"] for path in rule["http"]["paths"]}
+def admitted(component: str) -> dict[str, bool]:
+    """Return the paths that a component lets in, each with whether it is a prefix."""
+    if component == "ingress":
+        spec = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())["spec"]
+        paths = spec["rules"][0]["http"]["paths"]
+        return {path["path"]: path["pathType"] == "Prefix" for path in paths}
+    spec = yaml.safe_load((ROOT / "k8s/components/route/route.yaml").read_text())["spec"]
+    matches = [match["path"] for match in spec["rules"][0]["matches"]]
+    return {match["value"]: match["type"] == "PathPrefix" for match in matches}
+
+
+@pytest.mark.parametrize("component", ["route", "ingress"])
+def test_clients_from_outside_reach_all_that_is_for_them(server: Server, component: str) -> None:
+    """Every route of clients, the page with its parts, and what the page asks."""
+    paths = admitted(component)
+
+    def is_admitted(path: str) -> bool:
+        folders = ("/" + path.split("/")[1], path)
+        return path in paths or any(paths.get(folder, False) for folder in folders)
+
     documented = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     for route, methods in documented.items():
         if "post" in methods and not route.startswith("/admin/"):
-            first = "/" + route.split("/")[1]
-            assert paths.get(route) == "Exact" or paths.get(first) == "Prefix", route
-    exact = {path for path, kind in paths.items() if kind == "Exact"}
-    assert exact <= documented.keys(), "a path that the server does not have"
+            assert is_admitted(route), route
+    assert not is_admitted("/metrics")
+    assert not is_admitted("/admin/reload")
+    own = {"/", "/docs", "/openapi.json"}
+    exact = {path for path, is_prefix in paths.items() if not is_prefix}
+    assert exact <= documented.keys() | own, "a path that the server does not have"
+
+    wanted, parts = ["/"], set()
+    while wanted:
+        part = wanted.pop()
+        answer = httpx.get(server.url + part)
+        assert answer.status_code == 200, part
+        assert is_admitted(part), part
+        parts.add(part)
+        named = re.findall(r'(?:href|src|from|url)[=:]? ?"([\w./-]+)"', answer.text)
+        found = {urljoin(part, name) for name in named} - {"/metrics"}
+        wanted += sorted(found - parts - set(wanted))
+    assert {"/page/page.js", "/page/live.js", "/page/style.css", "/docs"} <= parts
+
+
+def test_ingresses_depend_on_no_controller_but_repeat_on_nginx() -> None:
+    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
+    (retry,) = ingress["metadata"]["annotations"].items()
+    assert "ingressClassName" not in ingress["spec"]
+    documented = re.search(r"proxy_next_upstream (.+);", (ROOT / "docs/nginx.conf").read_text())
+    assert documented is not None
+    assert retry == ("nginx.ingress.kubernetes.io/proxy-next-upstream", documented[1])
 
 
 def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
@@ -180,6 +265,26 @@ def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
     assert ("replicas" in deployment["spec"]) == (not scalers)
     for scaler in scalers:
         assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+def test_both_autoscalers_change_the_replicas_alike(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> None:
+    """Five minutes after the last demand, one pod per minute ends."""
+    hpa = of_kind(renders["cpu", ("autoscaling",)], "HorizontalPodAutoscaler")["spec"]
+    scaled = of_kind(renders["cpu", ("keda",)], "ScaledObject")["spec"]
+    behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == hpa["behavior"]
+    assert hpa["behavior"]["scaleDown"] == {
+        "stabilizationWindowSeconds": 300,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
+    }
+    assert scaled["minReplicaCount"] == hpa["minReplicas"]
+    assert scaled["maxReplicaCount"] == hpa["maxReplicas"]
+    # The cluster's own check of the behavior that KEDA passes on.
+    spec = {**hpa, "behavior": behavior}
+    owned = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "spec": spec}
+    kubernetes.validate({**owned, "metadata": {"name": "cloze"}}, VERSIONS[0], strict=True)
 
 
 def test_secrets_are_mounted_where_the_settings_say(objects: list[Object]) -> None:

@@ -150,8 +150,9 @@ def polite(subject: Subject, times: float) -> Figures:
         keys = Path(folder) / "keys"
         greedy_key, polite_key = (_make_key(subject.cloze, keys, name) for name in ("a", "b"))
         mixed = [*questions, *(lists * (len(questions) // 5 // len(lists)))]
-        greedy = [Request(post(*each, greedy_key), group="greedy") for each in mixed]
-        steady = [Request(post(*each, polite_key), group="polite") for each in questions]
+        order = np.random.default_rng(0).permutation(len(mixed))
+        greedy = [Request(post(*mixed[number], greedy_key)) for number in order]
+        steady = [Request(post(*each, polite_key)) for each in questions]
         due = np.arange(0.0, subject.seconds, POLITE_EVERY_S)
         server = replace(subject.default, environment={"CLOZE_KEYS_FILE": str(keys)})
         with server.start() as running:
@@ -208,7 +209,7 @@ def ingestion(subject: Subject, passages: int, *, patient: bool) -> Figures:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(call, inputs))
         all_s = time.monotonic() - started
-    p50, most = np.percentile(seconds, [50, 100])
+    p50, most = np.percentile(seconds or [0.0], [50, 100])
     return {
         "failed": f"{calls - outcomes.pop('answered')} of {calls}",
         "others": dict(outcomes),

@@ -51,7 +51,7 @@ _SHORTEST_TOLD_S = 0.05
 _LONGEST_TOLD_S = 60.0
 """Longest time after which a client is told to come back; the openai client waits for no longer."""
 
-_FIRST_HOLD_S = 0.05
+_FIRST_HOLD_S = 0.25
 """How long the first refusal is held that a connection gets too early; doubles with each one."""
 
 _LONGEST_HOLD_S = 1.0

@@ -217,7 +217,7 @@ def test_a_connection_that_does_not_wait_gets_its_refusals_late(clock: Clock) ->
         assert gated.ask(connection=connection) is not None
         held.append(gated.hold_s)
         clock.now += gated.hold_s
-    assert held == [0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert held == [0.0, 0.25, 0.5, 1.0, 1.0, 1.0, 1.0]
     assert gated.ask(connection=Open()) is not None
     assert gated.hold_s == 0.0, "another connection does not pay for it"
     clock.now += 60.0
@@ -238,8 +238,8 @@ def test_what_it_is_told_is_true_when_its_late_answer_arrives(clock: Clock) -> N
     gated.ask(connection=connection)
     clock.now += 0.1
     headers, _ = parts(gated.ask(connection=connection))
-    assert gated.hold_s == 0.05
-    assert headers["retry-after-ms"] == "250", "0.4 s after the first refusal would be 200"
+    assert gated.hold_s == 0.25
+    assert headers["retry-after-ms"] == "50", "0.4 s after the first refusal"
 
 
 def test_refusals_after_the_gate_are_spread_and_held_too() -> None:
@@ -256,7 +256,7 @@ def test_refusals_after_the_gate_are_spread_and_held_too() -> None:
     assert asyncio.run(told(second)) == pytest.approx(2.25, abs=0.1)
     started = time.monotonic()
     assert asyncio.run(told(first)) <= 2.0
-    assert time.monotonic() - started >= 0.05
+    assert time.monotonic() - started >= 0.25
 
 
 def test_a_server_that_drains_lets_the_handler_answer(clock: Clock) -> None:
@@ -429,14 +429,14 @@ def test_a_request_that_is_refused_after_the_gate_did_not_come_back_as_told() ->
     for number in range(3):
         now = 100.1 + number / 10
         made.admit(connection, now)
-        assert made.refuse(connection, now)[1] == pytest.approx(0.05 * 2**number)
+        assert made.refuse(connection, now)[1] == pytest.approx(0.25 * 2**number)
 
 
 def test_other_lines_of_a_client_are_no_way_around_the_holds() -> None:
     made, connection = Told(), Open()
     lines = [LINE._replace(patience=number % 2) for number in range(4)]
     told = [made.refuse(connection, 100.0 + n / 10, line=line) for n, line in enumerate(lines)]
-    assert [held for _, held in told] == [0.0, 0.05, 0.1, 0.2]
+    assert [held for _, held in told] == [0.0, 0.25, 0.5, 1.0]
     assert {after for after, _ in told} == {2.0}, "a connection has one time in all"
     proxied = LINE._replace(client="b")
     assert made.refuse(connection, 100.5, line=proxied)[1] == 0.0, "another client behind a proxy"

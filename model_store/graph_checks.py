@@ -17,7 +17,12 @@ from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import MAX_GRAPH_BYTES
 from cloze.model_store.manifest import BundleSpec, Graph
-from cloze.model_store.onnx_file import DeclaredTensor, DeclaredWeight, OnnxGraph, parse_onnx
+from cloze.model_store.onnx_file import (
+    DeclaredTensor,
+    DeclaredWeight,
+    OnnxGraph,
+    parse_onnx,
+)
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.store import Bundle
 from cloze.model_store.tensors import TABLES, TRUNK_INPUTS, TensorSpec
@@ -106,7 +111,9 @@ def check_graph(bundle: Bundle, graph: Graph, adapters: AdapterSupport | None = 
     manifest = bundle.manifest
     onnx = parse_onnx(read_plain(bundle.file(graph.file), MAX_GRAPH_BYTES))
     _check_operators(onnx)
-    _check_places(onnx.weights, {name: file.size for name, file in manifest.files.items()})
+    sizes = {name: file.size for name, file in manifest.files.items()}
+    layers, heads = manifest.architecture.layers, len(manifest.graph_heads)
+    _check_places(onnx.weights, sizes, max(layers, heads))
     expected = expected_tensors(manifest, graph.layout)
     if adapters is not None:
         expected = _with_adapters(expected, adapters, manifest.architecture.hidden_size)
@@ -138,14 +145,26 @@ def _check_operators(onnx: OnnxGraph) -> None:
             )
 
 
-def _check_places(weights: Mapping[str, DeclaredWeight], sizes: Mapping[str, int]) -> None:
+def _check_places(
+    weights: Mapping[str, DeclaredWeight], sizes: Mapping[str, int], most_names: int
+) -> None:
     """Check that weights lie inside the bundle's files of weights, and that none overlap.
 
-    Weights that overlap could need more memory than their file has bytes.
+    Weights that overlap could need more memory than their file has bytes. One weight may have
+    several names, since each int8 product reads a weight of a name of its own.
+
+    Args:
+        most_names: the most names that one weight may have.
     """
     totals: Counter[str] = Counter()
+    names: Counter[DeclaredWeight] = Counter()
     for name, weight in weights.items():
         if weight.file is None:
+            continue
+        names[weight] += 1
+        if names[weight] > most_names:
+            raise ValueError(f"the weight {name!r} lies where {most_names} others lie")
+        if names[weight] > 1:
             continue
         if weight.file not in sizes or not weight.file.endswith(WEIGHTS_SUFFIX):
             raise ValueError(

@@ -154,5 +154,5 @@ def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPreci
             weights = parse_onnx(read_plain(bundle.file(graph.file), MAX_GRAPH_BYTES)).weights
         except (StartupError, OSError, ValueError):
             continue  # the engine says what is wrong, or the device is another
-        sizes.append(sum(weight.size for weight in weights.values() if weight.file is not None))
+        sizes.append(sum(one.size for one in set(weights.values()) if one.file is not None))
     return min(sizes, default=0)

@@ -598,7 +598,7 @@ GRAPHS: dict[str, tuple[Change, str]] = {
     "weights-with-more": (place(checksum="0"), r"has a malformed place"),
     "weights-of-another-size": (place(length="4"), r"has 4 bytes, but its shape .* needs \d+"),
     "weights-twice": (edit_graph(hide_place), r"both inside and outside"),
-    "weights-overlap": (edit_graph(repeat_weights), r"needs \d+ bytes of weights.bin, which has"),
+    "weights-overlap": (edit_graph(repeat_weights), r"'copy\d' lies where \d others lie"),
     "weights-huge": (reshape(10**12, 10**6), r"has \d+ bytes, but its shape .* needs 40{18}"),
     "weights-negative": (reshape(-1, -1), r"has the shape \(-1, -1\)"),
     "weights-of-many-dimensions": (reshape(*[2**40] * 5000), r"has the shape"),

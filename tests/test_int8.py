@@ -31,14 +31,14 @@ from cloze.export.publish import ExportOptions, export
 from cloze.export.rounding import _random_tokens, input_scales
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
-from cloze.model_store import Store, processor, tensors
+from cloze.model_store import Bundle, Store, processor, tensors
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, ArrayResult, embedding
-from cloze.model_store.manifest import Precision
+from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
 from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.engine import OnnxEngine
-from cloze.service.engine.session import is_aligned
+from cloze.service.engine.session import Session, cpu_session, is_aligned
 from tests.conftest import minilm_checkpoint
 from tests.serving import running_server
 
@@ -419,6 +419,31 @@ def test_the_engine_says_what_it_chose_and_why(
     found = f"{engine.precision}: {engine.reason}"
     assert found.startswith(expected)
     assert ("though" in found) == ("though" in expected)
+
+
+def test_an_older_int8_graph_that_does_not_load_gives_way_to_fp32(
+    minilm_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two products of older graphs read one weight, which onnxruntime's rewrite cannot replace."""
+
+    def open_session(bundle: Bundle, graph: Graph) -> Session:
+        if graph.precision is Precision.INT8:
+            raise RuntimeError("Attempt to replace the existing tensor")
+        return cpu_session(bundle.file(graph.file))
+
+    def engine(flags: str, asked: RequestedPrecision) -> OnnxEngine:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+        bundle = Store(minilm_int8).open("minilm")
+        return OnnxEngine(bundle, Device.CPU, asked, open_session=open_session)
+
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    chosen = engine("avx2", "auto")
+    reason = "since its graph does not load: Attempt to replace the existing tensor; export the"
+    assert (chosen.precision, chosen.reason[: len(reason)]) == (Precision.FP32, reason)
+    with pytest.raises(StartupError, match="export the model again if an older version"):
+        engine("avx2", Precision.INT8)
+    with pytest.raises(StartupError, match=r"its graph does not load: Attempt .* tensor$"):
+        engine("avx512_vnni", "auto")
 
 
 def test_a_bundle_without_int8(tiny_store: Path) -> None:

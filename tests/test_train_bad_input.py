@@ -1203,42 +1203,31 @@ def test_a_disk_that_fills_during_a_run(
 
 
 def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> None:
-    """Adam that forgets at once divides by next to nothing: a weight jumps, and the loss overflows.
-
-    At which step depends on the processor, so some rates are tried for one that overflows after the first checkpoint.
-    """
-    for number, rate in enumerate((5e-3, 4e-3, 6e-3, 3e-3, 7e-3, 2e-3)):
-        folder = tmp_path / str(number) / "run"
-        folder.parent.mkdir()
-        recipe = LONG.replace(
-            "learning_rate = 3e-3",
-            f"learning_rate = {rate}\nbeta2 = 1e-30\nwarmup = 0.99\nclip = 1e30",
-        )
-        result = train(
-            *pretrain_command(folder, recipe.replace("dropout = 0.1", "dropout = 0.0"), stories)
-        )
-        if result.exit_code and (folder / "state.pt").exists():
-            break
-    assert isinstance(result.exception, SystemExit)
-    assert result.exit_code == 1
-    line = the_line(result.stderr)
+    """The checkpoint from which the run goes on has weights whose products overflow."""
+    folder = tmp_path / "run"
+    with caught_in_the_middle(folder, stories) as process:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    kept = state(folder)
+    for name, tensor in kept["module"].items():
+        if "word" in name:
+            tensor.fill_(3e38)
+    torch.save(kept, folder / "state.pt")
+    before = (folder / "state.pt").read_bytes()
+    line = refused(*pretrain_command(folder, LONG, stories))
     found = re.fullmatch(
         r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+); (.*); try a lower learning_rate",
         line,
     )
     assert found, line
     assert found[4] == f"the checkpoint in {folder} is kept"
-    kept = state(folder)
-    assert kept["step"] == (int(found[3]) - 1) // 100 * 100, "the last before that step"
-    assert all(tensor.isfinite().all() for tensor in kept["module"].values())
+    assert kept["step"] < int(found[3]) <= kept["step"] + 100
+    assert (folder / "state.pt").read_bytes() == before
     assert all(
         json.loads(line)["loss"] < float("inf")
         for line in (folder / "log.jsonl").read_text().splitlines()
     )
-    again = refused(*pretrain_command(folder, (folder.parent / "recipe.toml").read_text(), stories))
-    assert re.sub(r"^the loss is (nan|inf)|step \d+", "", again) == re.sub(
-        r"^the loss is (nan|inf)|step \d+", "", line
-    )
+    assert refused(*pretrain_command(folder, LONG, stories)) == line
 
 
 def test_a_finished_checkpoint_is_finite(finished: Path) -> None:

@@ -71,6 +71,7 @@ class GraphBuilder:
         self.opset, self._half = OPSET, half
         self._nodes: list[onnx.NodeProto] = []
         self._named: set[str] = set()
+        self._own_names: dict[str, list[str]] = {}
         self._weights: dict[str, NDArray[np.generic]] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -117,6 +118,17 @@ class GraphBuilder:
             helper.make_node("Cast", [f"{name}.fp16"], [name], name=name, to=TensorProto.FLOAT)
         )
         return name
+
+    def own(self, weight: str) -> str:
+        """Return a name of a weight that no other node has: the weight's own, then further ones.
+
+        Without int8 instructions, onnxruntime 1.31 rewrites the signed weights of each product, and
+        fails if two products read a weight of one name. The bytes are stored once.
+        """
+        names = self._own_names.setdefault(weight, [])
+        names.append(f"{weight}.{len(names) + 1}" if names else weight)
+        self._weights[names[-1]] = self._weights[weight]
+        return names[-1]
 
     def op(
         self,
@@ -186,6 +198,7 @@ class _WeightsWriter:
         self._file, self._shared, self._files = file, shared, files
         self._stream: BinaryIO | None = None
         self.stored: dict[str, StoredWeight] = {}
+        self._places: dict[int, StoredWeight] = {}
 
     def store(self, name: str, array: NDArray[Any]) -> TensorProto:
         """Store a weight; return the graph's reference to the weight, or a small weight itself."""
@@ -195,7 +208,8 @@ class _WeightsWriter:
             tensor.raw_data = array.tobytes()
             return tensor
         checksum = zlib.crc32(array.data)
-        place = self._shared.get(name) or self._append(array, checksum)
+        place = self._shared.get(name) or self._places.get(id(array))
+        place = self._places[id(array)] = place or self._append(array, checksum)
         properties = (array.dtype, array.shape, checksum)
         assert (place.dtype, place.shape, place.checksum) == properties, (
             f"{name} is another weight in {place.file}"

@@ -299,7 +299,8 @@ class Int8(LinearOps):
 
     def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """See `LinearOps`."""
-        return self._multiply(x, *self._int8_matrix(x, name, linear.weight))
+        integers, steps = self._int8_matrix(x, name, linear.weight)
+        return self._multiply(x, self.g.own(integers), steps)
 
     def look_up(self, name: str, weight: Tensor, ids: str) -> str:
         """See `LinearOps`. Only the rows become floats, so no table of floats is in memory."""
@@ -316,9 +317,10 @@ class Int8(LinearOps):
         rows = self._quantise_tokens(x, g.weight("axis_1", _AXIS_1))
         integers, steps = quantise(weight)
         if self._integers:  # the table's integers, which the runtime transposes once, on opening
-            transposed = g.op("Transpose", [g.weight(f"{table}.int8", integers)], perm=[1, 0])
+            stored = g.own(g.weight(f"{table}.int8", integers))
+            transposed = g.op("Transpose", [stored], perm=[1, 0])
         else:
-            transposed = g.weight(f"{table}.turned.int8", integers.t())
+            transposed = g.own(g.weight(f"{table}.turned.int8", integers.t()))
         logits = self._multiply(rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
 

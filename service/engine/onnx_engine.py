@@ -17,6 +17,7 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.parity import output_errors
+from cloze.model_store.processor import int8_instructions
 from cloze.model_store.tensors import INPUT_IDS
 from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.engine.adapters import AdaptedRuns, LoadedAdapters
@@ -222,7 +223,11 @@ def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph
 def _open(
     bundle: Bundle, device: Device, precision: RequestedPrecision, open_session: OpenSession
 ) -> tuple[GraphChoice, Session]:
-    """Choose a graph, check it against the manifest and open its session."""
+    """Choose a graph, check it against the manifest and open its session.
+
+    Bundles of older versions may have an int8 graph that no processor without int8 instructions
+    can open (`GraphBuilder.own` of `cloze.export`). ``auto`` then runs fp32.
+    """
     choice = choose_graph(bundle.manifest, device, precision)
     try:
         check_graph(bundle, choice.graph)
@@ -230,6 +235,10 @@ def _open(
     except StartupError:
         raise
     except Exception as error:  # the runtime's errors have no common type
-        raise StartupError(
-            f"bundle {bundle.manifest.reference}: its graph does not load: {first_line(error)}"
-        ) from error
+        problem = f"its graph does not load: {first_line(error)}"
+        if choice.graph.precision is Precision.INT8 and not int8_instructions():
+            problem += "; export the model again if an older version exported it"
+            if precision == "auto":
+                choice, session = _open(bundle, device, Precision.FP32, open_session)
+                return replace(choice, reason=f"since {problem}"), session
+        raise StartupError(f"bundle {bundle.manifest.reference}: {problem}") from error

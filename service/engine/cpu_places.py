@@ -97,7 +97,8 @@ class CpuPlaces:
         with self._lock, suppress(OSError):
             if self._running.pop(thread := threading.get_native_id(), None) is None:
                 return
-            self._waiting.add(thread)
+            if thread != os.getpid():  # the first thread, whose CPUs `allowed` returns
+                self._waiting.add(thread)
             if self._affinity is not None and not self._running:
                 self._free(self._waiting, self._affinity.allowed())
 

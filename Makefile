@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit wheel bench lint format clean
+.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit wheel chart bench lint format clean
 
 # With an older Python, pip finds no version of some dependency, and does not say why.
 define check-python
@@ -85,6 +85,9 @@ audit: install  ## Compare the pinned versions with published vulnerabilities; n
 wheel: install  ## Build dist/cloze_server-VERSION-py3-none-any.whl.
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/cloze_server-*.whl
+
+chart: install  ## Write a Helm chart of k8s/ into build/chart; needs kubectl.
+	$(BIN)/python scripts/make-chart build/chart
 
 bench: install  ## Measure the default model: the engine alone and the server.
 	$(BIN)/cloze bench run

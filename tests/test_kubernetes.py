@@ -18,10 +18,12 @@ import yaml
 from kubernetes_validate import utils as kubernetes
 
 from cloze.bulk_command import bulk
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Manifest
 from cloze.service.server import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, load_settings
 from tests.kustomize import Object, of_kind, rendered
-from tests.serving import Server
+from tests.serving import Server, running_server
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ("cpu", "gpu", "local")
@@ -33,6 +35,8 @@ FURTHER = (
     ("keys", "ingress"),
     ("keys", "route"),
     ("models",),
+    ("store",),
+    ("bundle-image",),
     ("tls", "monitoring"),
     ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls"),
 )
@@ -112,6 +116,9 @@ def test_every_pod_passes_pod_security_restricted(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid(objects: list[Object], version: str) -> None:
+    images = any("image" in volume for volume in pod_of(objects)["volumes"])
+    if images and version == VERSIONS[0]:
+        pytest.skip("this version mounts no images")
     for each in objects:
         if each["kind"] in SCHEMAS:
             jsonschema.validate(each, SCHEMAS[each["kind"]])
@@ -183,26 +190,60 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
         assert {backend["name"] for backend in backends} == {service["metadata"]["name"]}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_service_of_kserve_is_valid(version: str) -> None:
-    """Its predictor is a pod with fields of its own, so the pod is checked apart from them."""
-    service = yaml.safe_load((ROOT / "k8s/kserve/inferenceservice.yaml").read_text())
-    jsonschema.validate(service, SCHEMAS["InferenceService"])
+# ---- KServe --------------------------------------------------------------------------------------
+
+
+def kserve_pod() -> Object:
+    """Check both objects of KServe; return the pod that KServe makes of them."""
+    service, runtime = (
+        yaml.safe_load((ROOT / f"k8s/kserve/{name}.yaml").read_text())
+        for name in ("inferenceservice", "servingruntime")
+    )
+    for each in (service, runtime):
+        jsonschema.validate(each, SCHEMAS[each["kind"]])
+    predictor = service["spec"]["predictor"]
+    assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
+    (form,) = runtime["spec"]["supportedModelFormats"]
+    assert predictor["model"]["modelFormat"]["name"] == form["name"]
     own = SCHEMAS["InferenceService"]["properties"]["spec"]["properties"]["predictor"]["properties"]
-    spec = {k: v for k, v in service["spec"]["predictor"].items() if k not in own}
+    spec = {name: value for name, value in predictor.items() if name not in own}
+    return spec | {name: runtime["spec"][name] for name in ("containers", "volumes")}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_pod_of_kserve_is_valid(version: str) -> None:
+    spec = kserve_pod()
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cloze"}, "spec": spec}
     kubernetes.validate(pod, version, strict=True)
+    check_restricted(spec)
 
 
-def test_the_pod_of_kserve_drains_as_the_others_do() -> None:
-    predictor = yaml.safe_load((ROOT / "k8s/kserve/inferenceservice.yaml").read_text())["spec"][
-        "predictor"
-    ]
-    (container,) = predictor["containers"]
+def test_the_pod_of_kserve_is_that_of_the_base(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drains as the other pods do, and serves the bundles that KServe has fetched."""
+    pod, base = kserve_pod(), pod_of(renders["cpu", ()])
+    (container,), (own) = pod["containers"], base["containers"][0]
+    for field in ("lifecycle", "resources", "securityContext", "volumeMounts"):
+        assert container[field] == own[field], field
+    for field in ("terminationGracePeriodSeconds", "volumes", "enableServiceLinks"):
+        assert pod[field] == base[field], field
     environment = {each["name"]: each["value"] for each in container["env"]}
-    grace_s = int(environment["CLOZE_SHUTDOWN_GRACE_MS"]) / 1000 + int(environment["CLOZE_DRAIN_S"])
-    sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert sleep_s + grace_s + _DRAIN_MARGIN_S < predictor["terminationGracePeriodSeconds"]
+    settings = of_kind(renders["cpu", ()], "ConfigMap")["data"]
+    assert environment == settings | {"CLOZE_MODEL_STORE": "/mnt/models"}
+    assert "CLOZE_ALLOW_ANONYMOUS" not in environment, "nothing here keeps others out"
+
+
+def test_a_folder_of_bundles_anywhere_is_served(tiny_store: Path, tmp_path: Path) -> None:
+    """As KServe's storage initializer leaves it."""
+    fetched = tmp_path / "mnt/models"
+    shutil.copytree(tiny_store, fetched)
+    with running_server(None, CLOZE_MODEL_STORE=str(fetched)) as server:
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+        assert httpx.get(f"{server.url}/v2/models").status_code == 200
+
+
+# ---- from outside --------------------------------------------------------------------------------
 
 
 def admitted(component: str) -> dict[str, bool]:
@@ -285,6 +326,32 @@ def test_both_autoscalers_change_the_replicas_alike(
     spec = {**hpa, "behavior": behavior}
     owned = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "spec": spec}
     kubernetes.validate({**owned, "metadata": {"name": "cloze"}}, VERSIONS[0], strict=True)
+
+
+def test_packed_weights_fit_the_volume_twice(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], tmp_path: Path
+) -> None:
+    """While a reload replaces the models, the old ones still have their files, without a name."""
+    manifests = [
+        json.loads(file.read_text()) for file in DEFAULT_ROOT.glob("cloze-*/*/manifest.json")
+    ]
+    for each in manifests:
+        del each["digest"]
+    parameters = sum(Manifest.model_validate(m).architecture.parameters for m in manifests)
+    names = ",".join(each["name"] for each in manifests)
+    environment = {"TMPDIR": str(tmp_path), "CLOZE_PRECISION": "fp32", "CLOZE_MODEL": names}
+    with running_server(DEFAULT_ROOT, **environment) as server:
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text().splitlines()
+    ends: dict[str, int] = {}
+    for line in (each for each in maps if str(tmp_path) in each):
+        addresses, _, offset, _, inode, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        ends[inode] = max(ends.get(inode, 0), int(offset, 16) + end - start)
+    assert len(ends) == len(manifests), "a file per model"
+    assert sum(ends.values()) <= 8 * parameters
+    (volume,) = [each for each in pod_of(renders["cpu", ()])["volumes"] if each["name"] == "tmp"]
+    assert volume["emptyDir"]["sizeLimit"] == "2Gi"
+    assert 2 * 8 * parameters < 130e6 * 16 < 2 * 2**30
 
 
 def test_secrets_are_mounted_where_the_settings_say(objects: list[Object]) -> None:

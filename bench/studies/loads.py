@@ -151,7 +151,8 @@ def polite(subject: Subject, times: float) -> Figures:
         greedy_key, polite_key = (_make_key(subject.cloze, keys, name) for name in ("a", "b"))
         mixed = [*questions, *(lists * (len(questions) // 5 // len(lists)))]
         order = np.random.default_rng(0).permutation(len(mixed))
-        greedy = [Request(post(*mixed[number], greedy_key)) for number in order]
+        shuffled = (mixed[number] for number in order)
+        greedy = [Request(post(path, body, greedy_key)) for path, body in shuffled]
         steady = [Request(post(*each, polite_key)) for each in questions]
         due = np.arange(0.0, subject.seconds, POLITE_EVERY_S)
         server = replace(subject.default, environment={"CLOZE_KEYS_FILE": str(keys)})

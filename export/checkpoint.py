@@ -96,14 +96,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         check_truncation(recipe, config.hidden_size)
     settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
-    tokenizer = load_tokenizer(folder)
-    if recipe is None:
-        max_tokens, lowercase = settings_without_recipe(files.folder)
-        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
-    else:
-        lowercase = recipe.lowercase
-    if lowercase:
-        tokenizer = lower_cased(tokenizer)
+    tokenizer = _load_tokenizer(files.folder, recipe)
     _check_vocabulary(tokenizer, config)
 
     tensors = read_tensors(weights)
@@ -113,9 +106,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         setattr(model, name, part)
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
-    tokenizer = _with_types_of(config, tokenizer)
-    if tokenizer.note:
-        notes.append(tokenizer.note)
+    tokenizer = _with_types_of(config, settings, tokenizer)
+    notes += tokenizer.notes
     heads = tuple(
         head
         for name, head in EXPORT_HEADS.items()
@@ -149,6 +141,17 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
     named = adapter.config["base_model_name_or_path"]
     base = load_checkpoint(named, adapter.config.get("revision"))
     if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
+def _load_tokenizer(folder: Path, recipe: EmbeddingRecipe | None) -> CheckpointTokenizer:
+    """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
+    tokenizer = load_tokenizer(encoder_folder(folder))
+    if recipe is None:
+        max_tokens, lowercase = settings_without_recipe(folder)
+        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
+    else:
+        lowercase = recipe.lowercase
+    return lower_cased(tokenizer) if lowercase else tokenizer
+
+
         raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
     add_products(base.model, adapter)
     model, options, settings = base.model, base.options, dict[str, Any]()
@@ -271,11 +274,19 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
         )
 
 
-def _with_types_of(config: EncoderConfig, tokenizer: CheckpointTokenizer) -> CheckpointTokenizer:
+def _with_types_of(
+    config: EncoderConfig, settings: Mapping[str, Any], tokenizer: CheckpointTokenizer
+) -> CheckpointTokenizer:
     """Return the tokenizer with a type of second texts that the encoder has."""
-    largest = max(0, config.type_vocab_size - 1)
-    second_type = min(tokenizer.special.second_type, largest)
-    return replace(tokenizer, special=replace(tokenizer.special, second_type=second_type))
+    given, notes = tokenizer.special.second_type, tokenizer.notes
+    second_type = min(given, max(0, config.type_vocab_size - 1))
+    if second_type != given and settings.get("type_vocab_size", 0) > 1:
+        notes += (
+            f"the tokenizer gives the second text of a pair type {given}, but a {config.family} "
+            "takes type 0 for all tokens",
+        )
+    special = replace(tokenizer.special, second_type=second_type)
+    return replace(tokenizer, special=special, notes=notes)
 
 
 def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:

@@ -361,6 +361,7 @@ def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
 
 
 def _embedding(checkpoint: Checkpoint, limits: Limits) -> Embedding:
+        truncation_side=tokenizer.truncation_side,
     recipe = checkpoint.recipe
     return Embedding(
         dimensions=recipe.dimensions(checkpoint.model.config.hidden_size),

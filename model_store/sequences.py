@@ -5,9 +5,13 @@ Export, training, evaluation and the service build every sequence with `SpecialT
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+Side = Literal["left", "right"]
+"""The end of a text that is cut if the text is too long."""
 
 TEXT_TOKENS = 2
 """Number of special tokens around one text."""

@@ -161,6 +161,7 @@ class Tokenizer:
         mask_token: for example ``[MASK]``.
         unknown_id: id of the token that replaces text outside the vocabulary; None: the vocabulary
             has a token for every byte.
+        truncation_side: the end of a long text that is cut unless the request says otherwise.
 
     Raises:
         StartupError: the bundle's tokenizer file cannot be read, or is not what the manifest says.
@@ -184,6 +185,7 @@ class Tokenizer:
         self.vocab_size = spec.vocab_size
         self._marks_spaces = not isinstance(self._backend.model, WordPiece)
         self.special = bundle.manifest.special_tokens
+        self.truncation_side = spec.truncation_side
 
     def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, without special tokens and without truncation."""

@@ -230,7 +230,7 @@ def served(folder: Path) -> TaskContext:
         "file": "tokenizer.json", "vocab_size": loaded.size, "lowercase": loaded.lowercase,
         "cls_id": special.cls, "sep_id": special.sep, "mask_id": loaded.mask_id,
         "mask_token": loaded.mask_token, "pair_separators": special.separators,
-        "second_type": special.second_type,
+        "second_type": special.second_type, "truncation_side": loaded.truncation_side,
     }  # fmt: skip
     tasks = [task for task in base.tasks if loaded.mask_id is not None or task not in MASKED]
     rows = base.architecture.model_dump() | {"vocab_size": loaded.size}

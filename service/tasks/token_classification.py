@@ -144,9 +144,9 @@ def prepare(
     prepared: list[TaggedText] = []
     most = max(limits.max_tokens, limits.max_request_tokens if choice == "window" else 0)
     for at, text in texts:
-        spans = context.tokenizer.spans(text, most)
+        spans = context.tokenizer.spans(text, None if encoder.keep_end else most)
         check_has_tokens(spans.ids, at)
-        is_read = len(spans.ids) <= most
+        is_read = encoder.keep_end or len(spans.ids) <= most
         ids = spans.ids if is_read else context.tokenizer.ids([text])[0]
         windows = encoder.add(at, ids, text)
         prepared.append(TaggedText(text, spans.first(windows[-1][1]), windows))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
@@ -46,11 +46,11 @@ from cloze.model_store.manifest import Source
 from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
 from cloze.model_store.plain_files import sha256_of
 
-_PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
-"""An embedding may have spare rows beyond the vocabulary, fewer than the larger of these two.
+_PADDING_MULTIPLE: Final = 128
+"""Many embeddings have spare rows up to a multiple of this. A note says if there are more."""
 
-Many are padded to a multiple of 128; mDeBERTa has 900 spare rows for 250,100 tokens.
-"""
+_MOST_ROWS_PER_TOKEN: Final = 2
+"""An embedding with as many rows per token belongs to another vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
     tokenizer = _with_types_of(config, settings, tokenizer)
-    notes += tokenizer.notes
+    notes += [*tokenizer.notes, *_spare_rows(tokenizer, config)]
     heads = tuple(
         head
         for name, head in EXPORT_HEADS.items()
@@ -260,7 +260,7 @@ def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
     rows, size = config.vocab_size, tokenizer.size
-    if size > rows or rows - size >= max(_PADDING_MULTIPLE, rows * _PADDING_SHARE):
+    if size > rows or rows >= size * _MOST_ROWS_PER_TOKEN:
         raise ExportError(
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows (config.json's "
             "vocab_size): they do not belong together"
@@ -305,6 +305,16 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
 
 def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> tuple[Head, ...]:
     """Return the heads to export unless the user names others.
+def _spare_rows(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> list[str]:
+    """Return a note on rows of the embeddings that no token has, if there are many."""
+    if (spare := config.vocab_size - tokenizer.size) < _PADDING_MULTIPLE:
+        return []
+    return [
+        f"{spare} of the {config.vocab_size} rows of the embeddings belong to no token of the "
+        "tokenizer, and are never read"
+    ]
+
+
 
     An encoder that was fine-tuned for answers or labels gives poor embeddings. The heads without
     weights, which embed texts and tokens, are then default heads only if the checkpoint declares

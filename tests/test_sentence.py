@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
     "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
     "unknown module": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("Dense", "LSTM", 1)), "LSTM|no weights"),
-    "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the directory"),
+    "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the checkpoint's folder"),
     "not a list": (lambda f: (f / "modules.json").write_text("5"), "modules.json cannot be read"),
     "prompts in a list": (lambda f: edit(f, "config_sentence_transformers.json", prompts=["ask: "]), r"prompts must be texts by name, got \['ask: '\]"),
     "number for a prompt": (lambda f: edit(f, "config_sentence_transformers.json", prompts={"query": 5}), "prompts must be texts by name, got {'query': 5}"),

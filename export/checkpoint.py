@@ -80,11 +80,19 @@ class Checkpoint:
     broken_promise: str = ""
 
 
-def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
+def load_checkpoint(
+    source: str, revision: str | None = None, tasks: Collection[str] = ()
+) -> Checkpoint:
     """Load a checkpoint.
 
     Raises:
         ExportError: the checkpoint cannot be loaded completely.
+    Args:
+        source: a directory, or a hub id; see `locate`.
+        revision: a branch, tag or commit of the hub.
+        tasks: names of tasks. Where ``config.json`` names no class, tensors that several heads
+            have are those of the heads of these tasks.
+
     """
     files = locate(source, revision)
     if (files.folder / CONFIG_FILE).is_file():
@@ -101,7 +109,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
 
     tensors = read_tensors(weights)
     parts = read_parts(HeadFiles(files.folder, settings, tensors, tokenizer, config))
-    model, notes = load_model(tensors, family, config, settings)
+    model, notes = load_model(tensors, family, config, settings, tasks)
     for name, part in parts.items():
         setattr(model, name, part)
         model.options[name] = part.options

@@ -52,6 +52,8 @@ _PADDING_MULTIPLE: Final = 128
 _MOST_ROWS_PER_TOKEN: Final = 2
 """An embedding with as many rows per token belongs to another vocabulary."""
 
+_NOTHING: Final[Mapping[str, Any]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -85,21 +87,21 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load a checkpoint.
 
-    Raises:
-        ExportError: the checkpoint cannot be loaded completely.
     Args:
         source: a directory, or a hub id; see `locate`.
         revision: a branch, tag or commit of the hub.
         tasks: names of tasks. Where ``config.json`` names no class, tensors that several heads
             have are those of the heads of these tasks.
 
+    Raises:
+        ExportError: the checkpoint cannot be loaded completely.
     """
     files = locate(source, revision)
     if (files.folder / CONFIG_FILE).is_file():
         return _load_merged(files)
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
-    family, config, settings = _read_config(folder)
+    family, config, settings, defaults = _read_config(folder)
     if recipe is not None and recipe.truncate_dim is not None:
         check_truncation(recipe, config.hidden_size)
     settings = with_activation(files.folder, settings)
@@ -115,7 +117,7 @@ def load_checkpoint(
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
     tokenizer = _with_types_of(config, settings, tokenizer)
-    notes += [*tokenizer.notes, *_spare_rows(tokenizer, config)]
+    notes += [*defaults, *tokenizer.notes, *_spare_rows(tokenizer, config)]
     heads = tuple(
         head
         for name, head in EXPORT_HEADS.items()
@@ -139,16 +141,6 @@ def load_checkpoint(
     )
 
 
-def _load_merged(files: CheckpointFiles) -> Checkpoint:
-    """Load the base of an adapter, with the adapter's heads and with its products in the weights.
-
-    Raises:
-        ExportError: the adapter or its base cannot be loaded, or they do not fit.
-    """
-    adapter = read_adapter(files.folder)
-    named = adapter.config["base_model_name_or_path"]
-    base = load_checkpoint(named, adapter.config.get("revision"))
-    if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
 def _load_tokenizer(folder: Path, recipe: EmbeddingRecipe | None) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
     tokenizer = load_tokenizer(encoder_folder(folder))
@@ -160,6 +152,16 @@ def _load_tokenizer(folder: Path, recipe: EmbeddingRecipe | None) -> CheckpointT
     return lower_cased(tokenizer) if lowercase else tokenizer
 
 
+def _load_merged(files: CheckpointFiles) -> Checkpoint:
+    """Load the base of an adapter, with the adapter's heads and with its products in the weights.
+
+    Raises:
+        ExportError: the adapter or its base cannot be loaded, or they do not fit.
+    """
+    adapter = read_adapter(files.folder)
+    named = adapter.config["base_model_name_or_path"]
+    base = load_checkpoint(named, adapter.config.get("revision"))
+    if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
         raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
     add_products(base.model, adapter)
     model, options, settings = base.model, base.options, dict[str, Any]()
@@ -219,7 +221,8 @@ def _broken_promise(
     return ""
 
 
-def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
+def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any], list[str]]:
+    """Return the family, the sizes and the settings of an encoder, and notes on its defaults."""
     settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
@@ -239,7 +242,7 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
         raise ExportError(
             f"config.json: architectures must be a list of names of classes, got {names!r:.80}"
         )
-    config = _parse_config(family, settings)
+    config, absent = _parse_config(family, settings)
     of_convolution = config.convolution.activation if config.convolution else None
     for activation in (config.activation, config.head_activation, of_convolution):
         if activation is not None and activation not in ACTIVATIONS:
@@ -247,15 +250,37 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
             raise ExportError(
                 f"config.json: {name} {activation!r} is not supported ({', '.join(ACTIVATIONS)})"
             )
-    return family, config, settings
+    notes = [
+        f"config.json does not give {name}: {value} is taken, the default of transformers"
+        for name, value in absent.items()
+    ]
+    return family, config, settings, notes
 
 
-def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
+def _parse_config(
+    family: Family, given: Mapping[str, Any], absent: Mapping[str, Any] = _NOTHING
+) -> tuple[EncoderConfig, Mapping[str, Any]]:
+    """Return the sizes of an encoder, and the settings of which the defaults were taken.
+
+    Args:
+        family: the family.
+        given: ``config.json``.
+        absent: defaults of settings that are known to be absent.
+    """
+    settings = {**given, **absent}
     try:
         config = family.read_config(settings)
-        return read_pruned(family, config, settings) if PRUNED & settings.keys() else config
+        if PRUNED & settings.keys():
+            config = read_pruned(family, config, settings)
+        return config, absent
     except KeyError as error:
-        raise ExportError(f"config.json does not give {error}") from error
+        missing = str(error.args[0])
+        if missing in family.defaults and missing not in settings:
+            return _parse_config(family, given, {**absent, missing: family.defaults[missing]})
+        why = ""
+        if missing in family.wrong_defaults:
+            why = f", whose default in transformers is wrong for published weights of {family.name}"
+        raise ExportError(f"config.json does not give {error}{why}") from error
     except ValidationError as error:
         raise ExportError(f"config.json: {describe_invalid(error, family, settings)}") from error
     except ValueError as error:
@@ -280,6 +305,16 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
             f"config.json's pad_token_id is {config.padding_id}, but the tokenizer's padding token "
             f"has the id {named}: other tokens would have no position"
         )
+
+
+def _spare_rows(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> list[str]:
+    """Return a note on rows of the embeddings that no token has, if there are many."""
+    if (spare := config.vocab_size - tokenizer.size) < _PADDING_MULTIPLE:
+        return []
+    return [
+        f"{spare} of the {config.vocab_size} rows of the embeddings belong to no token of the "
+        "tokenizer, and are never read"
+    ]
 
 
 def _with_types_of(
@@ -313,16 +348,6 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
 
 def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> tuple[Head, ...]:
     """Return the heads to export unless the user names others.
-def _spare_rows(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> list[str]:
-    """Return a note on rows of the embeddings that no token has, if there are many."""
-    if (spare := config.vocab_size - tokenizer.size) < _PADDING_MULTIPLE:
-        return []
-    return [
-        f"{spare} of the {config.vocab_size} rows of the embeddings belong to no token of the "
-        "tokenizer, and are never read"
-    ]
-
-
 
     An encoder that was fine-tuned for answers or labels gives poor embeddings. The heads without
     weights, which embed texts and tokens, are then default heads only if the checkpoint declares

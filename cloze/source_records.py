@@ -156,13 +156,19 @@ def is_unchanged(files: Snapshot, folder: Path) -> bool:
 
 
 def files_to_export(folder: Path) -> Sequence[Path]:
-    """Return the files that an export may read: those of the folder itself and of its modules."""
-    modules = folder / "modules.json"
-    names: list[str] = [""]
-    # Without the file, or with a malformed one, the export reads only the folder itself.
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        names += [module["path"] for module in json.loads(modules.read_text())]
-    return sorted({file for name in names for file in (folder / name).glob("*") if file.is_file()})
+    """Return the files that an export may read: those of the folder itself and of its modules.
+
+    Those of the snapshots too if the folder is one of the hub's cache.
+    """
+    files: set[Path] = set()
+    for top in (folder, *folder.glob("snapshots/*")):
+        names: list[str] = [""]
+        # Without the file, or with a malformed one, the export reads only the folder itself.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            modules = json.loads((top / "modules.json").read_text())
+            names += [module["path"] for module in modules]
+        files |= {file for name in names for file in (top / name).glob("*") if file.is_file()}
+    return sorted(files)
 
 
 def _stamp(file: Path) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
@@ -46,11 +46,13 @@ from cloze.model_store.manifest import Source
 from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
 from cloze.model_store.plain_files import sha256_of
 
-_PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
-"""An embedding may have spare rows beyond the vocabulary, fewer than the larger of these two.
+_PADDING_MULTIPLE: Final = 128
+"""Many embeddings have spare rows up to a multiple of this. A note says if there are more."""
 
-Many are padded to a multiple of 128; mDeBERTa has 900 spare rows for 250,100 tokens.
-"""
+_MOST_ROWS_PER_TOKEN: Final = 2
+"""An embedding with as many rows per token belongs to another vocabulary."""
+
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,16 @@ class Checkpoint:
     broken_promise: str = ""
 
 
-def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
+def load_checkpoint(
+    source: str, revision: str | None = None, tasks: Collection[str] = ()
+) -> Checkpoint:
     """Load a checkpoint.
+
+    Args:
+        source: a directory, or a hub id; see `locate`.
+        revision: a branch, tag or commit of the hub.
+        tasks: names of tasks. Where ``config.json`` names no class, tensors that several heads
+            have are those of the heads of these tasks.
 
     Raises:
         ExportError: the checkpoint cannot be loaded completely.
@@ -91,31 +101,23 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         return _load_merged(files)
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
-    family, config, settings = _read_config(folder)
+    family, config, settings, defaults = _read_config(folder)
     if recipe is not None and recipe.truncate_dim is not None:
         check_truncation(recipe, config.hidden_size)
     settings = with_activation(files.folder, settings)
     weights = weight_files(folder)
-    tokenizer = load_tokenizer(folder)
-    if recipe is None:
-        max_tokens, lowercase = settings_without_recipe(files.folder)
-        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
-    else:
-        lowercase = recipe.lowercase
-    if lowercase:
-        tokenizer = lower_cased(tokenizer)
+    tokenizer = _load_tokenizer(files.folder, recipe)
     _check_vocabulary(tokenizer, config)
 
     tensors = read_tensors(weights)
     parts = read_parts(HeadFiles(files.folder, settings, tensors, tokenizer, config))
-    model, notes = load_model(tensors, family, config, settings)
+    model, notes = load_model(tensors, family, config, settings, tasks)
     for name, part in parts.items():
         setattr(model, name, part)
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
-    tokenizer = _with_types_of(config, tokenizer)
-    if tokenizer.note:
-        notes.append(tokenizer.note)
+    tokenizer = _with_types_of(config, settings, tokenizer)
+    notes += [*defaults, *tokenizer.notes, *_spare_rows(tokenizer, config)]
     heads = tuple(
         head
         for name, head in EXPORT_HEADS.items()
@@ -137,6 +139,17 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         notes=(*FAMILIES.problems, *notes),
         broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
     )
+
+
+def _load_tokenizer(folder: Path, recipe: EmbeddingRecipe | None) -> CheckpointTokenizer:
+    """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
+    tokenizer = load_tokenizer(encoder_folder(folder))
+    if recipe is None:
+        max_tokens, lowercase = settings_without_recipe(folder)
+        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
+    else:
+        lowercase = recipe.lowercase
+    return lower_cased(tokenizer) if lowercase else tokenizer
 
 
 def _load_merged(files: CheckpointFiles) -> Checkpoint:
@@ -208,7 +221,8 @@ def _broken_promise(
     return ""
 
 
-def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
+def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any], list[str]]:
+    """Return the family, the sizes and the settings of an encoder, and notes on its defaults."""
     settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
@@ -228,7 +242,7 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
         raise ExportError(
             f"config.json: architectures must be a list of names of classes, got {names!r:.80}"
         )
-    config = _parse_config(family, settings)
+    config, absent = _parse_config(family, settings)
     of_convolution = config.convolution.activation if config.convolution else None
     for activation in (config.activation, config.head_activation, of_convolution):
         if activation is not None and activation not in ACTIVATIONS:
@@ -236,15 +250,37 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any]]:
             raise ExportError(
                 f"config.json: {name} {activation!r} is not supported ({', '.join(ACTIVATIONS)})"
             )
-    return family, config, settings
+    notes = [
+        f"config.json does not give {name}: {value} is taken, the default of transformers"
+        for name, value in absent.items()
+    ]
+    return family, config, settings, notes
 
 
-def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
+def _parse_config(
+    family: Family, given: Mapping[str, Any], absent: Mapping[str, Any] = _NOTHING
+) -> tuple[EncoderConfig, Mapping[str, Any]]:
+    """Return the sizes of an encoder, and the settings of which the defaults were taken.
+
+    Args:
+        family: the family.
+        given: ``config.json``.
+        absent: defaults of settings that are known to be absent.
+    """
+    settings = {**given, **absent}
     try:
         config = family.read_config(settings)
-        return read_pruned(family, config, settings) if PRUNED & settings.keys() else config
+        if PRUNED & settings.keys():
+            config = read_pruned(family, config, settings)
+        return config, absent
     except KeyError as error:
-        raise ExportError(f"config.json does not give {error}") from error
+        missing = str(error.args[0])
+        if missing in family.defaults and missing not in settings:
+            return _parse_config(family, given, {**absent, missing: family.defaults[missing]})
+        why = ""
+        if missing in family.wrong_defaults:
+            why = f", whose default in transformers is wrong for published weights of {family.name}"
+        raise ExportError(f"config.json does not give {error}{why}") from error
     except ValidationError as error:
         raise ExportError(f"config.json: {describe_invalid(error, family, settings)}") from error
     except ValueError as error:
@@ -257,7 +293,7 @@ def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
     rows, size = config.vocab_size, tokenizer.size
-    if size > rows or rows - size >= max(_PADDING_MULTIPLE, rows * _PADDING_SHARE):
+    if size > rows or rows >= size * _MOST_ROWS_PER_TOKEN:
         raise ExportError(
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows (config.json's "
             "vocab_size): they do not belong together"
@@ -271,11 +307,29 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
         )
 
 
-def _with_types_of(config: EncoderConfig, tokenizer: CheckpointTokenizer) -> CheckpointTokenizer:
+def _spare_rows(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> list[str]:
+    """Return a note on rows of the embeddings that no token has, if there are many."""
+    if (spare := config.vocab_size - tokenizer.size) < _PADDING_MULTIPLE:
+        return []
+    return [
+        f"{spare} of the {config.vocab_size} rows of the embeddings belong to no token of the "
+        "tokenizer, and are never read"
+    ]
+
+
+def _with_types_of(
+    config: EncoderConfig, settings: Mapping[str, Any], tokenizer: CheckpointTokenizer
+) -> CheckpointTokenizer:
     """Return the tokenizer with a type of second texts that the encoder has."""
-    largest = max(0, config.type_vocab_size - 1)
-    second_type = min(tokenizer.special.second_type, largest)
-    return replace(tokenizer, special=replace(tokenizer.special, second_type=second_type))
+    given, notes = tokenizer.special.second_type, tokenizer.notes
+    second_type = min(given, max(0, config.type_vocab_size - 1))
+    if second_type != given and settings.get("type_vocab_size", 0) > 1:
+        notes += (
+            f"the tokenizer gives the second text of a pair type {given}, but a {config.family} "
+            "takes type 0 for all tokens",
+        )
+    special = replace(tokenizer.special, second_type=second_type)
+    return replace(tokenizer, special=special, notes=notes)
 
 
 def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:

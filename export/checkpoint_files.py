@@ -4,6 +4,7 @@ Tensors are read without executing pickled code.
 """
 
 import json
+import os
 import pickle
 import re
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ _SMALL_FILES = (
     "adapter_config.json",
 )
 
+_SNAPSHOTS = "snapshots"
+"""The folder of a repository in the hub's cache that has a folder per commit."""
+
+_TOP_FILES = ("config.json", "modules.json", "adapter_config.json")
+"""Files of which each checkpoint has one at the top."""
+
 _WEIGHTS = tuple(
     re.compile(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?")
     for stem, ending in (
@@ -115,7 +122,9 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
             raise ExportError(
                 f"--revision {revision} names a hub revision, but {source} is a directory"
             )
-        return CheckpointFiles(folder, "directory", folder.resolve().name, None)
+        folder = _snapshot(folder)
+        check_links(folder)
+        return CheckpointFiles(folder, "directory", Path(source).resolve().name, None)
     if folder.exists():
         raise ExportError(
             f"{source} is a file; give the directory that holds config.json and the weights"
@@ -123,6 +132,47 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ExportError(f"no directory {source}")
     return _download(source, revision)
+
+
+def _snapshot(folder: Path) -> Path:
+    """Return the one snapshot of a folder of the hub's cache; another folder is returned as it is.
+
+    Raises:
+        ExportError: the folder has several snapshots, or none.
+    """
+    snapshots = folder / _SNAPSHOTS
+    if not snapshots.is_dir() or any((folder / name).exists() for name in _TOP_FILES):
+        return folder
+    found = sorted(one for one in snapshots.iterdir() if one.is_dir())
+    if len(found) != 1:
+        shown = ", ".join(map(str, found)) or "it has none"
+        raise ExportError(
+            f"{folder} is a folder of the hub's cache; give one of its snapshots: {shown}"
+        )
+    return found[0]
+
+
+def check_links(folder: Path, checkpoint: Path | None = None) -> None:
+    """Check that links of a folder lead to files of the checkpoint, or of its cache of the hub.
+
+    A snapshot of the cache has links to its files, which the folder ``blobs`` holds.
+
+    Args:
+        folder: the folder whose entries are checked, the checkpoint's or one within it.
+        checkpoint: the checkpoint's folder; None: it is the same one.
+
+    Raises:
+        ExportError: a link leads elsewhere.
+    """
+    top = Path(os.path.realpath(checkpoint or folder))
+    root = top.parent.parent if top.parent.name == _SNAPSHOTS else top
+    for entry in (folder, *(folder.iterdir() if folder.is_dir() else ())):
+        target = Path(os.path.realpath(entry))
+        if (entry.is_symlink() or entry == folder) and not target.is_relative_to(root):
+            raise ExportError(
+                f"{entry} leads to {target}, outside the checkpoint's folder {root}; "
+                "copy the file into the folder"
+            )
 
 
 def _download(repository: str, revision: str | None) -> CheckpointFiles:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cloze.export.checkpoint_files import (
     SENTENCE_SETTINGS,
+    check_links,
     read_settings,
     weight_files,
 )
@@ -280,8 +281,7 @@ def listed_modules(folder: Path) -> list[tuple[str, str]]:
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"modules.json cannot be read: {error}") from error
     for _, path in modules:
-        if not (folder / path).resolve().is_relative_to(folder.resolve()):
-            raise ExportError(f"modules.json names {path!r}, which is outside the directory")
+        check_links(folder / path, folder)
     return modules
 
 

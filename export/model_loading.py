@@ -5,7 +5,7 @@ the shape of its config and with finite values. Otherwise nothing is loaded.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,8 +45,16 @@ def load_model(
     family: Family,
     config: EncoderConfig,
     settings: Mapping[str, Any],
+    tasks: Collection[str] = (),
 ) -> tuple[Model, list[str]]:
     """Build and fill the model with the heads whose tensors the checkpoint has.
+
+    Args:
+        tensors: the checkpoint's tensors.
+        family: the family.
+        config: the sizes.
+        settings: ``config.json``.
+        tasks: see `load_checkpoint`.
 
     Returns:
         The model, and notes for the user.
@@ -55,7 +63,7 @@ def load_model(
         ExportError: a tensor is missing, superfluous or invalid.
     """
     renamed, unknown = _rename(tensors, family, config)
-    possible = _possible_heads(family, settings)
+    possible = _possible_heads(family, settings, tasks)
     begun = {name.partition(".")[0] for name in renamed}
     required = _required([h for h in possible if h.head.name in begun], config, settings)
     heads, notes = _find_heads(possible, required, renamed, unknown, family)
@@ -85,9 +93,9 @@ def load_model(
     if model.masked_lm is not None:
         _check_tied(renamed)
         model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
-    if note := _ignored_note([*unknown, *_undeclared(renamed, heads, family)]):
+    if note := _ignored_note(unknown):
         notes.append(note)
-    return model, notes
+    return model, [*notes, *_undeclared(renamed, heads, family, settings)]
 
 
 def read_head_options(
@@ -201,8 +209,13 @@ def _converted(target: Target, theirs: str, tensor: Tensor) -> Tensor:
         raise ExportError(f"{theirs} has shape {shape}: {first_line(error)}") from error
 
 
-def _possible_heads(family: Family, settings: Mapping[str, Any]) -> list[ExportHead]:
-    """Return the heads with modules that the classes of a ``config.json`` allow."""
+def _possible_heads(
+    family: Family, settings: Mapping[str, Any], tasks: Collection[str]
+) -> list[ExportHead]:
+    """Return the heads with modules that the classes of a ``config.json`` allow.
+
+    Without a class, the tasks say which heads are meant.
+    """
     architectures = [a for a in settings.get("architectures") or [] if isinstance(a, str)]
     sections = head_sections(settings)
     return [
@@ -214,6 +227,7 @@ def _possible_heads(family: Family, settings: Mapping[str, Any]) -> list[ExportH
             (end := _class_of(head, family)) is None
             or head.head.name in sections
             or any(a.endswith(end) for a in architectures)
+            or (not architectures and head.head.task in tasks)
         )
     ]
 
@@ -290,24 +304,37 @@ def _why_absent(spec: HeadSpec | None, unknown: list[str]) -> str:
     return "the checkpoint has no tensors for it"
 
 
-def _undeclared(renamed: RenamedTensors, heads: list[str], family: Family) -> list[str]:
-    """Return the names of tensors that only heads of other architectures have.
+def _undeclared(
+    renamed: RenamedTensors, heads: list[str], family: Family, settings: Mapping[str, Any]
+) -> list[str]:
+    """Return notes on the heads that tensors may belong to, but whose class is not named.
 
     For example, ``classifier.weight`` is ignored unless ``config.json`` names the architecture of
     a head with that tensor.
     """
     undeclared = {
-        name
+        name: f"{family.class_prefix}{end}"
         for name, head in EXPORT_HEADS.items()
-        if _class_of(head, family) is not None and name not in heads
+        if name not in heads and (end := _class_of(head, family)) is not None
     }
     heads_by_tensor: dict[str, set[str]] = {}
     for ours, (theirs, _) in renamed.items():
         heads_by_tensor.setdefault(theirs, set()).add(ours.split(".")[0])
-    return [theirs for theirs, owners in heads_by_tensor.items() if owners <= undeclared]
+    classes = [str(name) for name in settings.get("architectures") or []]
+    notes = []
+    for name, needed in undeclared.items():
+        tensors = [t for t, owners in heads_by_tensor.items() if name in owners <= {*undeclared}]
+        if tensors:
+            task, named = EXPORT_HEADS[name].head.task, ", ".join(classes) or "no class"
+            remedy = "" if classes else f"; --task {task} takes them all the same"
+            notes.append(
+                f"{task} is not offered: the checkpoint has {min(tensors)}, but config.json's "
+                f"architectures names {named}, not {needed}{remedy}"
+            )
+    return notes
 
 
-def _ignored_note(names: list[str]) -> str | None:
+def _ignored_note(names: Iterable[str]) -> str | None:
     """Return a note on ignored tensors; None if no tensor is ignored."""
     prefixes = sorted({name.split(".")[0] for name in names})
     return f"ignored tensors of no known head: {', '.join(prefixes)}" if prefixes else None

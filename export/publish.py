@@ -165,7 +165,7 @@ def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
 
 def _load(source: str, options: ExportOptions, report: Report) -> Checkpoint:
     report(f"loading {source}")
-    checkpoint = load_checkpoint(source, options.revision)
+    checkpoint = load_checkpoint(source, options.revision, options.tasks)
     for note in checkpoint.notes:
         report(f"  note: {note}")
     return checkpoint
@@ -179,7 +179,13 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
     for task in options.tasks:
         if task not in by_task:
             offered = ", ".join(by_task)
-            raise ExportError(f"the checkpoint cannot do {task}: it has heads for {offered}")
+            reasons = [
+                note for note in checkpoint.notes if note.startswith(f"{task} is not offered")
+            ]
+            because = "".join(f"; {reason}" for reason in reasons)
+            raise ExportError(
+                f"the checkpoint cannot do {task}: it has heads for {offered}{because}"
+            )
     chosen = [by_task[task] for task in options.tasks] or checkpoint.default_heads
     heads = tuple(head for head in checkpoint.heads if head in chosen)
     if options.weights is Weights.INT8 and Precision.INT8 not in options.precisions:
@@ -355,6 +361,7 @@ def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
         sep_id=special.sep,
         pair_separators=special.separators,
         second_type=special.second_type,
+        truncation_side=tokenizer.truncation_side,
         mask_id=special.mask,
         mask_token=tokenizer.mask_token,
     )

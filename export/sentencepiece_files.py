@@ -33,7 +33,7 @@ def find_sentencepiece(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str | None]:
+def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str]:
     """Convert a SentencePiece model.
 
     Returns:

@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers
 
-from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer_files import (
     BYTE_LEVEL_SPACE,
     SPECIAL_TOKENS,
     is_byte_level,
     open_files,
+    read_tokenizer_settings,
     required_id,
     usual_names,
 )
-from cloze.model_store.sequences import SpecialTokens
+from cloze.model_store.sequences import Side, SpecialTokens
 
 _SENTENCEPIECE_SPACE = "▁"
 """The first character of a token with a space before it, in SentencePiece."""
@@ -39,7 +39,8 @@ class CheckpointTokenizer:
         special_tokens: the special tokens of the vocabulary, by their keys in
             ``tokenizer_config.json``, such as ``mask_token``.
         max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
-        note: an assumption or a change that the user should read; None: no note.
+        truncation_side: the end of a long text that is cut.
+        notes: assumptions and changes that the user should read.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +48,8 @@ class CheckpointTokenizer:
     special: SpecialTokens
     special_tokens: Mapping[str, str]
     max_tokens: int | None = None
-    note: str | None = None
+    truncation_side: Side = "right"
+    notes: tuple[str, ...] = ()
 
     @property
     def mask_id(self) -> int | None:
@@ -100,14 +102,51 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
         ExportError: the folder has no tokenizer, or the tokenizer is damaged, is of no known kind,
             or lacks a special token.
     """
-    settings = read_settings(folder / "tokenizer_config.json")
-    given = _special_tokens(folder, settings)
-    tokenizer, note = open_files(folder, settings, given)
-    limit = settings.get("model_max_length")
+    settings = read_tokenizer_settings(folder)
+    if settings.get("split_special_tokens"):
+        raise ExportError(
+            "tokenizer_config.json's split_special_tokens is not supported: special tokens in "
+            "texts would be cut"
+        )
+    given = _special_tokens(settings)
+    tokenizer, notes = open_files(folder, settings, given)
+    side = _truncation_side(tokenizer, settings)
+    limit = settings.get("model_max_length", settings.get("max_len"))
+    names = settings.get("model_input_names")
+    described = describe_tokenizer(
+        tokenizer, given, has_types=not isinstance(names, list) or "token_type_ids" in names
+    )
+    if settings.get("clean_up_tokenization_spaces") and not _cleans_up(tokenizer):
+        notes.append(
+            "tokenizer: clean_up_tokenization_spaces of tokenizer_config.json is not applied: "
+            "filled texts keep the spaces before punctuation"
+        )
     return replace(
-        describe_tokenizer(tokenizer, given),
+        described,
         max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
-        note=note,
+        truncation_side=side,
+        notes=tuple(notes),
+    )
+
+
+def _truncation_side(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Side:
+    """Return the end of long texts that is cut: the settings' one, else that of the file."""
+    usual = (tokenizer.truncation or {}).get("direction", "right")
+    match settings.get("truncation_side", usual):
+        case "left":
+            return "left"
+        case "right":
+            return "right"
+        case other:
+            raise ExportError(
+                f"tokenizer_config.json: truncation_side must be left or right, got {other!r:.80}"
+            )
+
+
+def _cleans_up(tokenizer: Tokenizer) -> bool:
+    """Return whether the spaces before punctuation are removed, or transformers keeps them too."""
+    return bool(getattr(tokenizer.decoder, "cleanup", False)) or isinstance(
+        tokenizer.model, models.BPE
     )
 
 
@@ -126,12 +165,13 @@ def lower_cased(tokenizer: CheckpointTokenizer) -> CheckpointTokenizer:
 
 
 def describe_tokenizer(
-    tokenizer: Tokenizer, given: Mapping[str, str] | None = None
+    tokenizer: Tokenizer, given: Mapping[str, str] | None = None, *, has_types: bool = True
 ) -> CheckpointTokenizer:
     """Return a tokenizer with its properties, and switch off its truncation and padding.
 
     Args:
-            their usual names.
+        given: names of special tokens; the others have their usual names.
+        has_types: whether the second text of a pair may have a type of its own.
 
     Raises:
         ExportError: the vocabulary lacks a special token.
@@ -139,19 +179,19 @@ def describe_tokenizer(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     names = usual_names(tokenizer) | dict(given or {})
-    if isinstance(tokenizer.model, models.WordPiece):
-        required_id(tokenizer, names["unk_token"])
+    if (unknown := getattr(tokenizer.model, "unk_token", None)) is not None:
+        required_id(tokenizer, unknown)
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
-        special=_find_special(tokenizer, names),
+        special=_find_special(tokenizer, names, has_types=has_types),
         special_tokens={
             key: name for key, name in names.items() if tokenizer.token_to_id(name) is not None
         },
     )
 
 
-def _find_special(tokenizer: Tokenizer, names: dict[str, str]) -> SpecialTokens:
+def _find_special(tokenizer: Tokenizer, names: dict[str, str], *, has_types: bool) -> SpecialTokens:
     """Return the special tokens, and where the tokenizer's post-processor puts them.
 
     Without a post-processor, the special tokens of the settings stand where BERT has them.
@@ -177,16 +217,23 @@ def _find_special(tokenizer: Tokenizer, names: dict[str, str]) -> SpecialTokens:
             "the tokenizer's post-processor puts its special tokens where no supported family has "
             f"them: {single.tokens} for a text, {pair.tokens} for a pair"
         )
-    second_type = pair.type_ids[match.end(1)]
-    return SpecialTokens(specials[0], specials[-1], mask, len(match[1]), second_type)
+    second_type = pair.type_ids[match.end(1)] if has_types else 0
+    special = SpecialTokens(specials[0], specials[-1], mask, len(match[1]), second_type)
+    first_tokens = match.start(1) - 1
+    types = special.pair_types(first_tokens, len(pair) - first_tokens - special.pair_tokens)
+    if has_types and ([*types] != pair.type_ids or any(single.type_ids) or second_type > 1):
+        raise ExportError(
+            "the tokenizer's post-processor gives token types that no supported family has: "
+            f"{single.type_ids} for a text, {pair.type_ids} for a pair"
+        )
+    return special
 
 
-def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the special tokens that the checkpoint sets."""
-    named = read_settings(folder / "special_tokens_map.json") | settings
     contents = {
         key: value.get("content") if isinstance(value, dict) else value
-        for key, value in named.items()
+        for key, value in settings.items()
     }
     return {
         key: value

@@ -27,6 +27,16 @@ from cloze.export.sentencepiece_files import (
     from_sentencepiece,
     mark_special,
 )
+from cloze.model_store.error_lines import first_line
+
+AS_SAVED = "PreTrainedTokenizerFast"
+"""The class of transformers that reads ``tokenizer.json`` as it is.
+
+Others rebuild the normaliser, the marks and the special tokens of pairs from their own defaults.
+"""
+
+_READ_AS_SAVED = {AS_SAVED, "TokenizersBackend"}
+"""The names that transformers gave to that class."""
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -60,6 +70,9 @@ BYTE_LEVEL_SPACE = "Ġ"
 _END_OF_WORD = "</w>"
 """The last characters of a token with a space after it, in BPE of characters."""
 
+_NAMED_TOKENS = ("bos_token", "eos_token", *SPECIAL_TOKENS)
+"""Settings that name a special token of a vocabulary."""
+
 _NORMALIZER_SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -69,34 +82,52 @@ _NORMALIZER_SETTINGS = {
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 """How a listed token is found in texts, see `tokenizers.AddedToken`."""
 
+_SHOWN_TOKENS = 3
+"""The most tokens that a note lists."""
+
 _WORD_SETTINGS = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 """Settings of tokenizers that may use another program, such as MeCab -> the supported value."""
 
 
+def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a tokenizer.
+
+    ``special_tokens_map.json`` overrules ``tokenizer_config.json``, and is not read beside the
+    setting ``added_tokens_decoder``, as in transformers.
+    """
+    settings = read_settings(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    named, extra = read_settings(folder / "special_tokens_map.json"), "extra_special_tokens"
+    if isinstance(settings.get(extra), list) and isinstance(named.get(extra), list):
+        named[extra] = [*settings[extra], *named[extra]]
+    return settings | named
+
+
 def open_files(
     folder: Path, settings: dict[str, Any], given: dict[str, str]
-) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a folder, and a note for the user.
+) -> tuple[Tokenizer, list[str]]:
+    """Return the tokenizer of a folder, and notes for the user.
 
     Raises:
         ExportError: the folder has no tokenizer, or the tokenizer is damaged or of no known kind.
     """
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json")
-        return tokenizer, _apply_settings(tokenizer, settings)
+        notes = _apply_settings(tokenizer, folder, settings)
+        _complete_template(tokenizer, folder, settings, given)
+        return tokenizer, [*notes, *_add_tokens(tokenizer, folder, settings)]
     if (folder / "vocab.txt").is_file():
-        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, given)
-        _add_tokens(tokenizer, folder, settings)
-        return tokenizer, note
+        tokenizer, notes = _from_vocabulary(folder / "vocab.txt", settings, given)
+        return tokenizer, [*notes, *_add_tokens(tokenizer, folder, settings)]
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         tokenizer = _from_merges(folder, settings, BYTE_LEVEL_TOKENS | given)
-        _add_tokens(tokenizer, folder, settings)
-        return tokenizer, None
+        return tokenizer, _add_tokens(tokenizer, folder, settings)
     if (model := find_sentencepiece(folder)) is not None:
         tokenizer, note = from_sentencepiece(model, settings)
-        _add_tokens(tokenizer, folder, settings)
+        notes = [note, *_add_tokens(tokenizer, folder, settings)]
         mark_special(tokenizer, usual_names(tokenizer) | given)
-        return tokenizer, note
+        return tokenizer, notes
     raise ExportError(
         f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with "
         "merges.txt, nor a SentencePiece model"
@@ -112,69 +143,177 @@ def usual_names(tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:
-    """Apply the settings of ``tokenizer_config.json`` to the normaliser, like transformers.
+def _class_of(folder: Path, settings: dict[str, Any]) -> object:
+    """Return the class of a tokenizer in transformers; None: the settings name none."""
+    own = settings.get("tokenizer_class")
+    return own or read_settings(folder / "config.json").get("tokenizer_class")
+
+
+def _apply_settings(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
+    """Apply the settings that overrule ``tokenizer.json``, like transformers.
 
     Returns:
-        A note on the changed settings, or on one without effect; None if there are none.
+        Notes on the changed settings, and on those without effect.
     """
+    notes = []
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+        notes.append("tokenizer: tokenizer.json's dropout is for training, and switched off")
     normalizer = tokenizer.normalizer
-    named = {
-        ours: settings[theirs]
-        for theirs, ours in _NORMALIZER_SETTINGS.items()
-        if theirs in settings
+    changed, unread = _overruled(normalizer, settings, _NORMALIZER_SETTINGS)
+    pre_tokenizer = tokenizer.pre_tokenizer
+    prefix, _ = _overruled(pre_tokenizer, settings, {"add_prefix_space": "add_prefix_space"})
+    differing = changed | prefix
+    if differing and _class_of(folder, settings) in _READ_AS_SAVED:
+        shown = ", ".join(differing)
+        notes.append(
+            f"tokenizer: tokenizer.json overrules tokenizer_config.json ({shown}), because the "
+            f"class {AS_SAVED} reads it as it is"
+        )
+    elif differing:
+        for part, values in ((normalizer, changed), (pre_tokenizer, prefix)):
+            for key, value in values.items():
+                setattr(part, key, value)
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+        shown = ", ".join(f"{key} {value}" for key, value in differing.items())
+        notes.append(f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})")
+    if unread.get("lowercase") and "Lowercase" not in repr(normalizer):
+        notes.append(
+            "tokenizer: tokenizer.json's normaliser keeps the case of texts, although "
+            "tokenizer_config.json says do_lower_case; transformers keeps the case too"
+        )
+    return notes
+
+
+def _overruled(
+    part: object, settings: dict[str, Any], names: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that a part of a tokenizer has with other values, and those it lacks."""
+    named = {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+    lacking = {key: value for key, value in named.items() if not hasattr(part, key)}
+    differing = {
+        key: value
+        for key, value in named.items()
+        if key not in lacking and getattr(part, key) != value
     }
-    if not isinstance(normalizer, normalizers.BertNormalizer):
-        if named.get("lowercase") and "Lowercase" not in repr(normalizer):
-            return (
-                "tokenizer: tokenizer.json's normaliser keeps the case of texts, although "
-                "tokenizer_config.json says do_lower_case; transformers keeps the case too"
-            )
-        return None
-    changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
-    for key, value in changed.items():
-        setattr(normalizer, key, value)
-    tokenizer.normalizer = normalizer
-    shown = ", ".join(f"{key} {value}" for key, value in changed.items())
-    return (
-        f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})" if changed else None
-    )
+    return differing, lacking
 
 
-def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
+def _complete_template(
+    tokenizer: Tokenizer, folder: Path, settings: dict[str, Any], given: dict[str, str]
+) -> None:
+    """Add the places of special tokens to a tokenizer without them, as its class does.
+
+    Raises:
+        ExportError: the class adds no special tokens, or it is not known where.
+    """
+    if any(tokenizer.encode("a").special_tokens_mask):
+        return
+    kind = _class_of(folder, settings)
+    if kind in _READ_AS_SAVED or not isinstance(tokenizer.model, models.WordPiece):
+        raise ExportError(
+            "tokenizer.json has no post_processor that adds special tokens"
+            + (f", and the class {kind} adds none" if kind in _READ_AS_SAVED else "")
+            + ": texts without a start and an end token are not supported; "
+            "if the model was trained with them, add the post_processor"
+        )
+    names = usual_names(tokenizer) | given
+    _set_template(tokenizer, names, _wordpiece_kind(folder, settings).separators)
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
     """Add the tokens that a checkpoint lists beside its vocabulary, with their ids and flags.
 
     A listed token is found in texts before they are cut, also if the vocabulary has it.
-    ``added_tokens_decoder`` of ``tokenizer_config.json`` has ids and flags, ``added_tokens.json``
-    has ids. ``special_tokens_map.json`` is read only without the former, as in transformers.
+    ``added_tokens_decoder`` of ``tokenizer_config.json`` has ids and flags. ``added_tokens.json``
+    has ids, and is read only without the former, as in transformers.
+
+    Returns:
+        A note on tokens that are left out, because the embeddings have no rows for them.
     """
+    is_saved = (folder / "tokenizer.json").is_file()
     tokens = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
-    special = {content for content, one in tokens.items() if one.special}
-    decoder = settings.get("added_tokens_decoder") or {}
-    named = settings if decoder else settings | read_settings(folder / "special_tokens_map.json")
+    special = set() if is_saved else {content for content, one in tokens.items() if one.special}
+    named = [_token_of(settings.get(key)) for key in _NAMED_TOKENS]
+    special |= {token.content for token in named if token is not None}
     ids: dict[str, int | None] = {}
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        for entry in named[key] if isinstance(named.get(key), list) else []:
-            flags = {"content": entry} if isinstance(entry, str) else entry
-            if (token := _added_token(flags, special=True)) and token.content not in tokens:
-                ids[token.content], tokens[token.content] = None, token
-    for content, number in read_settings(folder / "added_tokens.json").items():
+    for token in (*filter(None, named), *_extra_tokens(settings)):
+        known = tokens.get(token.content)
+        if known is None or not known.special:
+            tokens[token.content] = token if known is None else _special(known)
+            ids[token.content] = None
+    decoder = settings.get("added_tokens_decoder")
+    listed = {} if isinstance(decoder, dict) else read_settings(folder / "added_tokens.json")
+    for content, number in listed.items():
         if isinstance(number, int):
             ids[content] = number
             tokens.setdefault(content, AddedToken(content, special=False, normalized=True))
-    for number, entry in decoder.items():
+    for number, entry in decoder.items() if isinstance(decoder, dict) else ():
         is_special = isinstance(entry, dict) and entry.get("content") in special
-        if (token := _added_token(entry, special=is_special)) and str(number).isdigit():
-            ids[token.content], tokens[token.content] = int(number), token
+        if (one := _added_token(entry, special=is_special)) and str(number).isdigit():
+            ids[one.content], tokens[one.content] = int(number), one
+    return _add_listed(tokenizer, folder, tokens, ids, is_saved=is_saved)
+
+
+def _add_listed(
+    tokenizer: Tokenizer,
+    folder: Path,
+    tokens: dict[str, AddedToken],
+    ids: dict[str, int | None],
+    *,
+    is_saved: bool,
+) -> list[str]:
+    """Add tokens in the order of their ids; see `_add_tokens`.
+
+    Args:
+        is_saved: whether the ids of tokens of the vocabulary are those of ``tokenizer.json``.
+    """
+    rows = read_settings(folder / "config.json").get("vocab_size")
+    left_out = []
     for content, number in sorted(
         ids.items(), key=lambda item: math.inf if item[1] is None else item[1]
     ):
+        before = tokenizer.token_to_id(content)
+        if before is None and isinstance(rows, int) and tokenizer.get_vocab_size() >= rows:
+            left_out.append(content)
+            continue
         tokenizer.add_tokens([tokens[content]])
-        if (given := tokenizer.token_to_id(content)) != number and number is not None:
+        if number is None or (is_saved and before is not None):
+            continue
+        if (given := tokenizer.token_to_id(content)) != number:
             raise ExportError(
                 f"the added token {content!r} should have id {number}, "
                 f"but the vocabulary leaves it {given}"
             )
+    if not left_out:
+        return []
+    shown = ", ".join(map(repr, left_out[:_SHOWN_TOKENS]))
+    return [
+        f"tokenizer: {len(left_out)} listed tokens without a row in the embeddings are left out, "
+        f"and read as other text: {shown}"
+    ]
+
+
+def _extra_tokens(settings: dict[str, Any]) -> list[AddedToken]:
+    """Return the special tokens of a model's own: a list, by name, or under a name of their own."""
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+    entries = list(extra.values()) if isinstance(extra, dict) else []
+    entries += extra if isinstance(extra, list) else []
+    entries += [
+        value
+        for key, value in settings.items()
+        if key.endswith("_token") and key not in _NAMED_TOKENS
+    ]
+    return [token for entry in entries if (token := _token_of(entry)) is not None]
+
+
+def _special(token: AddedToken) -> AddedToken:
+    return AddedToken(token.content, special=True, **{f: getattr(token, f) for f in _TOKEN_FLAGS})
+
+
+def _token_of(entry: object) -> AddedToken | None:
+    """Return a special token by its name, or with its flags; None: the entry names no token."""
+    return _added_token({"content": entry} if isinstance(entry, str) else entry, special=True)
 
 
 def _added_token(entry: object, *, special: bool) -> AddedToken | None:
@@ -206,22 +345,26 @@ def required_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _from_json(file: Path) -> Tokenizer:
-    # The library raises a bare Exception for anything wrong with the file.
+    # The library raises a bare Exception for anything wrong with the file, or even panics.
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise ExportError(f"{file.name} is damaged: {error}") from error
-    if not isinstance(tokenizer.model, models.WordPiece | models.BPE | models.Unigram):
-        raise ExportError(
-            f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; "
-            "only WordPiece, BPE and Unigram are supported"
-        )
-    return tokenizer
+        if isinstance(tokenizer.model, models.WordPiece | models.BPE | models.Unigram):
+            tokenizer.encode("a")
+            tokenizer.encode("a", "a")
+            return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ExportError(f"{file.name} is damaged: {first_line(error)}") from error
+    raise ExportError(
+        f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; "
+        "only WordPiece, BPE and Unigram are supported"
+    )
 
 
 def _from_vocabulary(
     file: Path, settings: dict[str, Any], given: dict[str, str]
-) -> tuple[Tokenizer, str | None]:
+) -> tuple[Tokenizer, list[str]]:
     """Build the tokenizer of a ``vocab.txt``.
 
     Returns:
@@ -230,21 +373,27 @@ def _from_vocabulary(
     kind = _wordpiece_kind(file.parent, settings)
     names = SPECIAL_TOKENS | dict(kind.tokens) | given
     vocabulary = _read_vocabulary(file, names["unk_token"])
-    note = None
+    notes = []
     lowercase = settings.get("do_lower_case")
     if lowercase is None:
         lowercase = not any(_is_cased(token) for token in vocabulary if token not in names.values())
         case = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
-        note = f"tokenizer: built from vocab.txt alone, taken as {case}"
+        notes.append(f"tokenizer: built from vocab.txt alone, taken as {case}")
     tokenizer = wordpiece(vocabulary, settings, names, lowercase=lowercase)
     if kind.separators > 1:
-        cls, sep = names["cls_token"], names["sep_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{cls} $A {sep}",
-            pair=f"{cls} $A {' '.join([sep] * kind.separators)} $B {sep}",
-            special_tokens=[(one, required_id(tokenizer, one)) for one in (cls, sep)],
-        )
-    return tokenizer, note
+        _set_template(tokenizer, names, kind.separators)
+    return tokenizer, notes
+
+
+def _set_template(tokenizer: Tokenizer, names: dict[str, str], separators: int) -> None:
+    """Set the places of special tokens: with two separators, all token types are 0."""
+    cls, sep = names["cls_token"], names["sep_token"]
+    second = f"$B:1 {sep}:1" if separators == 1 else f"$B {sep}"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {' '.join([sep] * separators)} {second}",
+        special_tokens=[(one, required_id(tokenizer, one)) for one in (cls, sep)],
+    )
 
 
 def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
@@ -258,9 +407,9 @@ def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
                 f"tokenizer_config.json has {key} {value!r}, by which texts are cut in another way "
                 f"than with vocab.txt alone; supported is {supported!r}"
             )
-    config = read_settings(folder / "config.json")
-    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    name = _class_of(folder, settings)
     if name is None:
+        config = read_settings(folder / "config.json")
         family = FAMILIES.by_model_type.get(config.get("model_type"))
         kind = family.wordpiece if family else None
         return kind or WordPieceKind("")
@@ -313,13 +462,8 @@ def wordpiece(
             if token in vocabulary
         ]
     )
-    cls, sep = names["cls_token"], names["sep_token"]
-    if cls in vocabulary and sep in vocabulary:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{cls} $A {sep}",
-            pair=f"{cls} $A {sep} $B:1 {sep}:1",
-            special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
-        )
+    if names["cls_token"] in vocabulary and names["sep_token"] in vocabulary:
+        _set_template(tokenizer, names, separators=1)
     return tokenizer
 
 
@@ -364,9 +508,9 @@ def _check_byte_level_class(folder: Path, settings: dict[str, Any]) -> None:
 
     ``tokenizer_config.json`` names the class, else ``config.json`` does, else its ``model_type``.
     """
-    config = read_settings(folder / "config.json")
-    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    name = _class_of(folder, settings)
     if name is None:
+        config = read_settings(folder / "config.json")
         family = FAMILIES.by_model_type.get(config.get("model_type"))
         if family is not None and family.byte_level_class is None:
             raise ExportError(

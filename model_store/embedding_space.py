@@ -127,6 +127,8 @@ def embedding_space(manifest: Manifest, precision: str, recipe: VectorRecipe) ->
         "max_tokens": own.max_tokens if own else manifest.limits.max_tokens,
         "recipe": asdict(recipe),
     }
+    if tokenizer.truncation_side != "right":
+        parts["truncation_side"] = tokenizer.truncation_side
     if (
         own
         and recipe.pooling == "+".join(own.poolings)

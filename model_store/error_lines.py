@@ -11,7 +11,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none, printable."""
     return printable((str(error).strip() or type(error).__name__).splitlines()[0])
 

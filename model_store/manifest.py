@@ -337,6 +337,8 @@ class Manifest(BundleSpec):
             fields["architecture"] = unpruned
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
+        if self.tokenizer.truncation_side == "right":
+            fields["tokenizer"] = {"truncation_side", *fields.get("tokenizer", ())}
         digests = ("settings_sha256", "encoder_sha256", "parts_sha256")
         if unknown := {name for name in digests if not getattr(self.source, name)}:
             fields["source"] = unknown

@@ -26,6 +26,7 @@ from cloze.model_store.limits import (
     MAX_VOCABULARY,
     MAX_WIDTH,
 )
+from cloze.model_store.sequences import Side
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
@@ -177,6 +178,9 @@ class TokenizerSpec(Frozen):
         ge=0,
         le=1,
         description="token type of a pair's second text; null: 1 if the model has two types",
+    )
+    truncation_side: Side = Field(
+        "right", description="end of a long text that is cut unless the request says otherwise"
     )
 
     @model_validator(mode="after")

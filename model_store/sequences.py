@@ -5,9 +5,13 @@ Export, training, evaluation and the service build every sequence with `SpecialT
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+Side = Literal["left", "right"]
+"""The end of a text that is cut if the text is too long."""
 
 TEXT_TOKENS = 2
 """Number of special tokens around one text."""
@@ -58,7 +62,8 @@ class SpecialTokens:
 def without_space(text: str, offsets: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the offsets of tokens without white space at both ends of a token.
 
-    The offsets of tokens that begin with a mark for the space before them include that space.
+    The offsets of tokens that begin with a mark for the space before them include that space. A
+    token that is only white space keeps its offsets.
 
     Args:
         text: the text.
@@ -68,8 +73,9 @@ def without_space(text: str, offsets: Iterable[tuple[int, int]]) -> list[tuple[i
 
 
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    while start < end and text[start].isspace():
-        start += 1
-    while start < end and text[end - 1].isspace():
-        end -= 1
-    return start, end
+    first, last = start, end
+    while first < last and text[first].isspace():
+        first += 1
+    while first < last and text[last - 1].isspace():
+        last -= 1
+    return (first, last) if first < last else (start, end)

@@ -161,8 +161,7 @@ class Tokenizer:
         mask_token: for example ``[MASK]``.
         unknown_id: id of the token that replaces text outside the vocabulary; None: the vocabulary
             has a token for every byte.
-        continuation: first part of tokens that continue a word, for example ``##``; None: the
-            vocabulary marks the tokens that begin a word.
+        truncation_side: the end of a long text that is cut unless the request says otherwise.
 
     Raises:
         StartupError: the bundle's tokenizer file cannot be read, or is not what the manifest says.
@@ -184,8 +183,9 @@ class Tokenizer:
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
-        self.continuation = getattr(self._backend.model, "continuing_subword_prefix", None)
+        self._marks_spaces = not isinstance(self._backend.model, WordPiece)
         self.special = bundle.manifest.special_tokens
+        self.truncation_side = spec.truncation_side
 
     def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
@@ -239,7 +239,7 @@ class Tokenizer:
         Those of a long text have 16 bytes per token. The rest of the text may be left out when the
         result has more tokens than are enough.
         """
-        marked = None if self.continuation is not None else text
+        marked = text if self._marks_spaces else None
         if len(text) <= _SHORT_CHARACTERS:
             spans = Spans([], [], [])
             spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)

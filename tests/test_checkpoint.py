@@ -7,14 +7,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from transformers import (
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
 
-from cloze.export.checkpoint import Checkpoint, _check_vocabulary, load_checkpoint
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.heads import NEXT_SENTENCE
 from cloze.export.publish import ExportOptions, export
@@ -23,6 +27,8 @@ from cloze.model_store.heads import Head, HeadRequest
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine
 from cloze.service.tokenizer import Tokenizer
+from cloze.source_records import files_to_export
+from tests import tiny
 from tests.tiny import make_model, save_checkpoint
 from tests.vocabulary import vocabulary
 
@@ -210,26 +216,29 @@ def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
     torch.testing.assert_close(logits.logsumexp(1), logits[:, :size].logsumexp(1))
 
 
-@pytest.mark.parametrize(("spare", "belongs"), [(127, True), (128, False)])
-def test_fewer_than_128_rows_may_be_beyond_the_vocabulary(
-    spare: int, belongs: bool, tmp_path: Path
-) -> None:
-    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=len(vocabulary()) + spare)
-    if belongs:
-        assert load_checkpoint(str(folder)).heads
-    else:
-        with pytest.raises(ExportError, match="do not belong together"):
-            load_checkpoint(str(folder))
+@pytest.mark.parametrize("spare", [127, 128, len(vocabulary()) - 1])
+def test_rows_beyond_the_vocabulary_are_never_read(spare: int, tmp_path: Path) -> None:
+    """As a checkpoint with 32,102 rows for 31,102 tokens."""
+    rows = len(vocabulary()) + spare
+    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=rows)
+    checkpoint = load_checkpoint(str(folder))
+    noted = f"{spare} of the {rows} rows of the embeddings belong to no token" in str(
+        checkpoint.notes
+    )
+    assert noted == (spare >= 128)
+    network = BertForPreTraining.from_pretrained(folder)
+    with torch.no_grad():
+        expected = network(IDS).prediction_logits
+        assert checkpoint.model.masked_lm is not None
+        logits = checkpoint.model.masked_lm(checkpoint.model(IDS))
+    torch.testing.assert_close(logits[..., :-spare], expected[..., :-spare], atol=1e-4, rtol=1e-4)
+    assert (logits[..., -spare:] < -1e30).all()
 
 
-def test_a_large_vocabulary_may_have_a_256th_of_spare_rows(folder: Path) -> None:
-    """mDeBERTa has 900."""
-    loaded = load_checkpoint(str(folder))
-    words = {str(number): number for number in range(250_100)}
-    large = replace(loaded.tokenizer, tokenizer=Backend(models.WordLevel(words)))
-    _check_vocabulary(large, replace(loaded.model.config, vocab_size=len(words) + 980))
+def test_twice_as_many_rows_as_tokens_are_those_of_another_vocabulary(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "other", "bert", vocab_size=2 * len(vocabulary()))
     with pytest.raises(ExportError, match="do not belong together"):
-        _check_vocabulary(large, replace(loaded.model.config, vocab_size=len(words) + 990))
+        load_checkpoint(str(folder))
 
 
 def test_one_token_type_is_enough(tmp_path: Path) -> None:
@@ -248,7 +257,116 @@ def test_a_pad_id_beyond_the_vocabulary_does_not_matter(folder: Path) -> None:
 
 def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"classifier.weight": torch.zeros(3, 64)}))
-    assert "ignored tensors of no known head: classifier" in load_checkpoint(str(folder)).notes
+    edit_tensors(folder, lambda tensors: tensors.update({"projector.weight": torch.zeros(3, 64)}))
+    notes = load_checkpoint(str(folder)).notes
+    assert "ignored tensors of no known head: projector" in notes
+    assert (
+        "text-classification is not offered: the checkpoint has classifier.weight, but "
+        "config.json's architectures names BertForPreTraining, not BertForSequenceClassification"
+    ) in notes
+    with pytest.raises(ExportError, match=r"cannot do text-classification: .* has classifier.weig"):
+        export(str(folder), "x", Store(folder / "store"), ExportOptions(("text-classification",)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        (BertForSequenceClassification, "text-classification"),
+        (BertForTokenClassification, "token-classification"),
+    ],
+)
+def test_without_a_class_the_task_says_which_head_the_tensors_are(
+    kind: Any, task: str, tmp_path: Path
+) -> None:
+    tiny.CLASSES["bert-unnamed"] = kind
+    folder = save_checkpoint(tmp_path / "unnamed", "bert-unnamed", num_labels=3)
+    edit_config(folder, architectures=None)
+    loaded = load_checkpoint(str(folder))
+    assert tasks(loaded.heads) == ["embed", "embed-all", "embed-layers"]
+    assert f"names no class, not {kind.__name__}; --task {task} takes them" in str(loaded.notes)
+    bundle = export(str(folder), "x", Store(tmp_path / "store"), ExportOptions(tasks=(task,)))
+    name = task.replace("text-", "sequence-").replace("-", "_")
+    assert bundle.manifest.heads[name].labels == ("LABEL_0", "LABEL_1", "LABEL_2")  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = kind.from_pretrained(folder)(IDS).logits
+        model = load_checkpoint(str(folder), tasks=(task,)).model
+        states = model(IDS)
+        logits = getattr(model, name)(states[:, 0] if name.startswith("sequence") else states)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["id2label"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        ExportError, match=r"classifier.weight has shape \[3, 64\], but config.json's"
+    ):
+        load_checkpoint(str(folder), tasks=(task,))
+
+
+# ---- links -------------------------------------------------------------------------------------------------------
+
+
+def in_a_cache(folder: Path, root: Path) -> Path:
+    """Move a folder to a snapshot of the hub's cache, which has links, also to folders."""
+    blobs, snapshot = root / "models--tiny--bert/blobs", root / "models--tiny--bert/snapshots/86b5"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.move(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+def with_modules(folder: Path) -> None:
+    """Add the files of sentence-transformers."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "cls"}')
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"x.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def test_links_of_a_snapshot_are_followed(folder: Path, tmp_path: Path) -> None:
+    with_modules(folder)
+    expected = load_checkpoint(str(folder))
+    snapshot = in_a_cache(folder, tmp_path / "cache")
+    for source in (snapshot, snapshot.parent.parent):
+        loaded = load_checkpoint(str(source))
+        assert loaded.recipe == expected.recipe
+        assert loaded.source.weights_sha256 == expected.source.weights_sha256
+        assert torch.equal(hidden(loaded), hidden(expected))
+    assert snapshot / "model.safetensors" in files_to_export(snapshot.parent.parent)
+    bundle = export(str(snapshot), "linked", Store(tmp_path / "store"))
+    assert not any(file.is_symlink() for file in bundle.path.iterdir())
+    (snapshot.parent / "86b6").mkdir()
+    with pytest.raises(ExportError, match=r"give one of its snapshots: .*86b5, .*86b6"):
+        load_checkpoint(str(snapshot.parent.parent))
+    shutil.rmtree(snapshot.parent)
+    snapshot.parent.mkdir()
+    with pytest.raises(ExportError, match="give one of its snapshots: it has none"):
+        load_checkpoint(str(snapshot.parent.parent))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "1_Pooling", "1_Pooling/config.json"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_link_leads_out_of_a_checkpoint(
+    folder: Path, tmp_path: Path, name: str, cached: bool
+) -> None:
+    with_modules(folder)
+    outside = tmp_path / "outside"
+    shutil.move(folder / name, outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ExportError, match=r"leads to .*outside, outside the checkpoint's folder"):
+        load_checkpoint(str(in_a_cache(folder, tmp_path / "cache") if cached else folder))
+
+
+def test_links_within_a_checkpoint_are_followed(folder: Path) -> None:
+    expected = load_checkpoint(str(folder))
+    (folder / "weights").mkdir()
+    shutil.move(folder / "model.safetensors", folder / "weights/best")
+    (folder / "model.safetensors").symlink_to("weights/best")
+    linked = folder.parent / "linked"
+    linked.symlink_to(folder)
+    assert torch.equal(hidden(load_checkpoint(str(linked))), hidden(expected))
 
 
 def test_the_model_cards_license_is_read(folder: Path) -> None:

@@ -102,6 +102,8 @@ CHANGES = {
     "normalisation": _edit("modules.json", lambda modules: modules.pop()),
     "default prompt": _edit(
         "config_sentence_transformers.json", lambda c: c.update(default_prompt_name="query")),
+    "end that is cut": _edit(
+        "tokenizer_config.json", lambda c: c.update(truncation_side="left")),
     "longest text": _edit("sentence_bert_config.json", lambda c: c.update(max_seq_length=30)),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ transformers itself.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from sentence_transformers.sentence_transformer.modules import (
     Pooling,
     Transformer,
 )
+from tokenizers import Tokenizer as Backend
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
 from cloze.export.checkpoint import load_checkpoint
@@ -68,10 +69,10 @@ def saved(folder: Path, kind: str, *after: Any, max_tokens: int = 40, **options:
     return folder / "st"
 
 
-def ours(folder: Path, store: Path, **options: Any) -> np.ndarray:
+def ours(folder: Path, store: Path, texts: Sequence[str] = TEXTS, **options: Any) -> np.ndarray:
     bundle = export(str(folder), "st", Store(store))
     context = TaskContext(bundle.manifest, Tokenizer(bundle), LIMITS)
-    prepared = prepare(TEXTS, EmbedParameters(**options), context)
+    prepared = prepare([*texts], EmbedParameters(**options), context)
     engine = OnnxEngine(bundle, Device.CPU)
     outputs = [engine.run([encoding])[0] for encoding in prepared.encodings]
     return decode(prepared.state, outputs, context)
@@ -190,6 +191,29 @@ def test_a_limit_above_the_tokenizers_wins(tmp_path: Path) -> None:
     )
     assert Store(tmp_path).references() == []
     assert_same(folder, tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+def test_the_start_of_long_texts_is_cut_if_the_tokenizer_says_so(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), max_tokens=12)
+    text = "the king walked to the old house of the river and the moon was red"
+    if name == "tokenizer.json":
+        backend = Backend.from_file(str(folder / name))
+        backend.enable_truncation(12, direction="left")
+        backend.save(str(folder / name))
+        edit(folder, "tokenizer_config.json", truncation_side="")
+    else:
+        edit(folder, name, truncation_side="left")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = {key: value for key, value in settings.items() if value != ""}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    [theirs] = SentenceTransformer(str(folder), device="cpu").encode([text])
+    [mine] = ours(folder, tmp_path / "store", texts=[text])
+    np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    [right] = ours(folder, tmp_path / "store", texts=[text], truncation_direction="right")
+    assert np.abs(mine - right).max() > 1e-2, "a request may still ask for the other end"
+    manifest = Store(tmp_path / "store").manifest("st")
+    assert manifest.tokenizer.truncation_side == "left"
 
 
 def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
@@ -311,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
     "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
     "unknown module": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("Dense", "LSTM", 1)), "LSTM|no weights"),
-    "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the directory"),
+    "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the checkpoint's folder"),
     "not a list": (lambda f: (f / "modules.json").write_text("5"), "modules.json cannot be read"),
     "prompts in a list": (lambda f: edit(f, "config_sentence_transformers.json", prompts=["ask: "]), r"prompts must be texts by name, got \['ask: '\]"),
     "number for a prompt": (lambda f: edit(f, "config_sentence_transformers.json", prompts={"query": 5}), "prompts must be texts by name, got {'query': 5}"),

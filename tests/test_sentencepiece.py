@@ -50,8 +50,8 @@ def test_ids_are_those_of_sentencepiece(tmp_path: Path) -> None:
     assert (loaded.special.cls, loaded.special.sep, loaded.special.separators) == (0, 2, 2)
     assert loaded.special.second_type == 0
     assert loaded.mask_token == "<mask>"
-    assert loaded.note is not None
-    assert "sentencepiece.bpe.model" in loaded.note
+    [note] = loaded.notes
+    assert "sentencepiece.bpe.model" in note
 
 
 def test_a_mask_takes_the_space_before_it(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_the_mask_of_deberta_stands_after_the_pieces(tmp_path: Path) -> None:
     folder_with(tmp_path, "brackets", "spm.model", {"do_lower_case": False, "vocab_type": "spm"})
     (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
     loaded = load_tokenizer(tmp_path)
-    assert loaded.note is not None
-    assert "as DebertaV2Tokenizer" in loaded.note
+    [note] = loaded.notes
+    assert "as DebertaV2Tokenizer" in note
     after = loaded.tokenizer.get_vocab_size(with_added_tokens=False)
     assert loaded.special == SpecialTokens(1, 2, after, separators=1, second_type=1)
     for case in REFERENCE["brackets"]:

@@ -88,8 +88,8 @@ def test_case_is_read_off_a_vocabulary_alone(
     shutil.copy(external_data / "tokenization" / name / "vocab.txt", tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded.lowercase is lowercase
-    assert loaded.note is not None
-    assert ("uncased" in loaded.note) is lowercase
+    [note] = loaded.notes
+    assert ("uncased" in note) is lowercase
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_settings_overrule_tokenizer_json_as_in_transformers(
     assert loaded.tokenizer.encode(text, add_special_tokens=False).ids == expected
     assert loaded.lowercase is settings.get("do_lower_case", True)
     if settings != {"do_lower_case": True}:
-        assert loaded.note is not None
-        assert "overrules" in loaded.note
+        [note] = loaded.notes
+        assert "overrules" in note
 
 
 def test_a_normaliser_of_another_kind_keeps_the_case_as_in_transformers(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_a_normaliser_of_another_kind_keeps_the_case_as_in_transformers(tmp_path
     assert loaded.tokenizer.encode(text).ids == expected
     assert expected != loaded.tokenizer.encode(text.lower()).ids
     assert not loaded.lowercase
-    assert loaded.note is not None
-    assert "keeps the case" in loaded.note
+    [note] = loaded.notes
+    assert "keeps the case" in note
 
 
 @pytest.mark.parametrize("text", ["北京 the", "café the"])
@@ -188,16 +188,16 @@ def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercas
     (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary(), piece]) + "\n")
     loaded = load_tokenizer(tmp_path)
     assert loaded.lowercase is lowercase
-    assert loaded.note is not None
-    assert f"taken as {'uncased' if lowercase else 'cased'}" in loaded.note
+    [note] = loaded.notes
+    assert f"taken as {'uncased' if lowercase else 'cased'}" in note
 
 
 def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     size = len(vocabulary())
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"[E1]": size + 1, "covid": size}))
     decoder = {
         str(size + 1): {"content": "[E1]", "special": True},
+        str(size): {"content": "covid"},
         "0": {"content": "[PAD]", "special": True},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))

@@ -10,6 +10,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_RULES,
     TOKEN_HEADS,
     head_classes,
@@ -35,7 +36,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
     Embeddings are projected even if they have the hidden size.
     """
-    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu_new"}
     groups, inner = config.get("num_hidden_groups", 1), config.get("inner_group_num", 1)
     if groups > config["num_hidden_layers"]:
         raise ValueError(
@@ -44,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         )
     return read_sizes(
         "albert",
-        defaults | dict(config),
+        {"hidden_act": "gelu_new"} | dict(config),
         layers=config["num_hidden_layers"] * inner,
         embedding_size=config["embedding_size"],
         layer_groups=groups,
@@ -123,5 +123,6 @@ FAMILY: Final = Family(
     },
     classes=head_classes("Albert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="Albert",
+    defaults=DEFAULTS,
     sentencepiece_class="AlbertTokenizer",
 )

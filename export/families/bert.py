@@ -11,11 +11,17 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind, layer_rules
 
+DEFAULTS: Final = {
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
+"""What transformers takes for settings that a ``config.json`` lacks, in BERT and its kin."""
+
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     """Return the sizes in the ``config.json`` of a BERT checkpoint; see `read_sizes`."""
-    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12}
-    return read_sizes("bert", defaults | dict(config))
+    return read_sizes("bert", config)
 
 
 def read_sizes(family: str, config: Mapping[str, Any], **others: Any) -> EncoderConfig:
@@ -177,5 +183,6 @@ FAMILY: Final = Family(
     class_prefix="Bert",
     wordpiece=WordPieceKind("BertTokenizer"),
     student=student,
+    defaults=DEFAULTS,
     factorised="electra",  # BERT's layers behind projected embeddings
 )

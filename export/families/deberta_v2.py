@@ -15,6 +15,7 @@ from cloze.export.blocks.disentangled import (
 )
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_RULES,
     TOKEN_HEADS,
     head_classes,
@@ -184,6 +185,7 @@ FAMILY: Final = Family(
     },
     classes=head_classes("DebertaV2", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="DebertaV2",
+    defaults=DEFAULTS | {"type_vocab_size": 0, "layer_norm_eps": 1e-7},
     sentencepiece_class="DebertaV2Tokenizer",
     layouts=frozenset({Layout.DENSE}),
 )

@@ -91,5 +91,6 @@ FAMILY: Final = Family(
     },
     classes=head_classes("DistilBert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="DistilBert",
+    defaults={"max_position_embeddings": 512},
     wordpiece=WordPieceKind("DistilBertTokenizer"),
 )

@@ -9,6 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_RULES,
     LAYER_RULES,
     TOKEN_HEADS,
@@ -24,10 +25,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
     Embeddings of the hidden size are not projected.
     """
-    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12}
     width = config["embedding_size"]
     narrow = width if width != config["hidden_size"] else None
-    return read_sizes("electra", defaults | dict(config), embedding_size=narrow)
+    return read_sizes("electra", config, embedding_size=narrow)
 
 
 def write_config(config: EncoderConfig) -> dict[str, Any]:
@@ -67,5 +67,6 @@ FAMILY: Final = Family(
     },
     classes=head_classes("Electra", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="Electra",
+    defaults=DEFAULTS,
     wordpiece=WordPieceKind("ElectraTokenizer"),
 )

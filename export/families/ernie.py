@@ -9,6 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_NORM,
     LAYER_RULES,
     POSITIONS,
@@ -52,5 +53,6 @@ FAMILY: Final = Family(
     heads=bert_heads("ernie."),
     classes=head_classes("Ernie"),
     class_prefix="Ernie",
+    defaults=DEFAULTS,
     wordpiece=WordPieceKind("BertTokenizer"),
 )

@@ -248,6 +248,9 @@ class Family:
         student: a teacher's sizes -> those of its distilled student with as many layers.
         factorised: the family that a model becomes when its word embeddings get a low rank; None:
             there is none.
+        defaults: settings that ``config.json`` may lack -> what transformers takes for them.
+        wrong_defaults: settings that ``config.json`` must have, because what transformers takes for
+            them is wrong for the family's published weights.
     """
 
     name: str
@@ -268,6 +271,8 @@ class Family:
     )
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
     factorised: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    wrong_defaults: frozenset[str] = frozenset()
     other_types: frozenset[str] = frozenset()
     other_prefixes: tuple[str, ...] = ()
 

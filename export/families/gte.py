@@ -10,6 +10,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_NORM,
     TOKEN_HEADS,
     TYPES,
@@ -135,6 +136,7 @@ FAMILY: Final = Family(
     },
     classes=head_classes("Gte", "ForMaskedLM"),
     class_prefix="Gte",
+    defaults=DEFAULTS | {"max_position_embeddings": 8192, "type_vocab_size": 1},
     wordpiece=WordPieceKind("BertTokenizer"),
     sentencepiece_class="XLMRobertaTokenizer",
 )

@@ -9,6 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.bottleneck import bottleneck_encoder
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_RULES,
     bert_heads,
     head_classes,
@@ -64,12 +65,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         raise ValueError(f"embedding_size {width!r} is more than hidden_size {hidden!r}")
     if (bottleneck := config["intra_bottleneck_size"]) is None:
         raise ValueError("intra_bottleneck_size must be a number, got None")
-    defaults = {
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "hidden_act": "relu",
-        "hidden_dropout_prob": 0.0,
-    }
+    defaults = {"hidden_act": "relu", "hidden_dropout_prob": 0.0}
     return read_sizes(
         "mobilebert",
         defaults | dict(config),
@@ -129,6 +125,7 @@ FAMILY: Final = Family(
     heads=_heads(),
     classes=head_classes("MobileBert"),
     class_prefix="MobileBert",
+    defaults=DEFAULTS,
     wordpiece=WordPieceKind("MobileBertTokenizer"),
     layouts=frozenset({Layout.DENSE}),
     dense_because="without normalisation its states grow beyond the largest fp16 number",

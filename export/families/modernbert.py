@@ -185,6 +185,7 @@ FAMILY: Final = Family(
     },
     classes=head_classes("ModernBert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="ModernBert",
+    defaults={"max_position_embeddings": 8192, "norm_eps": 1e-5},
     layouts=frozenset({Layout.DENSE}),
     dense_because="its local attention has windows, which the variable-length kernel has not",
 )

@@ -10,7 +10,14 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
 from cloze.export.blocks.relative_bias import BUCKETS, RelativeBias
-from cloze.export.families.bert import EMBEDDING_NORM, WORDS, head_classes, read_sizes, write_sizes
+from cloze.export.families.bert import (
+    DEFAULTS,
+    EMBEDDING_NORM,
+    WORDS,
+    head_classes,
+    read_sizes,
+    write_sizes,
+)
 from cloze.export.families.family import Family, Rename, WordPieceKind, layer_rules
 from cloze.export.families.roberta import FIRST_POSITION, POSITIONS_FROM_2, ROBERTA_HEADS
 from cloze.model_store.layouts import Layout
@@ -76,6 +83,7 @@ FAMILY: Final = Family(
     heads=ROBERTA_HEADS,
     classes=head_classes("MPNet", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="MPNet",
+    wrong_defaults=frozenset(DEFAULTS),
     wordpiece=WordPieceKind(
         "MPNetTokenizer",
         {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"},

@@ -11,6 +11,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_NORM,
     TOKEN_HEADS,
     TYPES,
@@ -187,5 +188,6 @@ FAMILY: Final = Family(
     },
     classes=head_classes("NomicBert", "ForMaskedLM"),
     class_prefix="NomicBert",
+    defaults=DEFAULTS | {"max_position_embeddings": TRAINED_POSITIONS},
     wordpiece=WordPieceKind("BertTokenizer"),
 )

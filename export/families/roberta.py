@@ -12,6 +12,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import (
+    DEFAULTS,
     EMBEDDING_NORM,
     LAYER_RULES,
     TOKEN_HEADS,
@@ -95,6 +96,7 @@ def roberta_family(
         class_prefix=class_prefix,
         sentencepiece_class=sentencepiece_class,
         byte_level_class=byte_level_class,
+        wrong_defaults=frozenset({*DEFAULTS, "vocab_size"}),
     )
 
 

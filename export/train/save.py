@@ -23,6 +23,7 @@ from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.tokenizer_files import AS_SAVED
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
 from cloze.model_store.peft import (
@@ -33,12 +34,6 @@ from cloze.model_store.peft import (
     TENSORS_FILE,
 )
 from cloze.model_store.plain_files import replacing
-
-_AS_SAVED = "PreTrainedTokenizerFast"
-"""The class of transformers that reads ``tokenizer.json`` as it is.
-
-Others rebuild the normaliser, the marks and the special tokens of pairs from their own defaults.
-"""
 
 
 def save_checkpoint(
@@ -194,11 +189,12 @@ def _write_tokenizer(model: Model, tokenizer: CheckpointTokenizer, folder: Path)
     save_vocabulary(tokenizer.tokenizer, folder)
     is_wordpiece = isinstance(tokenizer.tokenizer.model, models.WordPiece)
     tokenizer_config = {
-        "tokenizer_class": family.wordpiece.name
-        if is_wordpiece and family.wordpiece
-        else _AS_SAVED,
+        "tokenizer_class": family.wordpiece.name if is_wordpiece and family.wordpiece else AS_SAVED,
         "model_max_length": config.max_positions,
+        "truncation_side": tokenizer.truncation_side,
     }
+    if config.type_vocab_size > 1 and not tokenizer.special.second_type:
+        tokenizer_config["model_input_names"] = ["input_ids", "attention_mask"]
     _write_json(
         folder / "tokenizer_config.json",
         tokenizer_config

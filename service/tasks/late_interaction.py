@@ -81,7 +81,7 @@ def _add(
     tokenizer = encoder.context.tokenizer
     marker = options.query_marker if role is Role.QUERY else options.document_marker
     markers = [] if marker is None else [marker]
-    room, keep_end = encoder.max_tokens - len(markers), encoder.rule.keep_end
+    room, keep_end = encoder.max_tokens - len(markers), encoder.keep_end
     sequence = tokenizer.encode(ids, room, keep_end=keep_end).input_ids.tolist()
     sequence[1:1] = markers
     read, before = len(sequence), 1 + len(markers)
@@ -107,9 +107,9 @@ def places(
     """Return the place of each token that counts, in characters of its text."""
     found: list[Offsets] = []
     for (_, text), one in zip(texts, kept, strict=True):
-        enough = None if encoder.rule.keep_end else one.own
+        enough = None if encoder.keep_end else one.own
         all_places = encoder.context.tokenizer.spans(text, enough).offsets
-        first = len(all_places) - one.own if encoder.rule.keep_end else 0
+        first = len(all_places) - one.own if encoder.keep_end else 0
         found.append(one.offsets([*all_places[first : first + one.own]]))
     return found
 

@@ -165,7 +165,11 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Redact
         text, least = tagged.text, parameters.min_score or 0
         kept = [e for e in entities if e.label in state.labels and e.score >= least]
         places = without_space(text, [(e.start, e.end) for e in kept])
-        found = [_Found(e.label, e.score, *at) for e, at in zip(kept, places, strict=True)]
+        found = [
+            _Found(entity.label, entity.score, start, end)
+            for entity, (start, end) in zip(kept, places, strict=True)
+            if text[start:end].strip()  # a token may be white space, or no character at all
+        ]
         for pattern in dict.fromkeys(parameters.patterns or ()):
             places = list(find(text, pattern, parameters.region))
             found += [_Found(pattern, 1.0, *place) for place in places]

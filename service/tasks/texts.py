@@ -11,6 +11,7 @@ from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
+from cloze.model_store.sequences import Side
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
@@ -80,7 +81,10 @@ class TruncationParameters(WireModel):
         None, description="true cuts a long text, false refuses the text; the default is true"
     )
     truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(None, description="the end of a long text to cut; the default is right")
+        Field(
+            None,
+            description="the end of a long text to cut; the default is the model's, usually right",
+        )
     )
     long_text: Literal["error", "truncate"] | None = Field(
         None, description="error refuses a long text, truncate cuts it; the default is truncate"
@@ -92,17 +96,17 @@ class TruncationParameters(WireModel):
         Raises:
             InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
         """
-        keep_end = self.truncation_direction == "left"
+        side = self.truncation_direction
         choice: LongText | None = self.long_text
         if choice is None:
             choice = "error" if self.truncate is False else "truncate"
-            return LongTextRule(choice, "truncate is false", keep_end, report=report)
+            return LongTextRule(choice, "truncate is false", side, report=report)
         if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
             given = str(self.truncate).lower()
             raise InvalidRequest(
                 f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
-        return LongTextRule(choice, keep_end=keep_end, report=report)
+        return LongTextRule(choice, side=side, report=report)
 
 
 def truncation_of(word: Truncate | None) -> dict[str, Any]:
@@ -163,7 +167,7 @@ class LongTextRule(NamedTuple):
     Attributes:
         choice: whether to refuse, cut or divide them.
         refused_by: the parameter that refuses them, for the error.
-        keep_end: whether to cut the start of a long text instead of its end.
+        side: the end of a long text to cut; None: the model's.
         stride: tokens that neighbouring windows share; None: a quarter of a window.
         divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
         report: whether to report how much of each text was used.
@@ -171,7 +175,7 @@ class LongTextRule(NamedTuple):
 
     choice: LongText
     refused_by: str = "long_text is error"
-    keep_end: bool = False
+    side: Side | None = None
     stride: int | None = None
     report: bool | None = False
     divides_pairs: bool = False
@@ -209,6 +213,11 @@ class TextEncoder:
     usage: list[TextUsage] = field(default_factory=list)
     window_tokens: int = 0
 
+    @property
+    def keep_end(self) -> bool:
+        """Whether the start of a long text is cut, and not its end."""
+        return (self.rule.side or self.context.tokenizer.truncation_side) == "left"
+
     def add(
         self,
         at: Location,
@@ -227,13 +236,13 @@ class TextEncoder:
         if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
             return self._add_windows(at, ids, text, prompt, prompt_tokens)
         tokenizer = self.context.tokenizer
-        encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.rule.keep_end)
+        encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.keep_end)
         usage = TextUsage(len(ids) + 2, len(encoding))
         self.add_encodings(at, [encoding], usage)
+        cut = usage.tokens - usage.used if self.keep_end else 0
         if prompt:
-            cut = usage.tokens - usage.used if self.rule.keep_end else 0
             self._leave_out(1, max(0, prompt_tokens - cut))
-        return [(0, len(encoding) - 2)]
+        return [(cut, cut + len(encoding) - 2)]
 
     def _add_windows(
         self, at: Location, ids: Sequence[int], text: str | None, prompt: str, prompt_tokens: int
@@ -291,7 +300,7 @@ class TextEncoder:
                 "window divides only texts without a pair",
                 at,
             )
-        encoding = tokenizer.pair(first, second, self.max_tokens, keep_end=self.rule.keep_end)
+        encoding = tokenizer.pair(first, second, self.max_tokens, keep_end=self.keep_end)
         self.add_encodings(at, [encoding], TextUsage(tokens, len(encoding)))
 
     def _add_pair_windows(
@@ -431,9 +440,9 @@ def offsets(
     places: list[Offsets] = []
     for (_, text), encoding in zip(texts, encoder.encodings, strict=True):
         read = len(encoding) - 2
-        enough = None if encoder.rule.keep_end else read
+        enough = None if encoder.keep_end else read
         places_of_text = encoder.context.tokenizer.spans(prompt + text, enough).offsets
-        first = len(places_of_text) - read if encoder.rule.keep_end else 0
+        first = len(places_of_text) - read if encoder.keep_end else 0
         kept = places_of_text[first : first + read]
         own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in kept]
         places.append([None, *own, None])

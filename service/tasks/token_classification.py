@@ -144,9 +144,9 @@ def prepare(
     prepared: list[TaggedText] = []
     most = max(limits.max_tokens, limits.max_request_tokens if choice == "window" else 0)
     for at, text in texts:
-        spans = context.tokenizer.spans(text, most)
+        spans = context.tokenizer.spans(text, None if encoder.keep_end else most)
         check_has_tokens(spans.ids, at)
-        is_read = len(spans.ids) <= most
+        is_read = encoder.keep_end or len(spans.ids) <= most
         ids = spans.ids if is_read else context.tokenizer.ids([text])[0]
         windows = encoder.add(at, ids, text)
         prepared.append(TaggedText(text, spans.first(windows[-1][1]), windows))
@@ -222,9 +222,7 @@ def _words(
 ) -> list[list[_Token]]:
     """Return the tokens of a window by word, or each by itself if the strategy labels tokens.
 
-    In a vocabulary that marks tokens which continue a word, such a token is longer than its
-    characters in the text, and the unknown token begins a word, as in transformers' pipeline. In
-    another one, the words are those of the tokenizer: white space divides them, and in byte-level
+    The words are those of the tokenizer: white space divides them, and in WordPiece and byte-level
     BPE punctuation too. The characters of the text replace the unknown token.
     """
     words: list[list[_Token]] = []
@@ -234,10 +232,7 @@ def _words(
         characters = text.text[start:end]
         word = tokenizer.token_of(text.spans.ids[position])
         is_unknown = text.spans.ids[position] == tokenizer.unknown_id
-        if tokenizer.continuation is not None:
-            continues = not is_unknown and len(word) != len(characters)
-        else:
-            continues = word_of[position] != NO_WORD and word_of[position] == previous
+        continues = word_of[position] != NO_WORD and word_of[position] == previous
         previous = word_of[position]
         word = characters if is_unknown else word
         token = _Token(index + 1, word, start, end, scores[index])  # the index of [CLS] is 0

@@ -192,7 +192,7 @@ def _room(hypothesis: Ids, encoder: TextEncoder) -> int:
 def _cut(ids: Ids, hypothesis: Ids, encoder: TextEncoder) -> Ids:
     """Return the tokens of a text, or of a part of one, that the model reads with a hypothesis."""
     room = _room(hypothesis, encoder)
-    return ids[-room:] if encoder.rule.keep_end else ids[:room]
+    return ids[-room:] if encoder.keep_end else ids[:room]
 
 
 def _pair_tokens(parts: Sequence[Ids], hypotheses: Sequence[Ids], encoder: TextEncoder) -> int:

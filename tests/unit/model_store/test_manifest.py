@@ -368,6 +368,10 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
     assert {"second_type", "pair_separators"} <= written("tokenizer.second_type", 0)[
         "tokenizer"
     ].keys()
+    for side, is_written in (("right", False), ("left", True)):
+        said = written("tokenizer.truncation_side", side)["tokenizer"]
+        assert ("truncation_side" in said) is is_written
+        assert "second_type" not in said
     per_layer = {"layer_heads", "layer_intermediate_sizes"}
     assert not per_layer & written("version", 3)["architecture"].keys()
     assert written("architecture.layer_heads", [1] * 4)["architecture"].keys() & per_layer == {

@@ -303,6 +303,21 @@ def test_token_types_of_a_pair_are_those_of_transformers(family: str, tmp_path: 
     assert not same(ours(checkpoint, "masked_lm", ids), expected)
 
 
+def test_types_that_a_family_does_not_take_are_named(tmp_path: Path) -> None:
+    save("camembert", "masked_lm", tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert not any("type 0 for all" in note for note in load_checkpoint(str(tmp_path)).notes)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B:1 </s>:1",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_checkpoint(str(tmp_path))
+    assert loaded.tokenizer.special.second_type == 0
+    assert any("a camembert takes type 0 for all tokens" in note for note in loaded.notes)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_no_number(family: str, tmp_path: Path) -> None:
     network = save(family, "masked_lm", tmp_path)

@@ -12,12 +12,9 @@ NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "dim", "n_layers", "n_heads", "hidden_dim", "embedding_size",
     "intra_bottleneck_size", "rope_parameters", "norm_eps",
-    "relative_attention", "pos_att_type",
+    "relative_attention", "pos_att_type", "layer_norm_eps", "type_vocab_size",
 }  # fmt: skip
-"""Sizes without a default."""
-
-WITH_DEFAULTS = {"bert", "electra", "albert", "mobilebert"}
-"""Families whose paper has token types and an epsilon that older files do not name."""
+"""Sizes without a default in `read_config`."""
 
 
 def settings(family: str) -> dict[str, Any]:
@@ -26,10 +23,7 @@ def settings(family: str) -> dict[str, Any]:
 
 
 def only_needed(family: str) -> dict[str, Any]:
-    kept = NEEDED if family in WITH_DEFAULTS | {"distilbert"} else NEEDED | {
-        "layer_norm_eps", "type_vocab_size",
-    }  # fmt: skip
-    return {key: value for key, value in settings(family).items() if key in kept}
+    return {key: value for key, value in settings(family).items() if key in NEEDED}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -63,8 +57,6 @@ def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family)
     if family.name == "mobilebert":
         assert config.feed_forwards == theirs.num_feedforward_networks
     assert config.layer_groups == (1 if family.name == "albert" else None)
-    if family.name in WITH_DEFAULTS:
-        assert (config.type_vocab_size, config.layer_norm_eps) == (2, 1e-12)
 
 
 def test_settings_that_a_modernbert_leaves_out_are_those_of_transformers() -> None:
@@ -84,7 +76,7 @@ def test_settings_that_a_modernbert_leaves_out_are_those_of_transformers() -> No
         assert config.has_bias(part) == getattr(theirs, flag), flag
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - WITH_DEFAULTS - {"distilbert"}))
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"distilbert"}))
 def test_an_epsilon_without_a_default_must_be_given(name: str) -> None:
     given, key = only_needed(name), "norm_eps" if name == "modernbert" else "layer_norm_eps"
     del given[key]

@@ -159,6 +159,41 @@ def test_numbers_are_what_happened(fresh: Server) -> None:
     assert 0 < parts <= total < 10
 
 
+@pytest.mark.parametrize("shape", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
+def test_the_use_of_each_key_is_counted_and_logged(
+    tiny_store: Path, tmp_path: Path, shape: tuple[str, ...]
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+            f'scopes = ["{scope}"]\nrequests_per_minute = 2\n'
+            for name, scope in (("search", "inference"), ("ads", "inference"), ("ops", "metrics"))
+        )
+    )
+    with running_server(tiny_store, *shape, CLOZE_KEYS_FILE=str(keys)) as server:
+
+        def ask(key: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}
+            return httpx.post(f"{server.url}/embed", json={"inputs": "the king"}, headers=headers)
+
+        answers = [ask("search") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert ask("unknown").status_code == 401
+        time.sleep(0.3)
+        text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer ops"}).text
+        wait_until(lambda: sum("id=of-" in line for line in server.log) == 4)
+        clients = [re.findall(r"id=of-\w+ client=(\S+)", line) for line in server.log]
+    found = dict(re.findall(r"^cloze_key_(\S+) (\S+)$", text, re.M))
+    tokens = sum(int(answer.headers["x-compute-tokens"]) for answer in answers[:2])
+    assert float(found.pop('tokens_total{key="search"}')) == tokens
+    assert {name: float(number) for name, number in found.items()} == {
+        'requests_total{key="search",status="200"}': 2,
+        'requests_total{key="search",status="429"}': 1,
+    }
+    assert [client for [client] in filter(None, clients)] == ["key:search"] * 3 + ["127.0.0.1"]
+
+
 def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
     def label_values() -> dict[str, set[str]]:
         values: dict[str, set[str]] = {}

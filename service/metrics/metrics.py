@@ -1,6 +1,7 @@
 """The metric families, what the service records in them, and what a scrape returns.
 
-The label values are bounded: known routes, served models, HTTP statuses, and the values of enums.
+The label values are bounded: known routes, served models, names of keys, HTTP statuses, and the
+values of enums.
 """
 
 import atexit
@@ -118,6 +119,12 @@ class Families:
         self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
         classes = counter("cloze_request_classes", "Answered requests, by their class.", ("class",))
         self.classes = {is_bulk: classes.labels(name) for is_bulk, name in _CLASSES.items()}
+        self.key_requests = counter(
+            "cloze_key_requests", "Answered requests, by the name of their key.", ("key", "status")
+        )
+        self.key_tokens = counter(
+            "cloze_key_tokens", "Tokens of results, by the name of their key.", ("key",)
+        )
         reloads = counter(*RELOADS)
         self.reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
         self.parts = histogram(
@@ -270,6 +277,10 @@ class Metrics(Collector):
             self._write_observed()
         requests.append(1)
         observed[families.classes[answered.is_bulk]].append(1)
+        if answered.key:
+            families.key_requests.labels(answered.key, answered.status).inc()
+            if answered.cost is not None:
+                families.key_tokens.labels(answered.key).inc(answered.cost.tokens)
         if answered.rejection is not None:
             families.rejected[answered.rejection].inc()
         if answered.status != _OK:

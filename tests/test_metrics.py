@@ -54,6 +54,7 @@ FAMILIES = {
     "cloze_queue_tokens": "gauge",
     "cloze_ready": "gauge",
     "cloze_reloads": "counter",
+    "cloze_last_reload_successful": "gauge",
     "process_resident_memory_bytes": "gauge",
     "process_cpu_seconds": "counter",
     "process_start_time_seconds": "gauge",
@@ -299,6 +300,25 @@ def test_every_reason_of_a_rejection_has_an_error() -> None:
     }
     assert {kind: rejection(kind("")) for kind in states} == states
     assert rejection(InvalidRequest("")) is None
+
+
+@pytest.mark.parametrize("stated_ms", [None, 30, 500])
+def test_a_limit_that_a_client_states_is_its_own_reason(
+    tiny_store: Path, stated_ms: int | None
+) -> None:
+    """A 504 before the server's own limit of 60 ms is no error of the server."""
+    headers = {} if stated_ms is None else {"x-request-timeout-ms": str(stated_ms)}
+    with running_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="60") as server:
+        for _ in range(20):
+            body = {"inputs": ["walk " * 500] * 200}
+            answer = httpx.post(f"{server.url}/embed", json=body, headers=headers, timeout=30)
+            if answer.status_code == 504:
+                break
+        assert answer.status_code == 504, answer.text
+        samples = scrape(server)
+    reason = "stated_limit" if stated_ms == 30 else "timeout"
+    for each in ("stated_limit", "timeout"):
+        assert value(samples, "cloze_rejected_requests_total", reason=each) == (each == reason)
 
 
 def test_a_rejection_has_its_reason(tiny_store: Path) -> None:

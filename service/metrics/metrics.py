@@ -51,6 +51,10 @@ MODEL = ("model", "version")
 
 RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
 RELOAD_RESULTS = {True: "ok", False: "failed"}
+LAST_RELOAD = (
+    "cloze_last_reload_successful",
+    "1 if the last reload was served, or there was none; 0 if it could not be served.",
+)
 
 _CLASSES = {False: "none", True: "bulk"}
 
@@ -193,6 +197,7 @@ class Metrics(Collector):
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
         self._shared = shared
         self.in_flight = 0
+        self._last_reload_ok = True
         self.unready: Callable[[], object | None] = lambda: "the service has not begun"
         self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
@@ -300,6 +305,7 @@ class Metrics(Collector):
     def observe_reload(self, *, ok: bool) -> None:
         """Record a reload of this process, or one that could not be served."""
         self._families.reloads[ok].inc()
+        self._last_reload_ok = ok
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
@@ -332,6 +338,8 @@ class Metrics(Collector):
         if (end := self.certificate_end()) is not None:
             text = "End of the certificate that is served, as Unix time."
             yield GaugeMetricFamily("cloze_certificate_end_timestamp_seconds", text, end)
+        if not self._shared:  # else the supervisor reloads
+            yield GaugeMetricFamily(*LAST_RELOAD, float(self._last_reload_ok))
         if self._shared:
             yield from used_by_all(os.getppid())
 

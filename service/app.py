@@ -167,7 +167,7 @@ class Service:
         )
         self.starts = Starts()
         self.returns = Returns(max(1, settings.frontends))
-        self._responder = ErrorResponder(registries.protocols)
+        self._responder = ErrorResponder(registries.protocols, settings.request_timeout_ms / 1000)
         self._recorder = Recorder(metrics, self._access_log, tracing, self.answers, self._respond)
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False

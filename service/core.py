@@ -127,6 +127,7 @@ class Rejection(StrEnum):
     MEMORY = "memory"  # large bodies hold the memory
     KEY_LIMIT = "key_limit"  # its key has sent too many
     TIMEOUT = "timeout"  # it was not answered in its time
+    STATED_LIMIT = "stated_limit"  # nor in a time limit of its own, below the server's
     SHUTTING_DOWN = "shutting_down"
     ENGINE_DEAD = "engine_dead"
 

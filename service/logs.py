@@ -8,6 +8,7 @@ import atexit
 import logging
 import os
 import random
+import re
 import select
 import sys
 import threading
@@ -39,6 +40,8 @@ _REFUSALS = frozenset({401, 403, 429})
 
 _MOST_REFUSALS = 10
 """Most lines per second for refusals of one kind."""
+
+_UNPRINTED = re.compile(r"[^!-~]")
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -179,6 +182,8 @@ class AccessRecord(NamedTuple):
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail; None if that did not.
         is_bulk: whether it took only what others left.
+        client: who sent it: ``key:NAME``, or an address; "" if unknown.
+        key: the name of its API key; "" if it has none.
     """
 
     time: float
@@ -192,6 +197,8 @@ class AccessRecord(NamedTuple):
     error: str
     rejection: Rejection | None = None
     is_bulk: bool = False
+    client: str = ""
+    key: str = ""
 
 
 class LineLimit:
@@ -294,6 +301,8 @@ def _line(form: LogFormat, record: AccessRecord, left_out: int = 0) -> str:
         ms |= {"tokenize": parts.tokenize_s, "queue": parts.queue_s, "inference": parts.inference_s}
     rounded = {name: round(seconds * 1000, 2) for name, seconds in ms.items()}
     fields: dict[str, Any] = {"id": record.request_id}
+    if record.client:
+        fields["client"] = record.client
     if record.model:
         fields["model"] = record.model
     if cost is not None:
@@ -315,6 +324,8 @@ def _line(form: LogFormat, record: AccessRecord, left_out: int = 0) -> str:
         }
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE).decode()
     shown = {**fields, **{f"{name}_ms": value for name, value in rounded.items()}}
+    if record.client:  # a name in the keys file may have spaces, as may a forwarded address
+        shown["client"] = _UNPRINTED.sub("?", record.client)
     pairs = " ".join(f"{name}={value}" for name, value in shown.items())
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))  # as logging
     milliseconds = int(record.time * 1000) % 1000

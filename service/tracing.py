@@ -70,6 +70,7 @@ class RequestTrace:
                 "http.response.status_code": answered.status,
                 "cloze.request_id": answered.request_id,
                 "cloze.model": answered.model,
+                "cloze.client": answered.client,
             }
         )
         if answered.error:

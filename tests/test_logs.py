@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cloze.service.core import Rejection, Timings
-from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost
+from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost, _line
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 
@@ -57,6 +57,7 @@ def test_every_request_has_a_line_without_its_content(server: Server) -> None:
     assert line["level"] == "info"
     assert (line["method"], line["route"], line["status"]) == ("POST", "/fill-mask", 200)
     assert (line["model"], line["texts"]) == ("bert@1", 2)
+    assert line["client"] == "127.0.0.1"
     assert line["tokens"] == int(answer.headers["x-compute-tokens"])
     assert line["ms"].keys() == {"total", "tokenize", "queue", "inference"}
     assert 0 < line["ms"]["inference"] < line["ms"]["total"]
@@ -107,10 +108,17 @@ def test_text_lines_have_the_same_fields(tiny_store: Path) -> None:
         wait_until(lambda: any("id=five-5" in line for line in running.log))
         [line] = [line for line in running.log if "id=five-5" in line]
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO POST /embed 200 id=five-5 model=bert@1 texts=2 "
-        r"tokens=\d+ total_ms=[\d.]+ tokenize_ms=[\d.]+ queue_ms=[\d.]+ inference_ms=[\d.]+\n",
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO POST /embed 200 id=five-5 client=127.0.0.1 "
+        r"model=bert@1 texts=2 tokens=\d+ total_ms=[\d.]+ tokenize_ms=[\d.]+ queue_ms=[\d.]+ inference_ms=[\d.]+\n",
         line,
     )
+
+
+def test_a_client_cannot_write_fields_of_a_line() -> None:
+    """A proxy may pass on what a client forges, and a keys file may have any names."""
+    forged = record()._replace(client="key:a status=200\nb")
+    assert " client=key:a?status=200?b " in _line("text", forged)
+    assert json.loads(_line("json", forged))["client"] == forged.client
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ FAMILIES = {
     "cloze_queue_tokens": "gauge",
     "cloze_ready": "gauge",
     "cloze_reloads": "counter",
+    "cloze_last_reload_successful": "gauge",
     "process_resident_memory_bytes": "gauge",
     "process_cpu_seconds": "counter",
     "process_start_time_seconds": "gauge",
@@ -157,6 +158,41 @@ def test_numbers_are_what_happened(fresh: Server) -> None:
         for part in ("tokenize", "queue", "inference")
     )
     assert 0 < parts <= total < 10
+
+
+@pytest.mark.parametrize("shape", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
+def test_the_use_of_each_key_is_counted_and_logged(
+    tiny_store: Path, tmp_path: Path, shape: tuple[str, ...]
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+            f'scopes = ["{scope}"]\nrequests_per_minute = 2\n'
+            for name, scope in (("search", "inference"), ("ads", "inference"), ("ops", "metrics"))
+        )
+    )
+    with running_server(tiny_store, *shape, CLOZE_KEYS_FILE=str(keys)) as server:
+
+        def ask(key: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}
+            return httpx.post(f"{server.url}/embed", json={"inputs": "the king"}, headers=headers)
+
+        answers = [ask("search") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert ask("unknown").status_code == 401
+        time.sleep(0.3)
+        text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer ops"}).text
+        wait_until(lambda: sum("id=of-" in line for line in server.log) == 4)
+        clients = [re.findall(r"id=of-\w+ client=(\S+)", line) for line in server.log]
+    found = dict(re.findall(r"^cloze_key_(\S+) (\S+)$", text, re.M))
+    tokens = sum(int(answer.headers["x-compute-tokens"]) for answer in answers[:2])
+    assert float(found.pop('tokens_total{key="search"}')) == tokens
+    assert {name: float(number) for name, number in found.items()} == {
+        'requests_total{key="search",status="200"}': 2,
+        'requests_total{key="search",status="429"}': 1,
+    }
+    assert [client for [client] in filter(None, clients)] == ["key:search"] * 3 + ["127.0.0.1"]
 
 
 def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
@@ -264,6 +300,25 @@ def test_every_reason_of_a_rejection_has_an_error() -> None:
     }
     assert {kind: rejection(kind("")) for kind in states} == states
     assert rejection(InvalidRequest("")) is None
+
+
+@pytest.mark.parametrize("stated_ms", [None, 30, 500])
+def test_a_limit_that_a_client_states_is_its_own_reason(
+    tiny_store: Path, stated_ms: int | None
+) -> None:
+    """A 504 before the server's own limit of 60 ms is no error of the server."""
+    headers = {} if stated_ms is None else {"x-request-timeout-ms": str(stated_ms)}
+    with running_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="60") as server:
+        for _ in range(20):
+            body = {"inputs": ["walk " * 500] * 200}
+            answer = httpx.post(f"{server.url}/embed", json=body, headers=headers, timeout=30)
+            if answer.status_code == 504:
+                break
+        assert answer.status_code == 504, answer.text
+        samples = scrape(server)
+    reason = "stated_limit" if stated_ms == 30 else "timeout"
+    for each in ("stated_limit", "timeout"):
+        assert value(samples, "cloze_rejected_requests_total", reason=each) == (each == reason)
 
 
 def test_a_rejection_has_its_reason(tiny_store: Path) -> None:

@@ -178,15 +178,17 @@ def test_what_is_bad_is_refused_and_the_old_stays(
         answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"})
         assert answer.headers["x-model"] == "bert@1"
         assert httpx.get(f"{server.url}/readyz").status_code == 200
-        manifest.write_text(good)
-        assert reload(server)["added"] == ["bert@2"]
 
         def counted() -> dict[str, float]:
             text = httpx.get(f"{server.url}/metrics").text
+            [last] = re.findall(r"^cloze_last_reload_successful (.*)", text, re.M)
             counts = re.findall(r'^cloze_reloads_total\{result="(\w+)"\} (.*)', text, re.M)
-            return {result: float(count) for result, count in counts}
+            return {result: float(count) for result, count in [*counts, ("last", last)]}
 
-        wait_until(lambda: counted() == {"ok": 1, "failed": 1})
+        wait_until(lambda: counted() == {"ok": 0, "failed": 1, "last": 0})
+        manifest.write_text(good)
+        assert reload(server)["added"] == ["bert@2"]
+        wait_until(lambda: counted() == {"ok": 1, "failed": 1, "last": 1})
 
 
 def test_models_come_stay_and_go(serve: Start, store: Store, checkpoints: dict[str, Path]) -> None:

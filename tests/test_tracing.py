@@ -94,6 +94,7 @@ def test_spans_of_a_request_and_its_batch(tiny_store: Path, processes: bool) -> 
     assert found["http.response.status_code"] == 200
     assert found["http.route"] == "/embed"
     assert found["cloze.model"] == "bert@1"
+    assert found["cloze.client"] == "127.0.0.1"
     assert found["cloze.texts"] == 2
     ended = request.start_time_unix_nano
     for name in ("tokenize", "queue", "inference"):

@@ -52,7 +52,8 @@ class RequestRecord:
         path: as it was sent; a path is never decoded, see `Paths`.
         first: the first value of each header.
         length: the bytes of its body that the headers announce.
-        client: the client, which has a fair share and limits: a key or an address; "" if unknown.
+        client: the client, which has a fair share and limits: ``key:NAME`` or an address; "" if
+            it is unknown.
         stated_s: the time limit that it states, in seconds.
         is_bulk: whether it takes only what others leave.
         terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
@@ -146,7 +147,7 @@ class Callers:
             length=int(length) if length.isdigit() and len(length) <= 20 else None,
             identity=identity,
             key=key,
-            client=f"key {key.name}" if key is not None else client,
+            client=f"key:{key.name}" if key is not None else client,
             stated_s=stated_s,
             is_bulk=stated_class == b"bulk",
             terms_problem=terms_problem,

@@ -205,6 +205,8 @@ class Recorder:
             record.error,
             record.rejection,
             record.is_bulk,
+            record.client,
+            record.key.name if record.key is not None else "",
         )
         self._metrics.observe_request(answered)
         if record.trace is not None:

@@ -1,6 +1,7 @@
 """The metric families, what the service records in them, and what a scrape returns.
 
-The label values are bounded: known routes, served models, HTTP statuses, and the values of enums.
+The label values are bounded: known routes, served models, names of keys, HTTP statuses, and the
+values of enums.
 """
 
 import atexit
@@ -50,6 +51,10 @@ MODEL = ("model", "version")
 
 RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
 RELOAD_RESULTS = {True: "ok", False: "failed"}
+LAST_RELOAD = (
+    "cloze_last_reload_successful",
+    "1 if the last reload was served, or there was none; 0 if it could not be served.",
+)
 
 _CLASSES = {False: "none", True: "bulk"}
 
@@ -118,6 +123,12 @@ class Families:
         self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
         classes = counter("cloze_request_classes", "Answered requests, by their class.", ("class",))
         self.classes = {is_bulk: classes.labels(name) for is_bulk, name in _CLASSES.items()}
+        self.key_requests = counter(
+            "cloze_key_requests", "Answered requests, by the name of their key.", ("key", "status")
+        )
+        self.key_tokens = counter(
+            "cloze_key_tokens", "Tokens of results, by the name of their key.", ("key",)
+        )
         reloads = counter(*RELOADS)
         self.reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
         self.parts = histogram(
@@ -186,6 +197,7 @@ class Metrics(Collector):
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
         self._shared = shared
         self.in_flight = 0
+        self._last_reload_ok = True
         self.unready: Callable[[], object | None] = lambda: "the service has not begun"
         self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
@@ -270,6 +282,10 @@ class Metrics(Collector):
             self._write_observed()
         requests.append(1)
         observed[families.classes[answered.is_bulk]].append(1)
+        if answered.key:
+            families.key_requests.labels(answered.key, answered.status).inc()
+            if answered.cost is not None:
+                families.key_tokens.labels(answered.key).inc(answered.cost.tokens)
         if answered.rejection is not None:
             families.rejected[answered.rejection].inc()
         if answered.status != _OK:
@@ -289,6 +305,7 @@ class Metrics(Collector):
     def observe_reload(self, *, ok: bool) -> None:
         """Record a reload of this process, or one that could not be served."""
         self._families.reloads[ok].inc()
+        self._last_reload_ok = ok
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
@@ -321,6 +338,8 @@ class Metrics(Collector):
         if (end := self.certificate_end()) is not None:
             text = "End of the certificate that is served, as Unix time."
             yield GaugeMetricFamily("cloze_certificate_end_timestamp_seconds", text, end)
+        if not self._shared:  # else the supervisor reloads
+            yield GaugeMetricFamily(*LAST_RELOAD, float(self._last_reload_ok))
         if self._shared:
             yield from used_by_all(os.getppid())
 

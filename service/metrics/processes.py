@@ -9,7 +9,13 @@ from typing import NamedTuple
 from prometheus_client import Counter, Gauge, multiprocess, values
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.metrics.metrics import MODEL, RELOAD_RESULTS, RELOADS, model_labels
+from cloze.service.metrics.metrics import (
+    LAST_RELOAD,
+    MODEL,
+    RELOAD_RESULTS,
+    RELOADS,
+    model_labels,
+)
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -64,10 +70,17 @@ class SupervisorMetrics(NamedTuple):
     Attributes:
         restarts: restarts of processes, by their kind.
         reloads: reloads that were served (True), and that could not be (False).
+        last_reload: 1 unless the last reload could not be served.
     """
 
     restarts: Mapping[str, Counter]
     reloads: Mapping[bool, Counter]
+    last_reload: Gauge
+
+    def observe_reload(self, *, ok: bool) -> None:
+        """Record a reload, or one that could not be served."""
+        self.reloads[ok].inc()
+        self.last_reload.set(ok)
 
 
 def supervisor_metrics(folder: Path, kinds: Iterable[str]) -> SupervisorMetrics:
@@ -96,9 +109,12 @@ def supervisor_metrics(folder: Path, kinds: Iterable[str]) -> SupervisorMetrics:
             registry=None,
         )
         reloads = Counter(*RELOADS, registry=None)
+        last_reload = Gauge(*LAST_RELOAD, registry=None, multiprocess_mode="max")
+        last_reload.set(1)
         return SupervisorMetrics(
             {kind: restarts.labels(kind) for kind in kinds},
             {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()},
+            last_reload,
         )
     finally:
         values.ValueClass = class_before

@@ -182,12 +182,12 @@ class Supervisor:
             reason = error.strerror if isinstance(error, OSError) else error
             report.error, report.busy = f"nothing was reloaded: {reason}", False
             report.write(self._folder)
-            self._metrics.reloads[False].inc()
+            self._metrics.observe_reload(ok=False)
             log.error("%s", report.error)
             return
         report.changes = earlier.changes(self._serving, kept_reasons(self._settings))
         report.write(self._folder)
-        self._metrics.reloads[True].inc()
+        self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", report.changes)
         earlier.retire()
 

@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import ServiceError
+from cloze.service.core import Rejection, ServiceError
 from cloze.service.http.errors import describe_error, describe_service_error, rejection
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON
@@ -31,9 +31,11 @@ class ErrorResponder:
 
     Args:
         protocols: the protocols; one protocol has the prefix ``/`` and is the default.
+        timeout_s: the time limit of requests that state none.
     """
 
-    def __init__(self, protocols: Iterable[WireProtocol]) -> None:
+    def __init__(self, protocols: Iterable[WireProtocol], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         by_prefix = {prefix: p for p in protocols for prefix in p.prefixes}
         self._by_prefix = sorted(by_prefix.items(), key=lambda item: -len(item[0]))
 
@@ -41,7 +43,11 @@ class ErrorResponder:
         """Return the response to an error."""
         info = describe_error(request, error)
         record: RequestRecord = request.scope[RECORD]
-        record.error, record.rejection = type(error).__name__, rejection(error)
+        record.error, reason = type(error).__name__, rejection(error)
+        stated_s = self._timeout_s if record.stated_s is None else record.stated_s
+        if reason is Rejection.TIMEOUT and stated_s < self._timeout_s:
+            reason = Rejection.STATED_LIMIT
+        record.rejection = reason
         status, body = self._protocol(record.path).error(info)
         return Response(orjson.dumps(body), status, info.headers, JSON)
 

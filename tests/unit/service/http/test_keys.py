@@ -305,7 +305,7 @@ def test_a_trusted_proxy_names_the_client(values: list[str], name: str) -> None:
 def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
     request = scope(authorization="Bearer first")
-    assert callers.record(request, None).client == "key one"
+    assert callers.record(request, None).client == "key:one"
     assert callers.record(request, None).key is callers.record(request, None).key
     assert callers.record(scope(authorization="Bearer other"), None).client == "10.0.0.1"
     assert callers.record(scope(), None).key is None
@@ -361,7 +361,7 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     sent = scope(authorization="Bearer first", x_request_timeout_ms="1500", x_request_id="mine")
     record = callers.record(sent, "/embed")
     assert record.key is not None
-    assert (record.client, record.stated_s, record.terms_problem) == ("key one", 1.5, "")
+    assert (record.client, record.stated_s, record.terms_problem) == ("key:one", 1.5, "")
     assert (record.method, record.path, record.route) == ("POST", "/embed", "/embed")
     assert (record.identity, record.headers) == (b"mine", sent["headers"])
     assert record.model == record.error == ""

@@ -17,13 +17,13 @@ def answered(status: int = 200, **fields: Any) -> AccessRecord:
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Return the values that are not zero, by series; without the buckets of histograms."""
+    """Return the counts that are not zero, by series; without the buckets of histograms."""
     lines = metrics.exposition("")[0].decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("cloze_")]
     return {
         name.removeprefix("cloze_").replace('model="m",', "").replace(',version="1"', ""): number
         for name, value in pairs
-        if (number := float(value)) and "_bucket" not in name
+        if (number := float(value)) and "_bucket" not in name and "last_reload" not in name
     }
 
 

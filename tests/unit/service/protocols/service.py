@@ -216,7 +216,7 @@ class Service:
 
 
 def _application(routes: Iterable[Route]) -> Starlette:
-    responder = ErrorResponder(PROTOCOLS)
+    responder = ErrorResponder(PROTOCOLS, 30.0)
     paths = [Path_(route.path, route.handler, methods=[route.method]) for route in routes]
     handlers = dict.fromkeys((ServiceError, HTTPException, Exception), responder.respond)
     return Starlette(routes=paths, exception_handlers=handlers)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def test_an_error_of_the_native_protocol() -> None:
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:
-    responder = ErrorResponder(PROTOCOLS)
+    responder = ErrorResponder(PROTOCOLS, 30.0)
 
     def shape(path: str) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(responder.body(path, InvalidRequest("why")))

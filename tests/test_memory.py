@@ -88,16 +88,21 @@ IDLE_MB = 250
 SLOW = pytest.mark.slow
 
 
+PATIENCE_S = 3000
+"""A context of 1,000,000 characters is 316,013 tokens: 2 minutes of work for two fast cores."""
+
+
+@pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one-process", "front-end"])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=SLOW if number > 1 else ()) for number, name in enumerate(LARGEST)],
+    [pytest.param(name, marks=SLOW if number > 0 else ()) for number, name in enumerate(LARGEST)],
 )
 def test_the_largest_requests_at_once_stay_under_the_documented_memory(
     name: str, mode: tuple[str, ...]
 ) -> None:
     route, body, count, most_mb = LARGEST[name]
-    patience = {"CLOZE_REQUEST_TIMEOUT_MS": "120000"}  # a busy machine needs longer than 30 s
+    patience = {"CLOZE_REQUEST_TIMEOUT_MS": f"{PATIENCE_S * 1000}"}
     with (
         running_server(DEFAULT_ROOT, *mode, **patience) as server,
         ThreadPoolExecutor(count) as pool,
@@ -108,7 +113,7 @@ def test_the_largest_requests_at_once_stay_under_the_documented_memory(
             assert resident < IDLE_MB, "an idle server with the default models"
         data = orjson.dumps(body)
         answers = [
-            pool.submit(httpx.post, server.url + route, content=data, timeout=150)
+            pool.submit(httpx.post, server.url + route, content=data, timeout=PATIENCE_S)
             for _ in range(count)
         ]
         statuses = {answer.result().status_code for answer in answers}

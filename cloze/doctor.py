@@ -137,15 +137,19 @@ def _extras() -> Iterator[Finding]:
 
 def _store(root: Path) -> Iterator[Finding]:
     store = Store(root)
-    references = store.references()
+    # Without CLOZE_MODEL, a server opens all bundles, and needs one.
+    status: Status = "note" if os.environ.get("CLOZE_MODEL") else "problem"
+    try:
+        references = store.references()
+    except StoreError as error:
+        yield Finding(status, "store", str(error), "let this user read the folder")
+        return
     broken = []
     for reference in references:
         try:
             store.manifest(reference)
         except StoreError as error:
             broken.append(str(error))
-    # Without CLOZE_MODEL, a server opens all bundles, and needs one.
-    status: Status = "note" if os.environ.get("CLOZE_MODEL") else "problem"
     for problem in broken:
         yield Finding(status, "store", problem, "remove or restore the bundle")
     if not references:
@@ -153,7 +157,7 @@ def _store(root: Path) -> Iterator[Finding]:
         yield Finding(status, "store", f"{root} has no bundle", advice)
     else:
         yield Finding("ok", "store", f"{root} has {', '.join(references)}")
-    existing = next(parent for parent in (root, *root.parents) if parent.exists())
+    existing = _existing(root)
     if not os.access(existing, os.W_OK):
         advice = "set CLOZE_MODEL_STORE to a folder that you may write"
         yield Finding("note", "store", f"{root} is read-only: exports go elsewhere", advice)
@@ -169,11 +173,16 @@ def _space(root: Path) -> Iterator[Finding]:
         ("disk of the store", root),
         ("disk of temporary files", Path(tempfile.gettempdir())),
     ):
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        existing = _existing(folder)
         free = shutil.disk_usage(existing).free // 1_000_000
         low = free < _LEAST_DISK_MB
         advice = "an export needs up to three times the checkpoint" if low else ""
         yield Finding("note" if low else "ok", name, f"{free:,} MB free in {existing}", advice)
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or the closest parent that exists as far as this user can see."""
+    return next(parent for parent in (path, *path.parents) if os.access(parent, os.F_OK))
 
 
 def _available_mb() -> int | None:

@@ -4,7 +4,6 @@ A directory or a repository is exported into the store at its first use, and wha
 is fetched into the store. A record beside the bundles has the bundle of each source.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -254,7 +253,6 @@ def _precisions(settings: "Settings") -> tuple[Precision, ...]:
 def _auto_is_cuda(settings: "Settings") -> bool:
     if settings.device != "auto":
         return False
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reads it when imported
     try:
         import onnxruntime
     except ModuleNotFoundError:

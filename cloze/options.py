@@ -8,7 +8,7 @@ from cloze.model_store.locations import DEFAULT_ROOT
 
 store_option = click.option(
     "--model-store",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, readable=False, path_type=Path),
     default=DEFAULT_ROOT,
     envvar="CLOZE_MODEL_STORE",
     show_envvar=True,

@@ -53,7 +53,7 @@ def list_bundles(folders: tuple[Path, ...], as_json: bool, model_store: Path) ->
     bundles = Store(model_store)
     adapters, errors = _adapters(bundles, folders, _newest(bundles))
     rows = []
-    for reference in bundles.references():
+    for reference in _or_fail(bundles.references):
         try:
             manifest = bundles.manifest(reference)
             rows.append(_bundle_values(manifest) if as_json else _bundle_row(manifest))
@@ -87,7 +87,7 @@ def _bundle_row(manifest: Manifest) -> Row:
 
 def _newest(bundles: Store) -> list[str]:
     """Return the names of all bundles, each of which stands for the newest version."""
-    return [*dict.fromkeys(name.partition("@")[0] for name in bundles.references())]
+    return [*dict.fromkeys(name.partition("@")[0] for name in _or_fail(bundles.references))]
 
 
 def _adapters(
@@ -168,7 +168,7 @@ def verify(
     """
     bundles = Store(model_store)
     rows, errors = [], []
-    for reference in references or bundles.references():
+    for reference in references or tuple(_or_fail(bundles.references)):
         try:
             rows.append({"bundle": bundles.open(reference).manifest.reference, "result": "ok"})
         except StoreError as error:

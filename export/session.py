@@ -1,12 +1,12 @@
 """Opens a session of a graph during export: onnxruntime on a CPU or GPU, or the reference."""
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from cloze.export.errors import ExportError
@@ -15,10 +15,6 @@ from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
-
-# The official builds send telemetry from the import on, unless this variable is set.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-import onnxruntime as ort
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 

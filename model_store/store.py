@@ -65,7 +65,11 @@ class Store:
         self._folders = folders_to_read(root)
 
     def references(self) -> list[str]:
-        """Return ``name@version`` of all published bundles, sorted, without opening a bundle."""
+        """Return ``name@version`` of all published bundles, sorted, without opening a bundle.
+
+        Raises:
+            StoreError: this process may not read the store.
+        """
         return [f"{name}@{version}" for name in self._names() for version in self._versions(name)]
 
     def resolve(self, reference: str) -> Path:
@@ -88,7 +92,7 @@ class Store:
             known = ", ".join(map(str, versions))
             raise StoreError(f"bundle {name!r} has no version {version} (available: {known})")
         paths = [folder / name / str(version) for folder in self._folders]
-        return next((path for path in paths if path.is_dir()), paths[0])
+        return next((path for path in paths if _is_folder(path)), paths[0])
 
     def manifest(self, reference: str) -> Manifest:
         """Return a bundle's manifest without checking the bundle's files.
@@ -284,7 +288,7 @@ def _parse_manifest(path: Path, title: str) -> Manifest:
     try:
         return Manifest.from_bytes(read_plain(path / _MANIFEST, MAX_MANIFEST_BYTES))
     except OSError as error:
-        raise StoreError(f"cannot read the manifest of {title}: {error.strerror}") from error
+        raise StoreError(f"cannot read the manifest of {title}: {_reason(error)}") from error
     except ValueError as error:
         raise StoreError(f"the manifest of {title} is refused: {printable(str(error))}") from error
 
@@ -294,16 +298,36 @@ def _versions_in(folder: Path) -> list[int]:
     return sorted(
         int(entry)
         for entry in _entries(folder)
-        if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and (folder / entry).is_dir()
+        if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and _is_folder(folder / entry)
     )
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise StoreError(f"cannot read the model store: {_reason(error)}") from error
+
+
 def _entries(folder: Path) -> list[str]:
-    """Return the names in a folder; none if the folder is missing or unreadable."""
+    """Return the names in a folder; none if the folder is missing or is no folder.
+
+    Raises:
+        StoreError: this process may not read the folder.
+    """
     try:
         return [entry.name for entry in folder.iterdir()]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise StoreError(f"cannot read the model store: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    """Return why something cannot be read, with what an operator needs to mend permissions."""
+    if isinstance(error, PermissionError):
+        return f"{error.strerror} for user {os.geteuid()}: {error.filename}"
+    return str(error.strerror)
 
 
 def _check_files(manifest: Manifest, folder: Path) -> None:
@@ -312,7 +336,7 @@ def _check_files(manifest: Manifest, folder: Path) -> None:
         try:
             problem = _check_file(folder / name, expected)
         except OSError as error:
-            problem = f"cannot be read ({error.strerror})"
+            problem = f"cannot be read ({_reason(error)})"
         if problem:
             raise StoreError(f"bundle {manifest.reference}: {name} {problem}")
 

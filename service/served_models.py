@@ -111,7 +111,11 @@ def kept_reasons(settings: Settings) -> dict[str, str]:
     A directory, a repository or an address stands for the version that it had at the start.
     """
     newest: dict[str, int] = {}
-    for stored in Store(settings.model_store).references():
+    try:
+        references = Store(settings.model_store).references()
+    except StoreError:  # a folder that may be entered, but not listed
+        references = []
+    for stored in references:
         name, _, version = stored.partition("@")
         newest[name] = max(int(version), newest.get(name, 0))
     reasons = {}

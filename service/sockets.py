@@ -20,6 +20,12 @@ log = logging.getLogger("cloze")
 BACKLOG = 2048
 """Length of the operating system's queue of connections that are not yet accepted."""
 
+_TLS_1_2_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""The cipher suites of TLS 1.2 with forward secrecy and authenticated encryption.
+
+Source: RFC 9325, section 4.2. TLS 1.3 has no others.
+"""
+
 _OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
 
 
@@ -152,6 +158,7 @@ class Certificate:
         if self._certificate is None:
             return None, None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_ciphers(_TLS_1_2_CIPHERS)
         try:
             # Without a password, OpenSSL would ask for one at the terminal, and wait.
             context.load_cert_chain(self._certificate, self._key, password="")

@@ -32,3 +32,30 @@ def test_the_last_address_that_no_proxy_has_is_the_client(
     """Each proxy appends the address that it sees; a client may send any others before them."""
     callers = Callers([f"{PROXY}/32", OTHER_PROXY])
     assert callers.record(request(peer, *forwarded), None).client == client
+
+
+def test_a_proxy_that_is_not_trusted_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    callers = Callers()
+    callers.record(request(PROXY), None)
+    assert not caplog.messages
+    for _ in range(3):
+        assert callers.record(request(PROXY, "203.0.113.9"), None).client == PROXY
+    [message] = caplog.messages
+    assert message.startswith(f"{PROXY} forwards requests of others")
+    assert "CLOZE_TRUSTED_PROXIES" in message
+    assert "203.0.113.9" not in message
+    for number in range(100):
+        callers.record(request(f"198.51.100.{number}", "203.0.113.9"), None)
+    assert len(caplog.messages) == 8, "a client may pretend"
+
+
+def test_a_trusted_proxy_is_told_of_if_it_names_no_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    callers = Callers([PROXY])
+    callers.record(request(PROXY, "203.0.113.9"), None)
+    assert not caplog.messages
+    scope = request(PROXY)
+    scope["headers"].append((b"forwarded", b"for=203.0.113.9"))
+    callers.record(scope, None)
+    assert len(caplog.messages) == 1

@@ -136,3 +136,44 @@ def test_shell_completion_knows_the_commands() -> None:
         check=True,
     )
     assert done.stdout.strip() == "plain,doctor"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor"],
+        ["store", "list"],
+        ["store", "verify", "bert"],
+        ["ask", "embed", "the king", "--model", "bert"],
+        ["bulk", "embed", "{home}/../texts.jsonl", "--output", "{home}/../out", "--model", "bert"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_no_command_writes_to_the_home_folder(
+    tiny_store: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """Onnxruntime's telemetry keeps an identity under HOME as soon as it is imported."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "texts.jsonl").write_text('{"text": "the king"}\n')
+    environment = {**os.environ, "HOME": str(home), "CLOZE_MODEL_STORE": str(tiny_store)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)  # this process has imported the package
+    arguments = [word.format(home=home) for word in command]
+    done = subprocess.run(
+        [sys.executable, "-m", "cloze", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(home.rglob("*")) == []
+
+
+def test_telemetry_is_off_before_any_module_imports_the_runtime(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", "import cloze, onnxruntime"],
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
+        check=True,
+    )
+    assert list(tmp_path.rglob("*")) == []

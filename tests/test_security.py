@@ -20,6 +20,7 @@ from cloze.client import Client
 from cloze.service.core import Overloaded, StartupError
 from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import accepted_hosts, is_loopback
+from cloze.service.sockets import Certificate as TlsCertificate
 from tests.certificates import Certificate, make_certificate
 from tests.serving import Server, bare_environment, failed_start, running_server
 from tests.waiting import wait_until
@@ -356,6 +357,51 @@ def test_the_server_speaks_tls(tiny_store: Path, certificate: Certificate) -> No
 def served_certificate(server: Server) -> str:
     host, port = server.url.removeprefix("https://").split(":")
     return ssl.get_server_certificate((host, int(port)))
+
+
+@pytest.mark.parametrize(
+    ("ciphers", "accepted"),
+    [
+        ("ECDHE-RSA-AES128-GCM-SHA256", True),
+        ("ECDHE-RSA-CHACHA20-POLY1305", True),
+        ("ECDHE-RSA-AES128-SHA", False),  # CBC
+        ("ECDHE-RSA-AES256-SHA384", False),  # CBC
+        ("AES128-GCM-SHA256", False),  # RSA key exchange
+        ("AES256-SHA", False),
+    ],
+)
+def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(
+    certificate: Certificate, ciphers: str, accepted: bool
+) -> None:
+    served = TlsCertificate(certificate.public, certificate.private)
+    served.files.read()
+    assert served.context is not None
+    client = ssl.create_default_context(cafile=str(certificate.public))
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    client.set_ciphers(f"{ciphers}:@SECLEVEL=0")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(back, there, server_hostname="localhost"),
+        served.context.wrap_bio(there, back, server_side=True),
+    ]
+    pending = ends
+    try:
+        for _ in range(6):
+            pending = [end for end in pending if not is_done(end)]
+    except ssl.SSLError:
+        assert not accepted
+    else:
+        assert accepted
+        assert not pending
+        assert ends[0].version() == "TLSv1.2"
+
+
+def is_done(end: ssl.SSLObject) -> bool:
+    try:
+        end.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
 
 
 def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> None:

@@ -21,9 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
-
-# The official builds send telemetry from the import on, unless this variable is set.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 from numpy.typing import NDArray
 

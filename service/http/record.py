@@ -1,6 +1,7 @@
 """The record of a request: who sends it, what it asks for, and whether it may be sent."""
 
 import ipaddress
+import logging
 import random
 import re
 import time
@@ -17,6 +18,8 @@ from cloze.service.http.keys import Key, Keys, Permission
 from cloze.service.http.memory_limit import Hold, Reader
 from cloze.service.logs import RequestCost
 from cloze.service.tracing import RequestTrace
+
+log = logging.getLogger("cloze")
 
 RECORD: Final = "cloze.record"
 """Key of an ASGI scope: the `RequestRecord` of the request."""
@@ -35,6 +38,12 @@ _SECONDS: Final = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 """Request ids that the server accepts from a client and returns in a header."""
+
+_FORWARDED: Final = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip"})
+"""Headers that proxies add; only the first one is read."""
+
+_MOST_TOLD: Final = 8
+"""Most addresses of which the log says that they forward requests; any client may pretend to."""
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
@@ -114,6 +123,7 @@ class Callers:
         self._max_timeout_s = max_timeout_s
         self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
         self._trusts = lru_cache(1024)(self._is_trusted)
+        self._told: set[str] = set()
 
     def record(self, scope: Scope, route: str | None) -> RequestRecord:
         """Return the record of a request whose headers have arrived."""
@@ -124,9 +134,11 @@ class Callers:
         if identity is None or _REQUEST_ID.fullmatch(identity) is None:
             identity = b"%016x" % random.getrandbits(64)
         peer, key = scope.get("client"), None
-        client: str = peer[0] if peer else ""
-        if self._trusted and self._trusts(client):
-            client = self._forwarded(headers, client)
+        address: str = peer[0] if peer else ""
+        trusted = bool(self._trusted) and self._trusts(address)
+        client = self._forwarded(headers, address) if trusted else address
+        if client == address and not _FORWARDED.isdisjoint(first):
+            self._tell_of_proxy(address)
         if self.keys is not None and (authorization := first.get(b"authorization")) is not None:
             key = self.keys.find(authorization)
         stated_s, terms_problem = None, ""
@@ -152,6 +164,17 @@ class Callers:
             is_bulk=stated_class == b"bulk",
             terms_problem=terms_problem,
             arrived=time.monotonic(),
+        )
+
+    def _tell_of_proxy(self, address: str) -> None:
+        """Log, once per address, that all clients behind a proxy count as one."""
+        if address in self._told or len(self._told) == _MOST_TOLD:
+            return
+        self._told.add(address)
+        log.warning(
+            "%s forwards requests of others, which all count as its own, with one fair share: if "
+            "it is your proxy, name it in CLOZE_TRUSTED_PROXIES, and let it set X-Forwarded-For",
+            address or "a client without an address",
         )
 
     def _forwarded(self, headers: Headers, address: str) -> str:

@@ -140,7 +140,7 @@ class Settings(BaseSettings):
         0, description="most GPU memory per model, in MiB; 0: no limit"
     )
     max_queue_tokens: _Positive = Field(
-        262_144,
+        524_288,
         description="most queued tokens per model, which bounds the memory of the queue; further "
         "requests get status 429; one line of a client holds half of them at most",
     )

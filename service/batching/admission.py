@@ -82,23 +82,27 @@ class WaitLimits:
             is_bulk: whether others may take the rate at which the request is expected to run.
             share: share of the limits that the request may use.
         """
+        end_s = wait.seconds + wait.per_request_s
         if stated_s is not None:
-            return wait.seconds - share * _SHARE_OF_TIME * stated_s
+            return end_s - share * _SHARE_OF_TIME * stated_s if wait.seconds else 0.0
         if not self.longest_s:
             return 0.0
         too_long_s = wait.seconds - share * self.longest_s
         if is_bulk or not self.free_requests:
             return too_long_s
         too_many = wait.requests + 1 - share * self.free_requests
-        too_late_s = wait.seconds + wait.per_request_s - _SHARE_OF_TIME * self.timeout_s
+        too_late_s = end_s - _SHARE_OF_TIME * self.timeout_s
         return min(too_long_s, max(too_many * wait.per_request_s, too_late_s))
 
     def describe_excess(self, wait: ExpectedWait, stated_s: float | None) -> str:
         """Return the message for a request that may not wait."""
-        about = f"the request would wait about {math.ceil(wait.seconds * 10) / 10:g} s; "
         if stated_s is not None:
-            allowed_s = _SHARE_OF_TIME * stated_s
-            return f"{about}{allowed_s:g} s are allowed, half of the time limit that it states"
+            end_s = math.ceil((wait.seconds + wait.per_request_s) * 10) / 10
+            return (
+                f"the request would end in about {end_s:g} s; {_SHARE_OF_TIME * stated_s:g} s are "
+                "allowed, half of the time limit that it states"
+            )
+        about = f"the request would wait about {math.ceil(wait.seconds * 10) / 10:g} s; "
         about += f"CLOZE_MAX_QUEUE_WAIT_MS allows {self.longest_s:g} s"
         if self.free_requests:
             about += (

@@ -42,6 +42,12 @@ The rest is for those, which may come in bursts, since `Retry-After` has whole s
 quarters, 84 % of 1,000 connections that wait are admitted when they come back, with half 100 %.
 """
 
+_SHARE_OF_STATED = 0.95
+"""Share of a stated time limit that is left when the queue decides.
+
+A request that passes the gate and is refused by the queue costs ten times as much.
+"""
+
 _EARLY_S = 0.005
 """How much earlier than told a client may come; timers and clocks are not exact."""
 
@@ -340,6 +346,8 @@ class Gate:
         key = RefusedLine(Rejection.WAIT, model, client, line.patience, is_bulk)
         limits, now = self._limits, request.arrived
         share = self._returns.share(request.connection, key, now)
+        if stated_s is not None:
+            share *= _SHARE_OF_STATED
         excess_s = partial(limits.excess_s, wait, stated_s, is_bulk=is_bulk)
         if served[0].queue.draining or excess_s(share=share) <= 0:
             self._returns.admitted(request)

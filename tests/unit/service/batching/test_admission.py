@@ -265,14 +265,15 @@ def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
 
 def test_a_request_that_states_its_time_waits_for_half_of_it() -> None:
     full = Full(waits=WaitLimits(1.0))
-    full.put(20, timeout_s=4.0)
+    full.put(19, timeout_s=4.0)
     assert full.refusal(1, 1000.0, timeout_s=4.0) is None
     full.put(1, timeout_s=4.0)
     error = full.refusal(1, 1000.0, timeout_s=4.0)
     assert error is not None
     assert error.retry_after_s == pytest.approx(0.1)
     assert str(error) == (
-        "the request would wait about 2.1 s; 2 s are allowed, half of the time limit that it states"
+        "the request would end in about 2.1 s; 2 s are allowed, half of the time limit that it "
+        "states"
     )
 
 
@@ -376,8 +377,9 @@ def test_requests_are_counted_over_all_models_of_a_process() -> None:
         (ExpectedWait(3.0, 0.1, 63), None, 1.0, 0.0),
         (ExpectedWait(3.0, 0.1, 50), None, 0.75, 0.3),
         (ExpectedWait(2.0, 0.1, 100), None, 0.75, 0.125),
-        (ExpectedWait(3.0, 0.1, 0), 6.0, 1.0, 0.0),
-        (ExpectedWait(3.0, 0.1, 0), 4.0, 1.0, 1.0),
+        (ExpectedWait(2.9, 0.1, 0), 6.0, 1.0, 0.0),
+        (ExpectedWait(2.9, 0.1, 0), 4.0, 1.0, 1.0),
+        (ExpectedWait(0.0, 9.0, 0), 4.0, 1.0, 0.0),
     ],
 )
 def test_how_long_a_request_has_to_wait_for_room(

@@ -2,10 +2,12 @@
 tests.faulty_server FLAGS``.
 """
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
@@ -27,8 +29,8 @@ def started_line(word: str) -> str:
 
 
 class FaultyEngine(OnnxEngine):
-    """moon: slow. river: very slow. sun: raises. tree: hangs. king: raises, and is broken from then
-    on. war: ends its thread. world: is answered, and the engine is broken from then on. The log has a line when a run with one of them starts.
+    """moon: slow. river: very slow, and as long as the file HOLD_THE_RIVER is there. sun: raises.
+    tree: hangs. king: raises, and is broken from then on. war: ends its thread. world: is answered, and the engine is broken from then on. The log has a line when a run with one of them starts.
     """
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:
@@ -45,6 +47,8 @@ class FaultyEngine(OnnxEngine):
         for word in words:
             sys.stderr.write(f"{started_line(word)}\n")  # at once: several threads write
             time.sleep(SLOW_S.get(word, 0))
+        while "river" in words and Path(os.environ.get("HOLD_THE_RIVER", "")).is_file():
+            time.sleep(0.01)
         if "tree" in words:
             threading.Event().wait()
         if "war" in words:

@@ -2,10 +2,11 @@
 
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from cloze.service.core import BatchResult, Overloaded, Rejection
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.serving import Server, running_server
-from tests.test_promises import FAULTY, at_once, embed, front_ends, metric, wait_for_run
+from tests.test_promises import (
+    FAULTY,
+    at_once,
+    embed,
+    front_ends,
+    metric,
+    one_process,
+    wait_for_run,
+)
 from tests.test_scheduler import WAIT_S, later, running, sized, sums
 from tests.waiting import wait_until
 
@@ -198,32 +207,38 @@ SLOW = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1", "CLOZE_MAX_QUEUE_WA
 """With the word moon, a text takes 0.15 s, so the third one would wait too long."""
 
 
+FILLING = 400
+"""Texts that fill a server: a minute of work, longer than a test needs on a slow machine."""
+
+
 @contextmanager
 def full_server(store: Path, *, processes: bool, **environment: str) -> Iterator[Server]:
-    """A server that refuses, because of texts that run for the next seconds."""
-    arguments = ("--model", "bert", "--frontends", "1") if processes else ("--model", "bert")
-    starting = (
-        front_ends(store, **SLOW, **environment)
-        if processes
-        else running_server(store, *arguments, command=FAULTY, **SLOW, **environment)
-    )
+    """A server that refuses, because of texts that would run for the next minute."""
+    environment = {**SLOW, "CLOZE_REQUEST_TIMEOUT_MS": "600000", **environment}
+    starting = front_ends if processes else one_process
+    body = b'{"inputs": "moon"}'
+    head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
     with (
-        starting as server,
-        # One client: thirty would take seconds to start on a busy machine.
-        httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as client,
-        ThreadPoolExecutor(40) as pool,
+        tempfile.NamedTemporaryFile() as hold,
+        starting(store, **environment, HOLD_THE_RIVER=hold.name) as server,
+        ExitStack() as clients,
     ):
+        host, port = server.url.removeprefix("http://").split(":")
+
+        def send(request: bytes) -> None:
+            client = clients.enter_context(socket.create_connection((host, int(port))))
+            client.sendall(request)
+
         # Before the end of the first run, no rate is known, and every request is admitted.
-        running_ = [pool.submit(client.post, f"{server.url}/embed", json={"inputs": "river"})]
+        send((head + body).replace(b'"moon"', b'"river"').replace(b"18", b"19"))
         wait_for_run(server, "river")
-        running_ += [
-            pool.submit(client.post, f"{server.url}/embed", json={"inputs": "moon"})
-            for _ in range(32)
-        ]
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') >= 90)
-        running_[0].result()
+        for _ in range(FILLING):
+            send(head + body)
+        queued = r'cloze_queue_tokens\{model="bert",version="1"\}'
+        wait_until(lambda: metric(server, queued) >= 3 * FILLING)
+        hold.close()
+        wait_for_run(server, "moon")
         yield server
-        assert {future.result().status_code for future in running_} == {200}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one-process", "front-ends"])
@@ -305,7 +320,6 @@ def test_a_client_behind_a_trusted_proxy_has_its_own_share(tiny_store: Path) -> 
             answer = httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, headers=other)
             return answer.status_code == 200
 
-        # The first run is the slowest. By its rate alone, what was accepted would end too late.
         wait_until(answered)
         assert embed(server, "walk").status_code == 429
     with full_server(tiny_store, processes=False) as server:

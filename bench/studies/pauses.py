@@ -32,6 +32,7 @@ from cloze.bench.subjects import EngineAlone, MeasuredModel
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Precision
 from cloze.service.settings import available_cpus
 from cloze.service.tasks.embed import TASK as EMBED
 
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     options = parser.parse_args()
     texts = make_texts(words_of(Store(options.store).open(options.bundle)), 400, "questions").texts
-    model = MeasuredModel(options.bundle, options.store, EMBED, options.precision)
+    model = MeasuredModel(options.bundle, options.store, EMBED, Precision(options.precision))
     alone = EngineAlone(model, texts).single_latencies(options.seconds)
     turn = {"graph": {"1 text, 0 ms, p50": alone.get_value_at_percentile(50) / 1000}}
     arguments = ("serve", "--port", "{port}", "--model", options.bundle, "--model-store")

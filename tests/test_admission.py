@@ -278,11 +278,11 @@ def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> N
     wait_until(lambda: any("POST /v1/embeddings 429 id=mine" in line for line in full.log))
 
 
-def exchange(server: Server, *parts: bytes) -> bytes:
-    """Send bytes in parts on one connection, and return what comes within half a second each."""
+def exchange(server: Server, *parts: bytes, wait_s: float = 0.5) -> bytes:
+    """Send bytes in parts on one connection; return what comes until nothing does for so long."""
     host, port = server.url.removeprefix("http://").split(":")
     received = b""
-    with socket.create_connection((host, int(port)), timeout=0.5) as connection:
+    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
         for part in parts:
             connection.sendall(part)
             try:
@@ -311,7 +311,7 @@ def test_a_refusal_comes_before_the_body_and_keeps_the_connection(tiny_store: Pa
         answers = exchange(server, last)
         assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429"]
         assert not any("is not HTTP/1.1" in line for line in server.log)
-        both = exchange(server, (head + b" " * 20) * 3)
+        both = exchange(server, (head + b" " * 20) * 3, wait_s=2.0)
         assert re.findall(rb"HTTP/1.1 (\d+)", both) == [b"429"] * 3
 
 

@@ -158,7 +158,7 @@ def test_a_task_without_a_head_is_refused(checkpoints: dict[str, Path], tmp_path
     assert done.returncode == 1
     assert done.stderr.endswith(
         "cloze: the checkpoint cannot do nsp: it has heads for fill-mask, embed, embed-all, sparse, "
-        "embed-layers\n"
+        "embed-layers; nsp is not offered: the checkpoint has no tensors for it\n"
     )
     assert not list(tmp_path.iterdir())
 

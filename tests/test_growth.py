@@ -129,7 +129,7 @@ def test_a_bug_is_an_answer_with_an_id_and_a_line(toy_server: Server) -> None:
         "error": "an internal error; it was logged",
         "error_type": "Backend",
     }
-    line = f"POST /toy-length 500 id={failed.headers['x-request-id']} model=bert@1"
+    line = f"POST /toy-length 500 id={failed.headers['x-request-id']} client=127.0.0.1 model=bert@1"
     wait_until(lambda: any(line in logged for logged in toy_server.log))
     assert "error=RuntimeError" in next(logged for logged in toy_server.log if line in logged)
     wait_until(lambda: any("RuntimeError: a bug" in logged for logged in toy_server.log))

@@ -142,7 +142,7 @@ def test_a_full_server_refuses_by_the_path_that_the_router_sees(full: Server) ->
         assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [status], target
     health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     pipeline = health + (b"POST /tokenize" + rest) * 3 + health
-    answers = exchange(full, pipeline)
+    answers = exchange(full, pipeline, wait_s=2.0)
     assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"429", b"429", b"429", b"200"]
 
 

@@ -137,6 +137,7 @@ class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
     message: str
     retry_after_s: float
     reason: str
+    each_s: float
     wait: ExpectedWait
 
 
@@ -160,12 +161,13 @@ def encode_answer(answer: Answer) -> bytes:
     """Return the message of an answer."""
     number, outcome = answer.number, answer.outcome
     if isinstance(outcome, ServiceError):
-        retry_after_s, reason = 0.0, ""
+        retry_after_s, reason, each_s = 0.0, "", 0.0
         if isinstance(outcome, core.Overloaded):
             retry_after_s, reason = outcome.retry_after_s, outcome.reason.value
+            each_s = outcome.each_s
         kind = type(outcome).__name__
         return _encoder.encode(
-            _Fail(number, kind, str(outcome), retry_after_s, reason, answer.wait)
+            _Fail(number, kind, str(outcome), retry_after_s, reason, each_s, answer.wait)
         )
     columns: list[_Column] = []
     for head, names in _FIELDS.items():
@@ -287,8 +289,7 @@ def _error(failed: _Fail) -> ServiceError:
     kind = _ERRORS[failed.error]
     if kind is core.Overloaded:
         reason = core.Rejection(failed.reason)
-        each_s = failed.wait.per_request_s
-        return core.Overloaded(failed.message, failed.retry_after_s, reason, each_s)
+        return core.Overloaded(failed.message, failed.retry_after_s, reason, failed.each_s)
     return kind(failed.message)
 
 

@@ -102,7 +102,7 @@ submissions = st.builds(
     st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
 runs = st.builds(frames.Run, numbers, numbers, submissions)
-waits = st.builds(core.ExpectedWait, seconds, seconds)
+waits = st.builds(core.ExpectedWait, seconds, seconds, numbers)
 done = st.builds(Answer, numbers, results(), waits)
 failed = st.builds(Answer, numbers, errors, waits)
 greetings = st.builds(Greeting, st.lists(st.builds(EngineModel, names, names), max_size=3))

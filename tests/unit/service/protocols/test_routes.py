@@ -178,7 +178,7 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
         alone._runner.run(alone.answers.begin(client))
     status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
     assert (status, message) == (504, "no answer within the limit of 400 ms")
-    assert alone.seen.rejection is Rejection.TIMEOUT
+    assert alone.seen.rejection is Rejection.STATED_LIMIT
     ok(alone.post("/embed_all", {"inputs": "the"}, x_request_timeout_ms="400"))
 
 

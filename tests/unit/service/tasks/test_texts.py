@@ -88,9 +88,9 @@ def test_a_cut_is_refused_by_the_parameter_that_forbids_it() -> None:
 
 
 def test_the_side_to_cut() -> None:
-    assert not TruncationParameters().rule().keep_end
-    assert not TruncationParameters(truncation_direction="Right").rule().keep_end
-    assert TruncationParameters(truncation_direction="LEFT").rule().keep_end
+    assert TruncationParameters().rule().side is None, "the model's"
+    assert TruncationParameters(truncation_direction="Right").rule().side == "right"
+    assert TruncationParameters(truncation_direction="LEFT").rule().side == "left"
 
 
 def test_one_input_or_a_list() -> None:

@@ -124,8 +124,8 @@ def test_limits_are_part_of_the_schema() -> None:
 
 def test_a_direction_is_read_without_regard_to_case() -> None:
     assert (
-        TruncationParameters.model_validate({"truncation_direction": "RIGHT"}).rule().keep_end
-        is False
+        TruncationParameters.model_validate({"truncation_direction": "RIGHT"}).rule().side
+        == "right"
     )
     for wrong in ("up", 5):
         assert errors_of(TruncationParameters, {"truncation_direction": wrong})[0][1] == (

@@ -164,11 +164,18 @@ def _store(root: Path) -> Iterator[Finding]:
 
 
 def _space(root: Path) -> Iterator[Finding]:
-    available = _available_mb()
+    from cloze.service.graph_choice import memory_limit, memory_used
+
+    available, limit, used = _available_mb(), memory_limit(), memory_used()
+    of_limit = ""
+    if limit is not None and used is not None and available is not None:
+        available = min(available, max(0, limit - used) // 1_000_000)
+        of_limit = f" of the {limit // 1_000_000:,} MB that the container may use"
     if available is not None:
         low = available < _LEAST_MEMORY_MB
         advice = "serve fewer models, or int8 ones" if low else ""
-        yield Finding("note" if low else "ok", "memory", f"{available:,} MB available", advice)
+        finding = f"{available:,} MB available{of_limit}"
+        yield Finding("note" if low else "ok", "memory", finding, advice)
     for name, folder in (
         ("disk of the store", root),
         ("disk of temporary files", Path(tempfile.gettempdir())),

@@ -104,6 +104,25 @@ def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
     return None
 
 
+def memory_used(control_group: Path = CONTROL_GROUP) -> int | None:
+    """Return the bytes that count towards `memory_limit`; None if Linux does not say.
+
+    Pages of files that the kernel can drop at once are left out, as the kubelet does.
+    """
+    for usage, stat, droppable in (
+        ("memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        try:
+            used = int((control_group / usage).read_text())
+            lines = (control_group / stat).read_text().splitlines()
+        except OSError:
+            continue
+        values = dict(line.split() for line in lines)
+        return max(0, used - int(values.get(droppable, 0)))
+    return None
+
+
 def check_memory(
     bundles: Iterable[Bundle],
     limit: int | None,

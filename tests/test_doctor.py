@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from cloze import doctor
 from cloze.cli import cli
+from cloze.service import graph_choice
 
 pytestmark = pytest.mark.usefixtures("no_variables")
 
@@ -82,6 +83,7 @@ def test_little_memory_and_a_misspelt_variable_are_noted(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 900000 kB\nMemAvailable: 300000 kB\n")
+    monkeypatch.setattr(graph_choice.memory_limit, "__defaults__", (tmp_path,))
     monkeypatch.setattr(doctor, "_MEMORY", tmp_path / "meminfo")
     monkeypatch.setenv("CLOZE_PORTT", "1")
     found = findings("--model-store", str(tiny_store))
@@ -92,6 +94,19 @@ def test_little_memory_and_a_misspelt_variable_are_noted(
         "advice": "serve fewer models, or int8 ones",
     }
     assert found["settings"]["finding"] == "CLOZE_PORTT is not a setting"
+
+
+def test_the_limit_of_the_container_counts(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text("600000000")
+    (tmp_path / "memory.current").write_text("400000000")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    for read in (graph_choice.memory_limit, graph_choice.memory_used):
+        monkeypatch.setattr(read, "__defaults__", (tmp_path,))
+    found = findings("--model-store", str(tiny_store))["memory"]
+    assert found["finding"] == "200 MB available of the 600 MB that the container may use"
+    assert found["status"] == "note"
 
 
 def test_a_wrong_setting_is_a_problem(tiny_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
-from cloze.service.graph_choice import check_memory, least_weight_bytes, memory_limit
+from cloze.service.graph_choice import check_memory, least_weight_bytes, memory_limit, memory_used
 from cloze.service.startup import memory_problem
 from tests.serving import bare_environment
 
@@ -37,6 +37,23 @@ def test_the_limit_is_that_of_the_control_group(
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
     assert memory_limit(tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("usage", "stat", "name"),
+    [
+        ("memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ],
+)
+def test_pages_that_can_be_dropped_are_not_used(
+    tmp_path: Path, usage: str, stat: str, name: str
+) -> None:
+    (tmp_path / usage).parent.mkdir(exist_ok=True)
+    assert memory_used(tmp_path) is None
+    (tmp_path / usage).write_text("1000\n")
+    (tmp_path / stat).write_text(f"anon 500\n{name} 300\n")
+    assert memory_used(tmp_path) == 700
 
 
 def test_models_that_cannot_fit_are_named(tiny_store: Path) -> None:

@@ -71,7 +71,7 @@ class QaAnswer:
 
 
 AnswerSpans = QaAnswer | list[QaAnswer]
-"""The result for one question: the best answer, or a list of answers if there are several."""
+"""The result for one question: the best answer, or a list of answers with `top_k` above 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def best_answers(
     memory.keep(answers)
     if options.details:
         return _details(question, windows, ranked, answers)
-    return answers[0] if len(answers) == 1 else answers
+    return answers[0] if options.top_k == 1 else answers
 
 
 class _Window(NamedTuple):

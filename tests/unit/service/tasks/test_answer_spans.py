@@ -37,6 +37,8 @@ def best_answers(
 
 
 def only(answers: object) -> QaAnswer:
+    if isinstance(answers, list):  # top_k is above 1
+        [answers] = answers
     assert isinstance(answers, QaAnswer)
     return answers
 
@@ -207,6 +209,16 @@ def test_twelve_spans_of_a_window_are_extended_to_words_for_one_answer() -> None
     assert answer.score == pytest.approx((shares[:12] ** 2).sum(), rel=1e-4)
     more = only(best_answers(question, [rows], QaOptions(20, 1, 4, top_k=2)))
     assert more.score == pytest.approx((shares**2).sum(), rel=1e-4)  # 14 spans
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_shape_of_a_result_follows_what_was_asked(top_k: int) -> None:
+    """A client that asks for three answers reads a list, also if there is one answer."""
+    options = QaOptions(12, 3, 4, top_k=top_k, align_to_words=False)
+    never = (-1000.0, -1000.0)
+    logits = window((0.0, 0.0), never, never, never, (0.0, -1000.0), cls=never)
+    answers = best_answers(QUESTION, [logits], options)
+    assert isinstance(answers, list if top_k > 1 else QaAnswer)
 
 
 def test_spans_without_probability_are_left_out() -> None:

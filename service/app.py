@@ -31,11 +31,12 @@ from cloze.service.core import (
     StartupError,
 )
 from cloze.service.http.errors import STATUSES_FROM_ZERO
-from cloze.service.http.gate import Gate, Paths, Refusal, Returns, Starts
+from cloze.service.http.gate import Gate, Paths, Refusal, Starts
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit, Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
@@ -245,6 +246,7 @@ class Service:
         snapshot.running += 1
         try:
             await self._recorder.answer(snapshot.app, scope, receive, send)
+            snapshot.gate.answered(scope[RECORD])
         finally:
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:

@@ -4,8 +4,7 @@ Without the gate, a refusal costs almost as much as an answer, and under an over
 the processor from the answers. The scheduler decides on the same figures, with the tokens of the
 request, which the gate estimates by the size of the body.
 
-A refused request is told when to come back, one after another. A connection that does not wait gets
-its next refusal late, so that a storm of requests costs timers instead of processor time.
+A refused request is told when to come back; see `Returns`.
 """
 
 import asyncio
@@ -14,56 +13,27 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import ExpectedWait, Overloaded, Rejection, ServiceError
-from cloze.service.http.memory_limit import Reader
 from cloze.service.http.record import RequestRecord
+from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import GateModel, Recorder
 
-_BYTES_PER_TOKEN = 5
-"""Bytes of a body per token of its texts: English words, and numbers of tokens."""
+_BYTES_PER_TOKEN = 5.0
+"""Bytes of a body per token of its texts before an answer says more: English words."""
+
+_MOST_BYTES_PER_TOKEN = 16.0
+"""What one answer may say at most: a text that is cut has bytes without tokens."""
 
 _PER_TURN = 4
 """Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
 
 _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
-
-
-_SHARE_OF_NEW = 0.5
-"""Share of the limits for new requests while refused ones are due to come back.
-
-The rest is for those, which may come in bursts, since `Retry-After` has whole seconds. With three
-quarters, 84 % of 1,000 connections that wait are admitted when they come back, with half 100 %.
-"""
-
-_SHARE_OF_STATED = 0.95
-"""Share of a stated time limit that is left when the queue decides.
-
-A request that passes the gate and is refused by the queue costs ten times as much.
-"""
-
-_EARLY_S = 0.005
-"""How much earlier than told a client may come; timers and clocks are not exact."""
-
-_SHORTEST_TOLD_S = 0.05
-"""Shortest time after which a client is told to come back."""
-
-_LONGEST_TOLD_S = 60.0
-"""Longest time after which a client is told to come back; the openai client waits for no longer."""
-
-_FIRST_HOLD_S = 0.25
-"""How long the first refusal is held that a connection gets too early; doubles with each one."""
-
-_LONGEST_HOLD_S = 1.0
-
-_MOST_LINES = 4096
-"""Most lines whose next time is kept."""
 
 _Start = tuple[RequestRecord, Callable[[], None]]
 """A request that waits, and the function that starts it."""
@@ -153,129 +123,6 @@ class Starts:
         asyncio.get_running_loop().call_soon(self._turn)
 
 
-class RefusedLine(NamedTuple):
-    """Which refused requests come back one after another: those of a client and of one reason.
-
-    Attributes:
-        model: full name of the model whose queue refused them.
-        patience: see `LineKey`.
-    """
-
-    reason: Rejection
-    model: str
-    client: str
-    patience: int
-    is_bulk: bool
-
-
-@dataclass(slots=True)
-class _Refused:
-    """The last refusal of a connection.
-
-    Attributes:
-        at: `time.monotonic` time at which the connection was told to come back.
-        moved_s: seconds by which the refusal moved the latest time of its line.
-        early: number of refusals that the connection did not wait for; halved when it waits.
-        over: arrival of the request that the gate has admitted since, or None.
-    """
-
-    line: RefusedLine
-    at: float
-    moved_s: float
-    early: int = 0
-    over: float | None = None
-
-
-class Returns:
-    """When refused requests may come back: one after another, as fast as their line is worked off.
-
-    Nothing is kept for a request that does not come back: a time passes, and a connection that
-    closes or is admitted gives its time back. Each connection has one time, however often it asks.
-
-    For example, a line works off 40 requests per second and has room in 0.1 s. The first connection
-    that is refused is told 0.1 s, the next ones 0.125 s and 0.15 s.
-
-    The class is not safe for threads: the event loop of the process makes every call.
-
-    Args:
-        processes: number of processes that refuse requests of the same lines.
-    """
-
-    def __init__(self, processes: int = 1) -> None:
-        self._processes = processes
-        self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self._refused: dict[Reader, _Refused] = {}
-
-    def share(self, connection: Reader | None, line: RefusedLine, now: float) -> float:
-        """Return the share of the limits that a request may use; all if it comes back as told."""
-        if self._last.get(line, 0.0) <= now:
-            return 1.0
-        refused = None if connection is None else self._refused.get(connection)
-        if refused is None or refused.line != line or refused.over is not None:
-            return _SHARE_OF_NEW
-        return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
-
-    def refuse(
-        self, request: RequestRecord, line: RefusedLine, now: float, room_s: float, each_s: float
-    ) -> tuple[float, float]:
-        """Return when a refused request may come back, and how long its refusal is to be held.
-
-        Args:
-            request: the request.
-            line: the line that refused the request.
-            now: `time.monotonic` time.
-            room_s: seconds until the line has room.
-            each_s: seconds in which the line works off one such request.
-
-        Returns:
-            Two numbers of seconds.
-        """
-        connection = request.connection
-        before = None if connection is None else self._refused.get(connection)
-        if before is not None and before.over not in (None, request.arrived):
-            before = None
-        early, hold_s = 0, 0.0
-        if before is not None:
-            early = before.early // 2
-            if before.line.client == line.client and now < before.at - _EARLY_S:
-                hold_s = min(_FIRST_HOLD_S * 2**before.early, _LONGEST_HOLD_S)
-                early = min(before.early + 1, 16)
-                if before.line == line and before.over is None:
-                    before.early = early
-                    return max(before.at - now, room_s), hold_s
-        self._give_back(connection, now)
-        if len(self._last) >= _MOST_LINES:
-            self._last.clear()
-        last = self._last.get(line, 0.0)
-        at = now + max(room_s, _SHORTEST_TOLD_S)
-        if last > now:
-            at = max(at, last + each_s * self._processes)
-        at = min(at, now + _LONGEST_TOLD_S)
-        moved_s = max(0.0, at - max(last, now))
-        self._last[line] = max(last, at)
-        if connection is not None:
-            self._refused[connection] = _Refused(line, at, moved_s, early)
-        return at - now, hold_s
-
-    def admitted(self, request: RequestRecord) -> None:
-        """Note that the gate admits a request; if it comes early, its time is given back."""
-        refused = None if request.connection is None else self._refused.get(request.connection)
-        if refused is not None and refused.over is None:
-            self._give_back(request.connection, request.arrived)
-            refused.over = request.arrived
-
-    def closed(self, connection: Reader, now: float) -> None:
-        """Forget a connection, and give its time back."""
-        self._give_back(connection, now)
-        self._refused.pop(connection, None)
-
-    def _give_back(self, connection: Reader | None, now: float) -> None:
-        refused = None if connection is None else self._refused.get(connection)
-        if refused is not None and refused.at > now and refused.line in self._last:
-            self._last[refused.line] -= refused.moved_s
-            refused.moved_s = 0.0
-
-
 class Refusal(NamedTuple):
     """The response that refuses a request, and the seconds for which it is to be held."""
 
@@ -310,6 +157,7 @@ class Gate:
         }
         self._limits, self._starts, self._returns = limits, starts, returns
         self._recorder = recorder
+        self._bytes_per_token: dict[str, float] = {}  # by route, a moving average of answers
 
         @lru_cache(4096)
         def answer(path: str, message: str, retry_after_s: int) -> bytes:
@@ -327,7 +175,8 @@ class Gate:
         route, client, stated_s = request.route, request.client, request.stated_s
         if route is None or not (served := self._routes.get(route)):
             return None
-        tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
+        each = self._bytes_per_token.get(route, _BYTES_PER_TOKEN)
+        tokens = 1 + int((request.length or 0) / each)
         is_bulk = request.is_bulk
         line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
         request.unstarted = line, tokens
@@ -346,8 +195,6 @@ class Gate:
         key = RefusedLine(Rejection.WAIT, model, client, line.patience, is_bulk)
         limits, now = self._limits, request.arrived
         share = self._returns.share(request.connection, key, now)
-        if stated_s is not None:
-            share *= _SHARE_OF_STATED
         excess_s = partial(limits.excess_s, wait, stated_s, is_bulk=is_bulk)
         if served[0].queue.draining or excess_s(share=share) <= 0:
             self._returns.admitted(request)
@@ -368,6 +215,18 @@ class Gate:
         headers = b"\r\nretry-after-ms: %d\r\nx-request-id: %s\r\n\r\n"
         filled = headers % (math.ceil(after_s * 1000), request.identity)
         return Refusal(answer.replace(b"\r\n\r\n", filled, 1), hold_s)
+
+    def answered(self, request: RequestRecord) -> None:
+        """Learn from an answer how many bytes of a body there are per token.
+
+        A wrong number leads to the wrong class of size, whose line may be empty. Then requests pass
+        the gate that the queue refuses.
+        """
+        route, cost = request.route, request.cost
+        if route is not None and cost is not None and cost.tokens and request.length:
+            one = min(request.length / cost.tokens, _MOST_BYTES_PER_TOKEN)
+            mean = self._bytes_per_token.get(route, one)
+            self._bytes_per_token[route] = mean + 0.05 * (one - mean)
 
     async def spread(self, request: RequestRecord, error: Overloaded) -> None:
         """Set when a request may come back that was refused later, and hold its refusal."""

@@ -17,14 +17,17 @@ from cloze.service.core import (
     QueueState,
     Rejection,
     ServiceError,
+    Timings,
 )
 from cloze.service.http import gate as gate_module
 from cloze.service.http import record as record_module
-from cloze.service.http.gate import Gate, GateModel, Paths, RefusedLine, Returns, Starts
+from cloze.service.http import returns as returns_module
+from cloze.service.http.gate import Gate, GateModel, Paths, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import Callers, RequestRecord
+from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.logs import AccessLog
+from cloze.service.logs import AccessLog, RequestCost
 from cloze.service.metrics import Metrics
 from tests.records import Open, connected, pairs
 
@@ -157,6 +160,32 @@ def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:
     assert gated.ask() is not None
     assert not gated.is_admitted
     assert Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
+
+
+def test_answers_say_how_many_bytes_a_token_has(clock: Clock) -> None:
+    """A passage of 102 tokens and 765 bytes is of another class of size at 5 bytes per token."""
+    queue = Waiting(0.0)
+    gated = Gated(queue)
+    assert gated.ask(765) is None
+    gated.record.cost = RequestCost(1, 102, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.gate.answered(gated.record)
+    gated.ask(765)
+    gated.ask(765, path="/of/x")
+    assert [tokens for _, tokens, *_ in queue.asked] == [154, 103, 154], "by route"
+
+
+def test_an_answer_without_tokens_or_from_a_cut_text_says_little(clock: Clock) -> None:
+    queue = Waiting(0.0)
+    gated = Gated(queue)
+    gated.ask(1600)
+    for cost in (None, RequestCost(1, 0, Timings(0.0, 0.0, 0.0, 0.0))):
+        gated.record.cost = cost
+        gated.gate.answered(gated.record)
+    gated.ask(1600)
+    gated.record.cost = RequestCost(1, 1, Timings(0.0, 0.0, 0.0, 0.0), truncated=1)
+    gated.gate.answered(gated.record)
+    gated.ask(1600)
+    assert [tokens for _, tokens, *_ in queue.asked] == [321, 321, 101], "16 bytes at most"
 
 
 def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
@@ -296,7 +325,7 @@ def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
 ) -> None:
     queue = Waiting()
     assert Gated(queue).ask(size) is None
-    assert queue.asked[0][1] == tokens
+    assert queue.asked[0][1] == pytest.approx(tokens, rel=1e-15)
     gated = Gated(Waiting())
     assert gated.refusal("/embed") is None
     assert gated.queues[0].asked[0][1] == 1
@@ -305,10 +334,10 @@ def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
 def test_the_time_limit_of_a_request(clock: Clock) -> None:
     queue = Waiting(3.0)
     gated = Gated(queue)
-    # It ends after 3.5 s, and may take half of its time, less a twentieth for the way to the queue.
-    assert gated.ask(x_request_timeout_ms="7400") is None
-    assert queue.asked[-1][2] == 7.4
-    assert gated.ask(x_request_timeout_ms="7300") is not None
+    # It ends after 3.5 s, and may take half of its time.
+    assert gated.ask(x_request_timeout_ms="7100") is None
+    assert queue.asked[-1][2] == 7.1
+    assert gated.ask(x_request_timeout_ms="6900") is not None
     asked = len(queue.asked)
     assert gated.ask(x_request_timeout_ms="60001") is None, "the handler says what is wrong"
     assert len(queue.asked) == asked
@@ -459,7 +488,7 @@ def test_no_time_is_later_than_a_minute_or_sooner_than_a_twentieth_of_a_second()
 
 
 def test_the_lines_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "_MOST_LINES", 3)
+    monkeypatch.setattr(returns_module, "_MOST_LINES", 3)
     made = Told()
     for number in range(10):
         made.refuse(Open(), 100.0, line=LINE._replace(client=str(number)))

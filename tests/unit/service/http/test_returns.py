@@ -10,7 +10,7 @@ import pytest
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import ExpectedWait, Rejection
-from cloze.service.http.gate import RefusedLine, Returns
+from cloze.service.http.returns import RefusedLine, Returns
 from tests.records import connected
 
 LINE = RefusedLine(Rejection.WAIT, "m@1", "a", 0, False)

@@ -15,9 +15,10 @@ from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
-from cloze.service.http.gate import Refusal, Returns, Starts
+from cloze.service.http.gate import Refusal, Starts
 from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers, RequestRecord
+from cloze.service.http.returns import Returns
 from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
 

@@ -4,6 +4,7 @@ The module does not depend on onnxruntime.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,8 @@ from cloze.service.core import Device, RequestedPrecision, StartupError
 
 CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 """Folder in which Linux publishes the limits of the process's control group."""
+
+MACHINE_MEMORY: Final = Path("/proc/meminfo")
 
 _PROCESS_BYTES: Final = 70_000_000
 """Memory of a server without models; measured: 84 MB with the runtime loaded."""
@@ -120,6 +123,23 @@ def memory_used(control_group: Path = CONTROL_GROUP) -> int | None:
             continue
         values = dict(line.split() for line in lines)
         return max(0, used - int(values.get(droppable, 0)))
+    return None
+
+
+def memory_state(
+    control_group: Path = CONTROL_GROUP, machine: Path = MACHINE_MEMORY
+) -> tuple[int, int] | None:
+    """Return the bytes in use and the most bytes: of the control group, or else of the machine.
+
+    None: the system is not Linux.
+    """
+    limit, used = memory_limit(control_group), memory_used(control_group)
+    if limit is not None and used is not None:
+        return used, limit
+    with suppress(OSError):
+        values = dict(line.split()[:2] for line in machine.read_text().splitlines())
+        total = int(values["MemTotal:"])
+        return 1024 * (total - int(values["MemAvailable:"])), 1024 * total
     return None
 
 

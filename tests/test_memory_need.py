@@ -14,7 +14,13 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
-from cloze.service.graph_choice import check_memory, least_weight_bytes, memory_limit, memory_used
+from cloze.service.graph_choice import (
+    check_memory,
+    least_weight_bytes,
+    memory_limit,
+    memory_state,
+    memory_used,
+)
 from cloze.service.startup import memory_problem
 from tests.serving import bare_environment
 
@@ -54,6 +60,19 @@ def test_pages_that_can_be_dropped_are_not_used(
     (tmp_path / usage).write_text("1000\n")
     (tmp_path / stat).write_text(f"anon 500\n{name} 300\n")
     assert memory_used(tmp_path) == 700
+
+
+def test_the_memory_is_that_of_the_control_group_or_of_the_machine(tmp_path: Path) -> None:
+    machine = tmp_path / "meminfo"
+    assert memory_state(tmp_path, machine) is None
+    machine.write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  400 kB\n")
+    (tmp_path / "memory.current").write_text("500\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 100\n")
+    assert memory_state(tmp_path, machine) == (600 * 1024, 1000 * 1024)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_state(tmp_path, machine) == (600 * 1024, 1000 * 1024)
+    (tmp_path / "memory.max").write_text("900\n")
+    assert memory_state(tmp_path, machine) == (400, 900)
 
 
 def test_models_that_cannot_fit_are_named(tiny_store: Path) -> None:

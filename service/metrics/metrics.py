@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
-from cloze.service.graph_choice import memory_limit, memory_used
+from cloze.service.graph_choice import memory_state
 from cloze.service.logs import AccessRecord
 from cloze.service.metrics.usage import used_by_all
 
@@ -339,11 +339,11 @@ class Metrics(Collector):
         if (end := self.certificate_end()) is not None:
             text = "End of the certificate that is served, as Unix time."
             yield GaugeMetricFamily("cloze_certificate_end_timestamp_seconds", text, end)
-        if (limit := memory_limit()) is not None and (used := memory_used()) is not None:
-            text = "Most memory of the container, beyond which the kernel ends the server."
-            yield GaugeMetricFamily("cloze_memory_limit_bytes", text, limit)
-            text = "Memory of the container, without pages of files that the kernel can drop."
-            yield GaugeMetricFamily("cloze_memory_used_bytes", text, used)
+        if (memory := memory_state()) is not None:
+            text = "Memory of the container, or else of the machine, less what the kernel can drop."
+            yield GaugeMetricFamily("cloze_memory_used_bytes", text, memory[0])
+            text = "Most memory of the container or machine; with more, the kernel ends processes."
+            yield GaugeMetricFamily("cloze_memory_limit_bytes", text, memory[1])
         if not self._shared:  # else the supervisor reloads
             yield GaugeMetricFamily(*LAST_RELOAD, float(self._last_reload_ok))
         if self._shared:

@@ -1,7 +1,6 @@
 """A wrong choice, in any field or header of any route, is named in the error, with the choices."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import pytest

@@ -377,7 +377,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         if first["type"] == "value_error":
             shown = _DEFAULT if name == "default" else shown
             raise StartupError(f"{shown}: {first['ctx']['error']}") from None
-        raise StartupError(f"{shown}: {first['msg'].lower()}, got {first['input']!r}") from None
+        raise StartupError(f"{shown}: {first['msg'].lower()}, got {first['input']!r:.80}") from None
 
 
 def unknown_variables() -> list[str]:

@@ -232,6 +232,20 @@ def test_answers_are_found_where_transformers_finds_them(
         assert (answer["start"], answer["end"]) == (offsets[first][0], offsets[last][1])
 
 
+def test_white_space_that_has_tokens_is_no_answer(server: Server) -> None:
+    """In byte-level BPE, "tabs\\tand" has a token for the tab."""
+    for context in ("tabs\tand\t\t pay  ", "\n\n The bank\t"):
+        question = {"question": "Where?", "context": context}
+        answers = ask(server, "/qa", "roberta-qa", question, top_k=50, align_to_words=False)
+        assert answers
+        assert all(answer["answer"].strip() for answer in answers)
+    body = {"inputs": {"question": "Where?", "context": "\t \t\n"}, "model": "roberta-qa"}
+    refused = httpx.post(f"{server.url}/qa", json=body)
+    assert refused.status_code == 422
+    assert "inputs.context" in refused.json()["error"]
+    assert "white space" in refused.json()["error"]
+
+
 def test_a_checkpoint_is_written_as_it_was_read(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

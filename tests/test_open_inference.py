@@ -196,7 +196,7 @@ TEXT = tensor("text", "a")
             "bert.embed",
             {"inputs": [TEXT | {"datatype": "FP32"}]},
             400,
-            "inputs.0.datatype: Input should be 'BYTES'",
+            "inputs.0.datatype: Input should be 'BYTES', got 'FP32'",
         ),
         (
             "bert.embed",

@@ -152,7 +152,7 @@ def test_a_single_text_is_nested_too(server: Server) -> None:
         ({"inputs": "a", "parameters": {"top_k": 0}}, "top_k must be between 1 and 1000, got 0"),
         (
             {"inputs": "a", "parameters": {"function_to_apply": "tanh"}},
-            "parameters.function_to_apply: Input should be 'sigmoid', 'softmax' or 'none'",
+            "parameters.function_to_apply: Input should be 'sigmoid', 'softmax' or 'none', got 'tanh'",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from cloze.bulk.errors import BulkError
 from cloze.bulk.tasks import BulkTask
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store import Bundle, Store, StoreError
+from cloze.model_store.error_lines import received
 from cloze.service.adapters import AdapterBundle, open_adapters
 from cloze.service.core import ServiceError, StartupError
 from cloze.service.pipeline import task_limits
@@ -79,6 +80,7 @@ def check_parameters(
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name = ".".join(map(str, problem["loc"]))
-        raise BulkError(f"{name}: {problem['msg'].lower()}") from None
+        got = received(problem, problem["input"])
+        raise BulkError(f"{name}: {problem['msg'].lower()}{got}") from None
     except (ServiceError, StartupError) as error:
         raise BulkError(str(error)) from None

@@ -228,14 +228,14 @@ def measure_tags(
     The first token of a word decides its tag. A word that is cut off, or has no token, is outside.
     """
     labels, columns = chosen
-    predicted = []
+    predicted: list[Sequence[str]] = []
     outputs = _logits(encoded, scorer, token_classification.HEAD.name)
     for row, sequence, logits in zip(rows, encoded, outputs, strict=True):
         tags = [OUTSIDE] * len(row.words)
         best = logits[:, columns].argmax(1)
         for token in np.flatnonzero(first_tokens(sequence.word_of)):
             tags[sequence.word_of[token]] = labels.labels[best[token]]
-        predicted.append(tags)
+        predicted.append(token_classification.as_iob2(tags, labels.labels))
     gold = [row.tags for row in rows]
     flat = [[tag for sentence in tags for tag in sentence] for tags in (predicted, gold)]
     return entity_scores(entities(predicted), entities(gold)) | {"accuracy": accuracy(*flat)}

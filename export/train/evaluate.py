@@ -60,6 +60,7 @@ from cloze.export.train.windows import answers_of, guess, usual_windows
 from cloze.model_store.heads import HEADS
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
+from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle, Store
 
@@ -233,7 +234,8 @@ def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str,
 
 def _types(labels: LabelSet) -> set[str]:
     """Return the labels, or the types of entities of tags."""
-    return {label[2:] if label.startswith(("B-", "I-")) else label for label in labels.labels}
+    tags = as_iob2(labels.labels, labels.labels)
+    return {tag[2:] if tag.startswith(("B-", "I-")) else tag for tag in tags}
 
 
 def _label_set(

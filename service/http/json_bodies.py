@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from cloze.model_store.error_lines import received
 from cloze.service.abandonment import check_awaited, run_on_thread
 from cloze.service.core import InvalidRequest, Location, MalformedRequest, RequestTooLarge
 
@@ -112,25 +113,26 @@ def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
 
 
 def _describe(problems: Sequence[Any], value: Any, at: Location, model: type[BaseModel]) -> str:
-    """Return the message for validation errors, without the values that the client sent.
+    """Return the message for validation errors; see `received` for the values in it.
 
     If a field accepts several types, the message lists up to four errors of the first field,
     without the types that the value does not have at all if another one fits better.
     """
     placed = [
-        (_place(problem, value), problem)
+        (*_find(problem, value), problem)
         for problem in problems
         if problem["loc"][:1] == problems[0]["loc"][:1]
     ]
-    deepest = max(len(place) for place, _ in placed)
+    deepest = max(len(place) for place, _, _ in placed)
     lines: dict[str, None] = {}
-    for place, problem in placed:
+    for place, wrong, problem in placed:
         if len(place) == deepest or problem["type"] not in _WRONG_TYPES:
             parts = [str(part)[:_LONGEST_NAME] for part in at.below(*place)]
             if problem["type"] == "extra_forbidden":
                 message = _no_such_field(parts, at, model)
             else:
                 message = _JSON_MESSAGES.get(problem["type"], problem["msg"])
+                message += received(problem, wrong)
             lines[f"{'.'.join(parts) or 'the body'}: {message}"] = None
     return "; ".join(list(lines)[:4])
 
@@ -168,8 +170,8 @@ def _paths_in(annotation: Any) -> Iterator[tuple[str, ...]]:
         yield from _paths_in(part)
 
 
-def _place(problem: Any, value: Any) -> list[str | int]:
-    """Return the place of a validation error in a value.
+def _find(problem: Any, value: Any) -> tuple[list[str | int], Any]:
+    """Return the place of a validation error in a value, and the value there.
 
     pydantic's places also name the members of unions, which the value does not have.
     """
@@ -179,7 +181,7 @@ def _place(problem: Any, value: Any) -> list[str | int]:
         if isinstance(fields, dict | range) and part in fields:
             value = value[part]
             place.append(part)
-    return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place
+    return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place, value
 
 
 def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any:

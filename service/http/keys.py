@@ -22,6 +22,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from cloze.model_store.error_lines import received
 from cloze.model_store.manifest import parse_reference
 from cloze.service.core import Overloaded, Rejection, StartupError
 from cloze.service.http.watched_files import WatchedFiles
@@ -145,9 +146,10 @@ def _read(path: Path) -> list[Key]:
     except OSError as error:
         raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors(include_input=False)[0]
+        first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "a key"
         problem = first["msg"].lower().removeprefix("value error, ")
+        problem += received(first, first["input"])
         raise StartupError(f"the keys file {path}: {place}: {problem}") from None
     except (ValueError, RecursionError) as error:  # of tomllib, and of bytes that are not UTF-8
         raise StartupError(f"the keys file {path} is no TOML: {error}") from None

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,10 +73,7 @@ class EngineLink(frames.Channel):
     """
 
     _MAX_WAITS = 4096  # lines whose expected wait is kept
-    # How long requests wait for an engine process that has ended. On a busy machine, a process took
-    # 6 s to start, and the delay before doubles with each restart.
-    _RESTART_S = 15.0
-    _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait so
+    _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait for the next engine process
 
     def __init__(self, path: Path, references: Sequence[str], up: asyncio.Event) -> None:
         super().__init__(path.stem)
@@ -85,7 +82,6 @@ class EngineLink(frames.Channel):
         self._up = up
         self._numbers = itertools.count()
         self._pending: dict[int, _PendingRun] = {}
-        self._giving_up: asyncio.TimerHandle | None = None
         # (model, client, line) -> expected wait, and the `time.monotonic` time of the figure
         self._waits: dict[tuple[int, str, LineKey], tuple[ExpectedWait, float]] = {}
         self._closed = False
@@ -135,8 +131,8 @@ class EngineLink(frames.Channel):
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether requests wait for the process that replaces one that has just ended."""
-        return self._giving_up is not None
+        """Whether requests wait, until their deadlines, for the process that replaces one."""
+        return self.dead is not None and bool(self.models)
 
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
@@ -150,7 +146,8 @@ class EngineLink(frames.Channel):
         """Refuse requests, and fail those that are not answered."""
         self._closed = True
         message = "the server shut down before this request was answered"
-        self._fail_pending(lambda: ShuttingDown(message))
+        for pending in list(self._pending.values()):
+            _settle(pending.future, ShuttingDown(message))
 
     def received(self, message: memoryview) -> None:
         """Handle a greeting or an answer."""
@@ -175,31 +172,20 @@ class EngineLink(frames.Channel):
     def lost(self) -> None:
         """Keep the requests that are not answered for the next engine process.
 
-        A request that was sent twice fails: it may be what ended both processes.
+        A request waits until its deadline, at which `RequestWatch` cancels its future. A request
+        that was sent twice fails: it may be what ended both processes.
         """
         self.dead = f"the process of {self.peer} ended"
         for pending in list(self._pending.values()):
             if pending.sent > 1:
                 _settle(pending.future, EngineDead(f"the engine is dead: {self.dead}"))
-        if self._giving_up is None and not self._closed:
-            loop = asyncio.get_running_loop()
-            self._giving_up = loop.call_later(self._RESTART_S, self._give_up)
         self._ended.set()
-
-    def _give_up(self) -> None:
-        """Fail the requests that wait for an engine process."""
-        self._giving_up = None
-        message = f"the engine is dead: {self.dead}"
-        self._fail_pending(lambda: EngineDead(message))
 
     def _send_again(self) -> None:
         """Send the requests that the last engine process did not answer.
 
         What it had admitted stays admitted: the next one does not ask how long it will wait.
         """
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
         for pending in list(self._pending.values()):
             if pending.sent:
                 admitted = pending.run.submission._replace(later_round=True)
@@ -220,10 +206,6 @@ class EngineLink(frames.Channel):
             if self.dead is None:
                 self.send(frames.encode(frames.Cancel(number)))
             future.set_running_or_notify_cancel()  # wakes threads that wait for the future
-
-    def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
-        for pending in list(self._pending.values()):
-            _settle(pending.future, make_error())
 
 
 def _settle(future: Future[BatchResult], outcome: BatchResult | ServiceError) -> None:

@@ -162,7 +162,8 @@ class _TaskModel(TaskRoute):
             if size is not None:
                 at = _place(tensor)
                 if not isinstance(size, int):
-                    raise InvalidRequest("has a binary_data_size that is no whole number", at)
+                    problem = f"has the binary_data_size {quoted(str(size))}, no whole number"
+                    raise InvalidRequest(problem, at)
                 if size < 0 or start + size > len(binary):
                     raise InvalidRequest(
                         f"has the binary_data_size {size}; {len(binary) - start} bytes are left", at

@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.embedding_space import own_recipe, tokens_recipe
+from cloze.model_store.heads import token_classification
+from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.model_store.manifest import Role
+from cloze.model_store.manifest import Manifest, Role
 from cloze.service import core
 from cloze.service.abandonment import run_on_thread
 from cloze.service.adapters import AdapterBundle
@@ -178,12 +180,20 @@ def _info(context: ProtocolContext, models: Models) -> dict[str, Any]:
                 "roles": _roles(pipeline),
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),
+                **_tags(manifest),
                 **_base(pipeline),
             }
             for pipeline in models.pipelines
             for manifest in (pipeline.manifest,)
         ],
     }
+
+
+def _tags(manifest: Manifest) -> dict[str, str]:
+    """Return the scheme of the labels of tokens, if it marks the ends of entities."""
+    options = manifest.heads.get(token_classification.HEAD.name)
+    scheme = tag_scheme(options.labels) if isinstance(options, TokenLabels) else None
+    return {"tag_scheme": scheme} if scheme else {}
 
 
 def _base(pipeline: Pipeline) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 In each window, the start logits and the end logits pass through a softmax over ``[CLS]`` and the
 tokens of the context. The score of a span is the product of its start and end scores, as in the
-pipeline of transformers v4. The ends of an answer are moved to the ends of words.
+pipeline of transformers v4. The ends of an answer are moved to the ends of words. A span of white
+space alone is no answer.
 
 The scores of a window's spans with the same text are added: the sum is the probability that the
 window gives to the text, at most 1. Each window has a distribution of its own, so a text has the
@@ -111,12 +112,14 @@ class Question:
         spans: the tokens of the context.
         context_start: index of the context's first token in the encoding of each window.
         windows: (first, end) tokens of the context in each window.
+        first_ends: see `first_ends`.
     """
 
     context: str
     spans: Spans
     context_start: int
     windows: list[Bounds]
+    first_ends: NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,22 @@ class QaOptions:
         Several spans may have the same text after they are extended to whole words.
         """
         return self.top_k * 2 + 10 if self.align_to_words else self.top_k
+
+
+def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
+    """Return the first token, of each token of a context on, that is not white space alone.
+
+    A span that ends before the first end of its start is white space. The number of tokens stands
+    for "none".
+    """
+    # Most tokens hold text, whose first character then is none of white space.
+    is_blank = [
+        start == end or (context[start].isspace() and context[start:end].isspace())
+        for start, end in spans.offsets
+    ]
+    tokens = np.arange(len(is_blank))
+    ends: NDArray[np.intp] = np.where(is_blank, len(is_blank), tokens)
+    return np.minimum.accumulate(ends[::-1])[::-1]
 
 
 def cost(question: Question, options: QaOptions) -> int:
@@ -190,10 +209,12 @@ def _search(
     selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
     scores: Float32 = np.exp(selected - selected.max(0))
     scores /= scores.sum(0)
+    ends = question.first_ends[slice(*bounds)] - bounds[0]
+    best = []
+    if ends[0] < len(ends):  # else the window is white space
+        best = _best_spans(scores[1:], ends, options.spans_per_window, options.max_answer_len)
     spans = []
-    for score, start, end in _best_spans(
-        scores[1:], options.spans_per_window, options.max_answer_len
-    ):
+    for score, start, end in best:
         tokens = bounds[0] + start, bounds[0] + end
         if options.align_to_words:
             tokens = _whole_words(question.spans, tokens, bounds)
@@ -234,11 +255,13 @@ def _details(
     ranked: Sequence[QaAnswer],
     answers: list[QaAnswer],
 ) -> QaDetails:
-    """Return the answers with the best span of each window."""
+    """Return the answers with the best span of each window that is not white space alone."""
     ranks = {answer.answer.lower(): rank for rank, answer in enumerate(ranked, start=1)}
     places = characters(question.windows, question.spans.offsets)
     details = []
     for (start, end), window in zip(places, windows, strict=True):
+        if not window.spans:
+            continue
         best = window.spans[0]
         rank = ranks[best.answer.lower()]
         reason = "returned"
@@ -251,12 +274,13 @@ def _details(
 
 
 def _best_spans(
-    scores: Float32, count: int, max_answer_tokens: int
+    scores: Float32, first_ends: NDArray[np.intp], count: int, max_answer_tokens: int
 ) -> list[tuple[float, int, int]]:
     """Return the best spans as (score, first token, last token), best first.
 
-    The scores [C, 2] are the start and end scores of the context's tokens. Of equal scores, the
-    span that starts first is better, then the shorter span.
+    The scores [C, 2] are the start and end scores of the context's tokens; no span ends before the
+    first end [C] of its start. Of equal scores, the span that starts first is better, then the
+    shorter span.
     """
     tokens = len(scores)
     width = min(max_answer_tokens, tokens)
@@ -265,13 +289,17 @@ def _best_spans(
     ends[:tokens] = scores[:, 1]
     band = sliding_window_view(ends, width)  # [C, width]: the ends of the spans of each start
     best, places = np.empty(0, np.float32), np.empty(0, np.int64)
+    shortest = first_ends - np.arange(tokens)  # 0 without white space
     rows = max(1, _MOST_PRODUCTS // width)
     for first in range(0, tokens, rows):
         check_awaited()
         part = starts[first : first + rows]
         if len(best) == count and part.max() * ends[first:].max() <= best[-1]:
             continue  # no span of these starts is among the best
-        products = (part[:, None] * band[first : first + rows]).ravel()
+        products = part[:, None] * band[first : first + rows]
+        if (blank := shortest[first : first + rows]).any():
+            products[np.arange(width) < blank[:, None]] = -1
+        products = products.ravel()
         chosen = _largest(products, count)
         best = np.concatenate([best, products[chosen]])
         places = np.concatenate([places, chosen + first * width])
@@ -279,7 +307,7 @@ def _best_spans(
         best, places = best[chosen], places[chosen]
     firsts, lengths = np.divmod(places, width)
     spans = zip(best.tolist(), firsts.tolist(), (firsts + lengths).tolist(), strict=True)
-    return [span for index, span in enumerate(spans) if span[0] > 0 or index == 0]
+    return [span for index, span in enumerate(spans) if span[0] > 0 or index == span[0] == 0]
 
 
 def _largest(values: Float32, count: int) -> NDArray[np.intp]:

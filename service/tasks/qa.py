@@ -18,6 +18,7 @@ from cloze.service.tasks.answer_spans import (
     SpanMemory,
     best_answers,
     cost,
+    first_ends,
 )
 from cloze.service.tasks.task import (
     Count,
@@ -139,13 +140,16 @@ def _add(
     if len(spans.ids) > room:
         encoder.rule.check(at, whole, options.max_seq_len)
     read = spans.first(room) if options.long_text == "truncate" else spans
+    ends = first_ends(text, read)
+    if ends[0] == len(ends):
+        raise InvalidRequest("has no answer: its tokens are white space", at.below("context"))
     bounds = encoder.divide(len(read.ids), room, at, stride, around)
     encodings = [
         tokenizer.pair(cut, read.ids[first:end], options.max_seq_len) for first, end in bounds
     ]
     places = characters(bounds, read.offsets) if len(bounds) > 1 else None
     encoder.add_encodings(at, encodings, TextUsage(whole, around + len(read.ids), places))
-    return Question(text, read, tokenizer.special.second_start(len(cut)), bounds)
+    return Question(text, read, tokenizer.special.second_start(len(cut)), bounds, ends)
 
 
 def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:

@@ -1,7 +1,8 @@
 """Token classification: the named entities of a text.
 
-Scores and groups are those of transformers' pipeline. A long text is cut or, with ``stride`` or
-``long_text: "window"``, divided into overlapping windows. If entities of two windows overlap, the
+Scores and groups are those of transformers' pipeline, but tags that mark the ends of entities, such
+as BIOES, are joined too. A long text is cut or, with ``stride`` or ``long_text: "window"``, divided
+into overlapping windows. If entities of two windows overlap, the
 longer entity is kept. If both have the same length, the likelier entity is kept.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, token_classification
-from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.heads.token_classification import TokenLabels, as_iob2
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
@@ -213,7 +214,7 @@ def found(
             logits = next(rest)[token_classification.HEAD.name].array[:, columns]
             words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
             labelled = [_labelled(word, strategy, labels) for word in words]
-            entities += labelled if strategy == "none" else _grouped(labelled)
+            entities += labelled if strategy == "none" else _grouped(labelled, labels)
         yield text, [entity for entity in entities if entity.label not in ignored]
 
 
@@ -258,15 +259,17 @@ def _labelled(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> 
     )
 
 
-def _grouped(labelled: list[LabelledSpan]) -> list[LabelledSpan]:
+def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[LabelledSpan]:
     """Join neighbours with the same tag; a label with ``B-`` begins a new entity."""
     groups: list[list[LabelledSpan]] = []
-    for entity in labelled:
-        begins, tag = _tag(entity.label)
-        if groups and not begins and tag == _tag(groups[-1][-1].label)[1]:
+    previous = ""
+    for entity, label in zip(labelled, as_iob2([e.label for e in labelled], labels), strict=True):
+        begins, tag = _tag(label)
+        if groups and not begins and tag == previous:
             groups[-1].append(entity)
         else:
             groups.append([entity])
+        previous = tag
     return [
         replace(
             group[0],

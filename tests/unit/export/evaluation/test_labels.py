@@ -129,3 +129,13 @@ def test_the_first_token_of_a_word_decides_its_tag() -> None:
     logits, gold = tag_choices([row], encoded, made, (labels, COLUMNS))
     assert logits.tolist() == [by_word[THE], by_word[KING], by_word[DOOR]]
     assert gold.argmax(1).tolist() == [0, 1, 2]
+
+
+def test_tags_that_mark_ends_are_compared_with_those_of_the_data() -> None:
+    labels = LabelSet(name="one", labels=("O", "B-X", "E-X"))
+    by_word = {THE: [1.0, 0.0, 0.0], KING: [0.0, 1.0, 0.0], DOOR: [0.0, 0.5, 1.0]}
+    row = TaggedSentence(("the", "king", "door"), ("O", "B-X", "I-X"), "at")
+    encoded = encode_sentences([row], TOKENIZER, LengthRule(9, truncate=False))
+    made = scorer("token_classification", by_word, of_tokens=True)
+    figures = measure_tags([row], encoded, made, (labels, COLUMNS))
+    assert set(figures.values()) == {1.0}

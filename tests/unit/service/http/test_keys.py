@@ -122,8 +122,8 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
         ("x = 1", "a key: "),
         (TABLE.format(name="one", digest=digest("k")) + "more = 1", "more"),
         (f'[one]\nsha256 = "{digest("k")}"\nscopes = []', "scopes"),
-        (f'[one]\nsha256 = "{digest("k")}"\nscopes = ["root"]', "scopes"),
-        (TABLE.format(name="one", digest=digest("k")) + "requests_per_minute = 0", "requests_per"),
+        (f'[one]\nsha256 = "{digest("k")}"\nscopes = ["root"]', "'admin', got 'root'$"),
+        (TABLE.format(name="one", digest=digest("k")) + "requests_per_minute = 0", "to 1, got 0$"),
     ],
 )
 def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, problem: str) -> None:

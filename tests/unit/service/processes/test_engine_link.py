@@ -224,23 +224,6 @@ def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
     on_loop(test)
 
 
-def test_requests_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert EngineLink._RESTART_S == 15
-    monkeypatch.setattr(EngineLink, "_RESTART_S", 0.01)
-
-    async def run() -> None:
-        engines = Engines()
-        engines.start()
-        future = engines.submit()
-        engines.links[0].lost()
-        with pytest.raises(EngineDead, match="the process of engine-0 ended"):
-            await asyncio.wrap_future(future)
-        with pytest.raises(EngineDead):
-            engines.submit()
-
-    asyncio.run(run())
-
-
 def test_kept_requests_have_a_limit() -> None:
     def test() -> None:
         engines = Engines()
@@ -304,7 +287,8 @@ def test_a_closed_queue_fails_what_is_pending() -> None:
         with pytest.raises(ShuttingDown):
             engines.submit(accepted=True)
         engines.links[0].lost()
-        assert not engines.links[0].keeps_requests
+        with pytest.raises(ShuttingDown):
+            engines.submit(accepted=True)
 
     asyncio.run(run())
 
@@ -479,31 +463,24 @@ def test_a_future_that_has_ended_keeps_its_end() -> None:
     assert future.cancelled()
 
 
-def test_time_for_the_next_process_counts_from_the_first_loss() -> None:
-    async def main() -> tuple[float, float]:
+def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
+    async def main() -> None:
         engines = Engines()
-        loop = asyncio.get_running_loop()
         engines.start()
-        future = engines.submit()
+        patient, hasty = engines.submit(3), engines.submit(4)
         engines.links[0].lost()
-        await asyncio.sleep(10)
-        engines.links[0].lost()
-        ends: list[float] = []
-        future.add_done_callback(lambda _: ends.append(loop.time()))
-        await asyncio.sleep(60)
-        assert isinstance(future.exception(0), EngineDead)
-        assert not engines.links[0].keeps_requests
-        engines.start()
-        later = engines.submit()
-        await asyncio.sleep(60)
-        assert not later.done(), "nothing gives up while an engine runs"
-        engines.links[0].lost()
-        begin = loop.time()
-        later.add_done_callback(lambda _: ends.append(loop.time() - begin))
-        await asyncio.sleep(60)
-        return ends[0], ends[1]
+        await asyncio.sleep(600)
+        assert not patient.done()
+        hasty.cancel()  # as `RequestWatch` does at the deadline
+        kept = engines.submit(5)
+        wire = engines.start()
+        assert [len(run.submission.encodings[0]) for run in wire.runs] == [3, 5]
+        for run in wire.runs:
+            engines.answer(0, run, RESULT)
+        assert patient.result(0)
+        assert kept.result(0)
 
-    assert run_leaping(main()) == (15.0, 15.0)
+    run_leaping(main())
 
 
 def test_an_engine_with_other_models_ends_no_wait() -> None:
@@ -514,8 +491,11 @@ def test_an_engine_with_other_models_ends_no_wait() -> None:
         engines.links[0].lost()
         engines.start(reference="bert@2")
         assert engines.links[0].keeps_requests
+        assert engines.queue.dead == "engine-0 serves other models than this front end"
         await asyncio.sleep(60)
-        error = future.exception(0)
-        assert str(error) == "the engine is dead: engine-0 serves other models than this front end"
+        assert not future.done()
+        wire = engines.start()
+        engines.answer(0, wire.runs[0], RESULT)
+        assert future.result(0)
 
     run_leaping(main())

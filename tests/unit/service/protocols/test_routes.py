@@ -703,7 +703,7 @@ def test_bytes_in_and_out(service: Service) -> None:
         ("tiny.embed", [tensor("text", "a")], {"parameters": {"x": 1}}, 400, "parameters.x: there is no such field"),
         ("tiny.embed", [sized("text", 1, 1)], {}, 400, "text has the binary_data_size 1; 0 bytes are left"),
         ("tiny.embed", [sized("text", -1, 1)], {}, 400, "text has the binary_data_size -1; 0 bytes are left"),
-        ("tiny.embed", [sized("text", "1", 1)], {}, 400, "text has a binary_data_size that is no whole number"),
+        ("tiny.embed", [sized("text", "1", 1)], {}, 400, "text has the binary_data_size '1', no whole number"),
         ("tiny.embed", [sized("text", 0, 1) | {"data": ["a"]}], {}, 400, "text has both data and binary_data_size"),
         ("tiny.embed", [tensor("text", "a")], {"id": "x" * 1025}, 400, "id: String should have at most 1024"),
         ("tiny.embed", [tensor("text", "a", shape=[1] * 9)], {}, 400, "inputs.0.shape: List should have at most 8"),

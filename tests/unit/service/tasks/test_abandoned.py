@@ -18,7 +18,7 @@ from tests.unit.service.tasks.model import CONTEXT, ids
 
 READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
 DECODING = DECODE.prepare(ids("the door"), DecodeParameters(), CONTEXT)
-QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)])
+QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)], np.arange(1))
 
 
 @pytest.mark.parametrize(

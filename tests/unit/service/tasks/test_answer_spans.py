@@ -8,13 +8,26 @@ import pytest
 
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks import answer_spans
-from cloze.service.tasks.answer_spans import QaAnswer, QaDetails, QaOptions, Question, SpanMemory
+from cloze.service.tasks.answer_spans import (
+    QaAnswer,
+    QaDetails,
+    QaOptions,
+    Question,
+    SpanMemory,
+    first_ends,
+)
+from cloze.service.tasks.texts import Bounds
 from cloze.service.tokenizer import Spans
+
+
+def asking(context: str, spans: Spans, context_start: int, windows: list[Bounds]) -> Question:
+    return Question(context, spans, context_start, windows, first_ends(context, spans))
+
 
 CONTEXT = "red doors open Red"
 SPANS = Spans([1, 2, 3, 4, 5], [(0, 3), (4, 8), (8, 9), (10, 14), (15, 18)], [0, 1, 1, 2, 3])
 OPTIONS = QaOptions(max_seq_len=12, max_answer_len=3, max_question_len=4)
-QUESTION = Question(CONTEXT, SPANS, 3, [(0, 5)])
+QUESTION = asking(CONTEXT, SPANS, 3, [(0, 5)])
 
 
 def window(*context: tuple[float, float], cls: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
@@ -85,7 +98,7 @@ def test_an_answer_ends_with_words_unless_asked_otherwise() -> None:
 
 
 def test_words_are_not_extended_beyond_their_window() -> None:
-    question = Question(CONTEXT, SPANS, 3, [(0, 2), (2, 5)])
+    question = asking(CONTEXT, SPANS, 3, [(0, 2), (2, 5)])
     first, second = window(LOW, (5.0, 5.0)), window(LOW, LOW, LOW)
     assert only(best_answers(question, [first, second], OPTIONS)).answer == "door"
     first, second = window(LOW, LOW), window((5.0, 5.0), LOW, LOW)
@@ -106,7 +119,7 @@ def test_spans_of_one_text_add_their_scores() -> None:
 
 
 def test_the_answers_are_the_best_of_all_windows() -> None:
-    question = Question(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
+    question = asking(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
     options = QaOptions(12, 1, 4, top_k=2)
     first = window((1.0, 1.0), LOW, LOW)
     second = window(LOW, (3.0, 3.0), LOW)
@@ -118,7 +131,7 @@ def test_the_answers_are_the_best_of_all_windows() -> None:
 
 def test_an_answer_of_several_windows_has_the_score_of_the_best() -> None:
     """The sum over both windows, which transformers gives, is 1.6 here."""
-    question = Question(CONTEXT, SPANS, 3, [(0, 4), (3, 5)])
+    question = asking(CONTEXT, SPANS, 3, [(0, 4), (3, 5)])
     low = window((-9.0, -9.0), LOW, LOW, (1.5, 1.5))  # "open", which the windows share
     high = window((2.5, 2.5), LOW)
     shares = [np.exp(n) / (np.exp(n) + 1 + 4 * np.exp(-9)) for n in (1.5, 2.5)]
@@ -140,7 +153,7 @@ def test_a_score_is_at_most_1() -> None:
 
 
 def test_no_answer_has_the_least_score_of_all_windows() -> None:
-    question = Question(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
+    question = asking(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
     options = QaOptions(12, 1, 4, top_k=3, handle_impossible_answer=True)
     sure = window((1.0, 1.0), LOW, LOW, cls=(9.0, 9.0))
     unsure = window(LOW, (1.0, 1.0), LOW, cls=(0.0, 1.0))
@@ -158,7 +171,7 @@ def test_no_answer_has_the_least_score_of_all_windows() -> None:
 
 
 def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
-    question = Question(CONTEXT, SPANS, 3, [(0, 3), (3, 5)])
+    question = asking(CONTEXT, SPANS, 3, [(0, 3), (3, 5)])
     options = QaOptions(12, 1, 4, top_k=1, details=True)
     doubtful = window((1.0, 1.0), LOW, LOW, cls=(2.0, 2.0))
     sure = window((3.0, 3.0), LOW)
@@ -175,7 +188,7 @@ def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
 
 
 def test_details_count_the_answers_above() -> None:
-    question = Question(CONTEXT, SPANS, 3, [(0, 1), (1, 3), (3, 4)])
+    question = asking(CONTEXT, SPANS, 3, [(0, 1), (1, 3), (3, 4)])
     options = QaOptions(12, 2, 4, top_k=1, details=True)
     logits = [window((1.0, 1.0)), window((2.0, -9.0), (-9.0, 2.0)), window((3.0, 3.0))]
     details = best_answers(question, logits, options)
@@ -201,7 +214,7 @@ def test_twelve_spans_of_a_window_are_extended_to_words_for_one_answer() -> None
     # 13 words of one text, each less likely than the one before it: the last is left out.
     words = 13
     places = [(2 * n, 2 * n + 1) for n in range(words)]
-    question = Question("a " * words, Spans([1] * words, places, list(range(words))), 1, [(0, 13)])
+    question = asking("a " * words, Spans([1] * words, places, list(range(words))), 1, [(0, 13)])
     rows = np.array([(-99, -99), *((-n / 4, -n / 4) for n in range(words))], np.float32)
     answer = only(best_answers(question, [rows], QaOptions(20, 1, 4)))
     shares = np.exp(-np.arange(words) / 4)
@@ -263,7 +276,7 @@ def test_only_the_answers_of_the_questions_before_are_kept() -> None:
 def test_the_spans_of_an_answer_are_counted() -> None:
     memory = SpanMemory()
     text = "a" * 10_000_000
-    question = Question(text, Spans([1], [(5_000_000, len(text))], [0]), 1, [(0, 1)])
+    question = asking(text, Spans([1], [(5_000_000, len(text))], [0]), 1, [(0, 1)])
     logits = [np.zeros((2, 2), np.float32)]
     for _ in range(2):
         best_answers(question, logits, OPTIONS, memory)  # 10 MB of spans, of which 5 stay
@@ -303,7 +316,7 @@ def test_spans_are_those_of_the_matrix_of_all_starts_and_ends(
         expected = [(-score, start, end) for score, start, end in best if score or best[0][0] == 0]
         if best[0][0] == 0:
             expected = expected[:1]
-        assert answer_spans._best_spans(scores, count, most) == expected
+        assert answer_spans._best_spans(scores, np.arange(tokens), count, most) == expected
 
 
 def test_scores_of_long_answers_need_no_matrix() -> None:
@@ -311,7 +324,50 @@ def test_scores_of_long_answers_need_no_matrix() -> None:
     scores = np.random.default_rng(0).random((8_000, 2)).astype(np.float32)
     for most in (15, 8_000):
         tracemalloc.start()
-        answer_spans._best_spans(scores, 12, most)
+        answer_spans._best_spans(scores, np.arange(8_000), 12, most)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 10_000_000
+
+
+BLANK = "red \t\t  doors"
+"""A context whose white space has tokens, as in byte-level BPE: some of no characters."""
+
+BLANK_SPANS = Spans([1, 2, 3, 4, 5], [(0, 3), (4, 5), (6, 6), (6, 8), (8, 13)], [0, 1, 1, 2, 3])
+
+
+@pytest.mark.parametrize("align", [True, False])
+@pytest.mark.parametrize("impossible", [True, False])
+def test_white_space_is_no_answer(align: bool, impossible: bool) -> None:
+    options = QaOptions(
+        12, 5, 4, top_k=50, align_to_words=align, handle_impossible_answer=impossible
+    )
+    question = asking(BLANK, BLANK_SPANS, 3, [(0, 5)])
+    high = (9.0, 9.0)
+    answers = best_answers(question, [window(LOW, high, high, high, LOW)], options)
+    assert isinstance(answers, list)
+    texts = [answer.answer for answer in answers]
+    assert texts.count("") == impossible
+    assert {"red", "doors", BLANK} < set(texts), "what white space is a part of"
+    assert all(text.strip() for text in texts if text)
+    best = replace(options, top_k=1, handle_impossible_answer=False)
+    assert only(best_answers(question, [window(LOW, high, high, high, LOW)], best)).answer.strip()
+
+
+def test_a_window_of_white_space_has_no_answer() -> None:
+    options = QaOptions(12, 5, 4, top_k=5, details=True)
+    question = asking(BLANK, BLANK_SPANS, 3, [(0, 1), (1, 4), (4, 5)])
+    logits = [window(LOW), window(LOW, LOW, LOW), window((5.0, 5.0))]
+    details = best_answers(question, logits, options)
+    assert isinstance(details, QaDetails)
+    assert [answer.answer for answer in details.answers] == ["doors", "red"]
+    assert [(at.start, at.end) for at in details.windows] == [(0, 3), (8, 13)]
+
+
+def test_a_span_of_white_space_is_no_answer_whatever_its_score() -> None:
+    """Also if the scores of all other spans are 0, and where rows are searched one at a time."""
+    never = (-1000.0, -1000.0)
+    question = asking(BLANK, BLANK_SPANS, 3, [(0, 5)])
+    logits = window(never, (0.0, 0.0), never, never, never, cls=never)
+    answer = only(best_answers(question, [logits], OPTIONS))
+    assert (answer.answer, answer.score) == ("red", 0)

@@ -1,0 +1,129 @@
+"""Entities of labels that mark their ends: BIOES, BILOU and their kin, and labels that do not."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.token_classification import as_iob2, tag_scheme
+from cloze.service.tasks.task import TaskContext
+from tests.unit.service.protocols.service import Service
+from tests.unit.service.tasks.model import context, decoded, prepared
+
+BIOES = ("O", "B-PER", "I-PER", "E-PER", "S-PER", "B-LOC", "I-LOC", "E-LOC", "S-LOC")
+BILOU = tuple(label.replace("E-", "L-").replace("S-", "U-") for label in BIOES)
+BMES = tuple(label.replace("I-", "M-") for label in BIOES)
+BMEWO = tuple(label.replace("S-", "W-") for label in BMES)
+BIO = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+
+CASES = {
+    "O S-PER S-PER O": ["PER b", "PER c"],
+    "B-PER E-PER B-PER E-PER": ["PER a b", "PER c d"],
+    "B-PER I-PER I-PER E-PER": ["PER a b c d"],
+    "B-PER E-PER S-PER S-LOC": ["PER a b", "PER c", "LOC d"],
+    "S-PER B-PER E-PER O": ["PER a", "PER b c"],
+    "B-LOC E-LOC I-LOC E-LOC": ["LOC a b", "LOC c d"],
+    # What fits nothing before it begins an entity.
+    "O E-PER E-PER O": ["PER b", "PER c"],
+    "I-PER E-PER O I-PER": ["PER a b", "PER d"],
+    "B-PER E-LOC E-PER O": ["PER a", "LOC b", "PER c"],
+    "S-PER I-PER E-PER O": ["PER a", "PER b c"],
+    "B-PER O E-PER O": ["PER a", "PER c"],
+    "B-PER S-PER I-PER O": ["PER a", "PER b", "PER c"],
+    "B-PER B-PER I-PER I-PER": ["PER a", "PER b c d"],
+}
+"""The labels of "a b c d" -> its entities."""
+
+
+def model(labels: tuple[str, ...]) -> TaskContext:
+    heads = {
+        "sequence_classification": {
+            "labels": labels,
+            "problem_type": "single_label_classification",
+        },
+        "token_classification": {"labels": labels},
+    }
+    return context(heads=heads)
+
+
+def outputs(labels: tuple[str, ...], tags: str) -> list[dict[str, Any]]:
+    rows = [labels.index(tag) for tag in ["O", *tags.split(), "O"]]
+    logits = np.eye(len(labels), dtype=np.float32)[rows] * 9
+    return [{"token_classification": ArrayResult(logits)}]
+
+
+def entities(labels: tuple[str, ...], tags: str, **parameters: Any) -> Any:
+    served = model(labels)
+    request = prepared("token-classification", "a b c d", served, **parameters)
+    [found] = decoded("token-classification", request, outputs(labels, tags), served)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["simple", "first", "average", "max"])
+@pytest.mark.parametrize("tags", CASES)
+def test_tags_that_mark_ends_are_joined(tags: str, strategy: str) -> None:
+    for labels in (BIOES, BILOU, BMES, BMEWO):
+        renamed = dict(zip(BIOES, labels, strict=True))
+        written = " ".join(renamed[tag] for tag in tags.split())
+        found = entities(labels, written, aggregation_strategy=strategy)
+        assert [f"{each.entity_group} {each.word}" for each in found] == CASES[tags]
+        assert all("a b c d"[each.start : each.end] == each.word for each in found)
+
+
+def test_tokens_keep_their_labels_without_a_strategy() -> None:
+    found = entities(BIOES, "B-PER E-PER S-LOC O", aggregation_strategy="none")
+    assert [each.entity for each in found] == ["B-PER", "E-PER", "S-LOC"]
+
+
+def test_names_are_redacted_one_by_one() -> None:
+    served = model(BIOES)
+    request = prepared("redact", "a b c d", served, labels=["PER"])
+    [result] = decoded("redact", request, outputs(BIOES, "B-PER E-PER S-PER S-LOC"), served)
+    assert result.text == "<PER_1> <PER_2> d"
+
+
+@pytest.mark.parametrize(
+    ("labels", "scheme"),
+    [
+        (BIOES, "BIOES"),
+        (BILOU, "BILOU"),
+        (BMES, "BMES"),
+        (BMEWO, "BMEWO"),
+        (("O", "B-PER", "S-PER"), "BIOES"),
+        (("O", "B-PER", "I-PER", "E-PER"), "BIOES"),
+        (("[PAD]", "X", *BIOES), "BIOES"),
+        (BIO, None),
+        (("O", "I-PER", "I-LOC"), None),
+        (("O", "PER", "LOC"), None),
+        (("O", "B-PER", "I-PER", "E-MAIL", "S-BAHN"), None),
+        (("O", "E-MAIL", "S-BAHN", "U-BAHN"), None),
+        (("O", "B-PER", "E-PER", "U-PER"), None),
+        (("O", "B-PER", "E-PER", "T-CELL"), None),
+        (("LABEL_0", "LABEL_1"), None),
+    ],
+)
+def test_a_scheme_is_found_in_the_labels(labels: tuple[str, ...], scheme: str | None) -> None:
+    assert tag_scheme(labels) == scheme
+    assert (as_iob2(labels, labels) == labels) == (scheme is None)
+
+
+def test_other_labels_are_joined_as_before() -> None:
+    labels = ("O", "B-PER", "I-PER", "E-MAIL", "S-BAHN")
+    found = entities(labels, "B-PER I-PER E-MAIL E-MAIL")
+    assert [(each.entity_group, each.word) for each in found] == [("PER", "a b"), ("MAIL", "c d")]
+    found = entities(BIO, "B-PER B-PER I-PER I-LOC")
+    assert [each.word for each in found] == ["a", "b c", "d"]
+
+
+def test_info_names_the_scheme(tmp_path: Any) -> None:
+    described = {
+        "name": "ends",
+        "tasks": ("token-classification",),
+        "embedding": None,
+        "heads": {"token_classification": {"labels": BILOU}},
+    }
+    with Service(tmp_path, [described, {}]) as service:
+        ends, other = service.get("/info").json()["models"]
+    assert ends["tag_scheme"] == "BILOU"
+    assert "tag_scheme" not in other

@@ -3,9 +3,12 @@
 #   docker build --tag cloze:cpu .                        serves on a CPU (the default target)
 #   docker build --tag cloze:gpu --target gpu .           serves on NVIDIA's GPUs
 #   docker build --tag cloze:export --target export .     exports and fetches models; has torch
+#
+# With --build-arg REVISION=$(git rev-parse HEAD), an image says which commit it is built from.
 
 # A tag, or a tag with a digest: PYTHON_IMAGE=python:3.11-slim@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim
+ARG REVISION=unknown
 
 # All stages share one base: a virtual environment refers to the interpreter that created it, so the
 # paths of both must not change. The GPU image has this base too: the CUDA libraries come from
@@ -42,6 +45,7 @@ ARG PIP_FIND_LINKS
 COPY requirements-image-cpu.lock ./
 RUN scripts/install-serving /opt/cloze cpu
 COPY --from=sources / ./
+ARG REVISION
 RUN scripts/install-serving /opt/cloze cpu
 
 FROM packages AS install-gpu
@@ -51,6 +55,7 @@ ARG PIP_FIND_LINKS
 COPY requirements-image-gpu.lock ./
 RUN scripts/install-serving /opt/cloze gpu
 COPY --from=sources / ./
+ARG REVISION
 RUN scripts/install-serving /opt/cloze gpu
 
 FROM packages AS install-export
@@ -61,12 +66,15 @@ COPY requirements-image-export.lock ./
 RUN scripts/install-serving /opt/cloze export
 COPY --from=sources / ./
 COPY export export
+ARG REVISION
 RUN scripts/install-serving /opt/cloze export
 
 
 # ---- runtime: what the images share
 FROM interpreter AS runtime
-LABEL org.opencontainers.image.title="cloze" org.opencontainers.image.licenses="Apache-2.0"
+ARG REVISION
+LABEL org.opencontainers.image.title="cloze" org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="${REVISION}"
 ENV PATH=/opt/cloze/bin:$PATH \
     CLOZE_MODEL_STORE=/bundles
 # A number, so that Kubernetes can verify that the user is not root. The user owns no files and

@@ -27,7 +27,7 @@ from cloze.fetch_command import fetch
 from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
-from cloze.model_store.installation import DISTRIBUTION, install_command
+from cloze.model_store.installation import build, install_command
 from cloze.model_store.manifest import (
     NAME_PATTERN,
     Precision,
@@ -66,8 +66,21 @@ def _end_at_once() -> None:
         os._exit(end.code or 0)
 
 
+def _print_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        click.echo(f"cloze, version {build()}")
+        context.exit()
+
+
 @click.group(context_settings=_CONTEXT)
-@click.version_option(package_name=DISTRIBUTION)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the version and the git revision, and exit.",
+)
 def cli() -> None:
     """Serve BERT and its kin: vectors, masks, labels, entities, answers and rankings.
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import click
 
-from cloze.model_store.installation import DISTRIBUTION, install_command
+from cloze.model_store.installation import build, install_command
 from cloze.model_store.processor import CPU_INFO, int8_advantage, int8_instructions
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
@@ -61,7 +61,7 @@ def doctor(model_store: Path, as_json: bool) -> None:
 
 def _findings(model_store: Path) -> Iterator[Finding]:
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("ok", "cloze", f"{version(DISTRIBUTION)}, Python {python}")
+    yield Finding("ok", "cloze", f"{build()}, Python {python}")
     yield from _processor()
     yield from _runtime()
     yield from _extras()

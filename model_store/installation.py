@@ -1,19 +1,63 @@
-"""How this package was installed, and the command that installs more of it."""
+"""How this package was installed, what it was built from, and the command that installs more."""
 
+import functools
 import json
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "cloze-server"
 """The name on a package index. The name ``cloze`` belongs to another project there."""
 
 
+class Build(NamedTuple):
+    """The version of this package, and the git revision that it was built from.
+
+    Attributes:
+        revision: the first 12 digits of the commit; "unknown" for a wheel, which has none.
+    """
+
+    version: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"{self.version}, revision {self.revision}"
+
+
+@functools.cache
+def build() -> Build:
+    """Return what this package was built from.
+
+    `scripts/install-serving` writes the revision into the local version: ``VERSION+gREVISION``.
+    pip records the commit of a package that it gets from git. For an editable installation, git
+    has the revision of the checkout.
+    """
+    version, _, local = distribution(DISTRIBUTION).version.partition("+")
+    commit = _recorded().get("vcs_info", {}).get("commit_id", "")[:12]
+    return Build(version, local.removeprefix("g") or commit or _checked_out() or "unknown")
+
+
+def _checked_out() -> str:
+    """Return the revision of the checkout that this file is in; "" if it is in none."""
+    git = Path(__file__).resolve().parents[1] / ".git"  # a file in a worktree
+    if not git.exists():
+        return ""
+    command = ("git", f"--git-dir={git}", "rev-parse", "--short=12", "HEAD")
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or not its user's checkout
+        return ""
+
+
 def install_command(*extras: str) -> str:
     """Return the command that adds extras to the installed package, from where it came from.
 
-    The origin is a checkout, a wheel, or a package index. Source: PEP 610, ``direct_url.json``.
+    The origin is a checkout, a wheel, or a package index.
     """
     wanted = f"[{','.join(extras)}]"
     origin = _origin()
@@ -28,12 +72,17 @@ def install_command(*extras: str) -> str:
 
 def _origin() -> Path | None:
     """Return the checkout or the wheel that the package was installed from, if it still exists."""
-    try:
-        recorded = distribution(DISTRIBUTION).read_text("direct_url.json")
-    except PackageNotFoundError:
-        return None
-    url = urlsplit(json.loads(recorded)["url"]) if recorded else None
-    if url is None or url.scheme != "file":
+    url = urlsplit(_recorded().get("url", ""))
+    if url.scheme != "file":
         return None
     path = Path(unquote(url.path))
     return path if path.exists() else None
+
+
+def _recorded() -> dict[str, Any]:
+    """Return what pip recorded of the package's origin: PEP 610, ``direct_url.json``."""
+    try:
+        recorded = distribution(DISTRIBUTION).read_text("direct_url.json")
+    except PackageNotFoundError:
+        return {}
+    return dict(json.loads(recorded)) if recorded else {}

@@ -33,7 +33,7 @@ from cloze.service.core import (
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Refusal, Starts
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.keys import Keys
+from cloze.service.http.keys import Keys, read_entries
 from cloze.service.http.memory_limit import MemoryLimit, Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.returns import Returns
@@ -100,7 +100,7 @@ def single_process(
     # An error of the operator is found before the models take their time.
     Certificate(settings.tls_certificate, settings.tls_key).check()
     if settings.keys_file is not None:
-        Keys(settings.keys_file)
+        read_entries(settings.keys_file)
     metrics = Metrics()
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
     on_batch = with_spans(metrics.observe_batch, tracing)

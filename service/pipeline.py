@@ -94,6 +94,10 @@ async def _at_once() -> None:
     """Return at once."""
 
 
+def _free_of_charge(_: int) -> None:
+    """Count no tokens."""
+
+
 class Completions:
     """Passes the ends of requests from worker threads to the event loop.
 
@@ -173,6 +177,7 @@ class Pipeline:
         terms: Submission,
         before_large: Callable[[], Awaitable[None]] = _at_once,
         expected_space: str | None = None,
+        charge: Callable[[int], None] = _free_of_charge,
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
@@ -181,7 +186,8 @@ class Pipeline:
 
         The terms are what the request submits, without its encodings. A request of many bytes (the
         size) is tokenized and decoded on a thread, and `before_large` runs before a large result is
-        decoded. A result with vectors is refused if they are not in the expected space.
+        decoded. A result with vectors is refused if they are not in the expected space. The tokens
+        of each round are charged before they wait for the engine.
 
         Raises:
             ServiceError: the request gets no result.
@@ -199,16 +205,18 @@ class Pipeline:
             self._check_space(prepared.vectors, expected_space)
         # A drain began later than the request, if it has begun.
         submission = terms._replace(encodings=prepared.encodings, accepted=True)
-        batch = await self._outputs(submission)
         tokens, last = submission.tokens, prepared
+        charge(tokens)
+        batch = await self._outputs(submission)
         while last.advance is not None:
             following = await run_on_thread(last.advance, batch.outputs, self.context)
             if following is None:
                 break
             last = following
             submission = submission._replace(encodings=last.encodings, later_round=True)
-            outputs, queue_s, inference_s = await self._outputs(submission)
             tokens += submission.tokens
+            charge(submission.tokens)
+            outputs, queue_s, inference_s = await self._outputs(submission)
             batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
         if expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, expected_space)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -409,9 +410,20 @@ def test_all_stages_share_one_interpreter() -> None:
 
 def test_the_base_image_is_an_argument_with_a_tag() -> None:
     assert STAGES["interpreter"] == [("FROM", "${PYTHON_IMAGE} AS interpreter")]
-    ((name, value),) = ARGUMENTS
-    assert (name, value.split("=")[0]) == ("ARG", "PYTHON_IMAGE")
-    assert re.fullmatch(r"python:\d+\.\d+-slim", value.split("=")[1])
+    arguments = dict(value.split("=") for name, value in ARGUMENTS if name == "ARG")
+    assert re.fullmatch(r"python:\d+\.\d+-slim", arguments["PYTHON_IMAGE"])
+
+
+def test_the_revision_is_an_argument_of_what_names_it() -> None:
+    """Not of the layer with the dependencies, which each commit would build again."""
+    assert ("ARG", "REVISION=unknown") in ARGUMENTS
+    for target in TARGETS:
+        stage = [name if name == "RUN" else value for name, value in STAGES[f"install-{target}"]]
+        assert stage[-2:] == ["REVISION", "RUN"]
+        assert stage.index("RUN") < stage.index("REVISION")
+    names = [value for name, value in STAGES["runtime"] if name in ("ARG", "LABEL")]
+    assert names[0] == "REVISION"
+    assert 'org.opencontainers.image.revision="${REVISION}"' in names[1]
 
 
 def test_the_default_target_serves_on_a_cpu() -> None:
@@ -474,6 +486,10 @@ def test_the_server_calls_nobody(tmp_path: Path, tiny_store: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+REVISION = "0123456789abcdef" * 2 + "01234567"
+
+
 def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
     """Do in a folder what the stage does in /src, with its absolute paths moved."""
     for name, value in STAGES[stage]:
@@ -497,7 +513,7 @@ def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
         elif name == "RUN":
             for old, new in moved.items():
                 words = [re.sub(rf"^{old}(?=/|$)", str(new), word) for word in words]
-            env = {**os.environ, "PYTHON": sys.executable}
+            env = {**os.environ, "PYTHON": sys.executable, "REVISION": REVISION}
             result = subprocess.run(
                 words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False
             )
@@ -521,8 +537,16 @@ def test_the_install_stage_makes_a_server_without_torch(tmp_path: Path, tiny_sto
     )
     assert result.stdout.strip() == "[]"
 
+    shown = subprocess.run([venv / "bin/cloze", "--version"], check=True, capture_output=True)
+    assert shown.stdout.decode() == f"cloze, version {VERSION}, revision {REVISION[:12]}\n"
+    components = json.loads((venv / "sbom.cdx.json").read_text())["components"]
+    (own,) = [each["version"] for each in components if each["name"] == "cloze-server"]
+    assert own == f"{VERSION}+g{REVISION[:12]}"
+
     with running_server(tiny_store, command=(str(venv / "bin/cloze"), "serve")) as server:
         assert httpx.get(f"{server.url}/readyz").status_code == 200
+        built = f'cloze_build_info{{revision="{REVISION[:12]}",version="{VERSION}"}} 1.0'
+        assert built in httpx.get(f"{server.url}/metrics").text.splitlines()
         vectors = (
             httpx.post(f"{server.url}/embed", json={"inputs": ["paris is a city", "france"]})
             .raise_for_status()

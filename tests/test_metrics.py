@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from cloze.model_store.installation import build
 from cloze.service.core import (
     BatchFill,
     DeadlineExceeded,
@@ -44,6 +45,7 @@ FAMILIES = {
     "cloze_queue_backlog_seconds": "gauge",
     "cloze_requests_in_flight": "gauge",
     "cloze_model_info": "gauge",
+    "cloze_build_info": "gauge",
     "cloze_request_duration_seconds": "histogram",
     "cloze_request_part_duration_seconds": "histogram",
     "cloze_batch_sequences": "histogram",
@@ -144,6 +146,7 @@ def test_numbers_are_what_happened(fresh: Server) -> None:
     assert {("model", "bert"), ("version", "1"), ("family", "bert")} <= next(
         labels for labels in infos if ("model", "bert") in labels
     )
+    assert value(after, "cloze_build_info", **build()._asdict()) == 1
     for part in ("tokenize", "queue", "inference"):
         assert grew("cloze_request_part_duration_seconds_count", part=part, **bert) == 2
     assert grew("cloze_tokens_total", **bert) == 4 + 4 + 160

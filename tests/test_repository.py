@@ -1,8 +1,10 @@
 """The files around the code repeat nothing and agree with the Makefile."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,23 @@ def test_the_version_is_written_down_once_per_distribution() -> None:
     ]
     files = ("packaging/client/pyproject.toml", "pyproject.toml")
     assert places == [f'{file}: version = "{VERSION}"' for file in files]
+
+
+@pytest.mark.parametrize("git", ["there", "missing"])
+def test_a_checkout_says_its_revision(git: str, tmp_path: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("the sources are no checkout")
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
+    revision = head[:12] if git == "there" else "unknown"
+    shown = subprocess.run(
+        [sys.executable, "-m", "cloze", "--version"],
+        env=os.environ if git == "there" else {**os.environ, "PATH": str(tmp_path)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == f"cloze, version {VERSION}, revision {revision}\n"
 
 
 def test_the_installed_version_is_the_project_s() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -56,9 +57,15 @@ def guarded(
 ) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys = {}
-    for name, scope in (("team", "inference"), ("scraper", "metrics"), ("slow", "inference")):
-        limit = ("--requests-per-minute", "3") if name == "slow" else ()
-        made = cloze("keys", "add", name, "--scope", scope, "--file", str(file), *limit)
+    options = {
+        "team": (),
+        "scraper": ("--scope", "metrics"),
+        "slow": ("--requests-per-minute", "3"),
+        "reader": ("--tokens-per-minute", "20"),
+        "gone": ("--expires", "2020-01-31"),
+    }
+    for name, words in options.items():
+        made = cloze("keys", "add", name, "--file", str(file), *words)
         assert made.returncode == 0, made.stderr
         keys[name] = made.stdout.strip()
     arguments = ("--keys-file", str(file), "--model", "bert", *request.param)
@@ -153,6 +160,60 @@ def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
     assert guarded.post("/embed", "team").status_code == 200
 
 
+def test_a_key_has_its_own_limit_of_tokens(guarded: Guarded) -> None:
+    """A request without a result costs nothing; tokens beyond the limit are owed."""
+    many = {"inputs": ["walk " * 20] * 20}
+    headers = {"authorization": f"Bearer {guarded.keys['reader']}", "x-request-timeout-ms": "1"}
+    late = httpx.post(f"{guarded.server.url}/embed", json=many, headers=headers)
+    assert late.status_code == 504, late.text
+    answered = guarded.post("/embed", "reader", many)
+    assert answered.status_code == 200, answered.text
+    tokens = int(answered.headers["x-compute-tokens"])
+    assert tokens > 400
+    wait_s = (tokens - 19) * 3  # at 20 per minute, until one is left
+    body = {"input": "walk", "model": "bert"}
+    for path, sent, shape in (("/embed", BODY, str), ("/v1/embeddings", body, dict)):
+        refused = guarded.post(path, "reader", sent)
+        assert refused.status_code == 429
+        assert "the key reader may send 20 tokens per minute" in refused.text
+        assert wait_s - 30 <= int(refused.headers["retry-after"]) <= wait_s
+        assert isinstance(refused.json()["error"], shape)
+    assert guarded.post("/embed", "team").status_code == 200
+
+
+def test_a_key_expires(guarded: Guarded) -> None:
+    for path, sent in (("/embed", BODY), ("/v1/embeddings", {"input": "walk", "model": "bert"})):
+        refused = guarded.post(path, "gone", sent)
+        assert refused.status_code == 401
+        assert "the key gone has expired at 2020-01-31 00:00:00+00:00" in refused.text
+    warned = "keys that expire within 14 days: gone (2020-01-31 00:00:00+00:00)\n"
+    assert any(line.endswith(warned) for line in guarded.server.log)
+    end = (datetime.now(UTC) + timedelta(seconds=4)).isoformat()
+    key = cloze("keys", "add", "brief", "--expires", end, "--file", str(guarded.file))
+    statuses: list[int] = []
+
+    def has_expired() -> bool:
+        answer = guarded.post("/embed", key.stdout.strip())
+        statuses.append(answer.status_code)
+        return "the key brief has expired" in answer.text
+
+    wait_until(has_expired)
+    assert 200 in statuses
+    assert cloze("keys", "remove", "brief", "--file", str(guarded.file)).returncode == 0
+
+
+def test_a_key_is_replaced_while_both_are_valid(guarded: Guarded) -> None:
+    file = ("--file", str(guarded.file))
+    old = cloze("keys", "add", "moving", *file).stdout.strip()
+    new = cloze("keys", "rotate", "moving", *file).stdout.strip()
+    wait_until(lambda: guarded.post("/embed", new).status_code == 200)
+    assert guarded.post("/embed", old).status_code == 200
+    assert cloze("keys", "remove", "moving", "--old", *file).returncode == 0
+    wait_until(lambda: guarded.post("/embed", old).status_code == 401)
+    assert guarded.post("/embed", new).status_code == 200
+    assert cloze("keys", "rotate", "nobody", *file).returncode == 1
+
+
 def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
     made = cloze("keys", "add", "new", "--file", str(guarded.file))
     key = made.stdout.strip()
@@ -182,7 +243,7 @@ def test_no_key_is_in_the_log(guarded: Guarded) -> None:
     ("text", "message"),
     [
         ("", "has no key"),
-        ("[a]\nsha256 = 'x'\nscopes = ['inference']", r"sha256: string should match pattern"),
+        ("[a]\nsha256 = 'x'\nscopes = ['inference']", r"sha256\.0: string should match pattern"),
         (
             f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['all']",
             r"scopes\.0: input should be 'inference'",

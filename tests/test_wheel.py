@@ -126,6 +126,11 @@ def test_the_wheel_is_what_runs(install: Install) -> None:
     assert Path(done.stdout.strip()).is_relative_to(install.target), done.stderr
 
 
+def test_a_wheel_has_a_version_and_no_revision(install: Install) -> None:
+    version = install.cloze("--version").stdout
+    assert re.fullmatch(r"cloze, version [\d.]+, revision unknown\n", version), version
+
+
 def test_its_bundles_are_listed_and_whole_and_nothing_is_written(install: Install) -> None:
     assert install.listed() == [f"{name}@1" for name in SHIPPED]
     verified = install.cloze("store", "verify").stdout.splitlines()

@@ -6,7 +6,11 @@ The file is TOML. Each table is a key:
     sha256 = "9f86d081884c7d65..."        # of the key; `cloze keys add` prints both
     scopes = ["inference"]                # of inference, metrics, admin
     requests_per_minute = 600             # optional
+    tokens_per_minute = 100000            # optional
+    expires = 2027-01-31T12:00:00Z        # optional
     models = ["stars", "topics@2"]        # optional: the served models that the key may use
+
+While a key is replaced, ``sha256`` is a list: the hashes of the old key and of the new one.
 
 A file without keys is refused, as a damaged one is, since it may be half written. The line
 `no_keys = true` says that nobody shall have a key.
@@ -16,11 +20,19 @@ import hashlib
 import hmac
 import logging
 import tomllib
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from cloze.model_store.error_lines import received
 from cloze.model_store.manifest import parse_reference
@@ -36,6 +48,9 @@ _NO_KEYS = "no_keys"
 
 _BEARER = b"bearer "
 
+_WARNED_BEFORE = timedelta(days=14)
+"""How long before a key expires the log warns of it, each time that the file is read."""
+
 
 class Permission(StrEnum):
     """What a key allows: a scope in the file of keys."""
@@ -50,48 +65,107 @@ def _model_name(name: str) -> str:
     return name
 
 
+def _moment(value: Any) -> datetime:
+    """Return a time of TOML, or a string with one; UTC if it names no other zone."""
+    moment = datetime.fromisoformat(str(value))
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
 class KeyEntry(BaseModel):
     """A key as the file describes it.
 
     Attributes:
+        sha256: the hashes of the keys of this name, each of which is valid.
+        expires: the time from which on the keys are refused; of a date, its first moment in UTC.
         models: NAME or NAME@VERSION of the models that exist for the key, adapters too; None: all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[
+        list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Field(min_length=1),
+    ]
     scopes: Annotated[list[Annotated[Permission, Field(strict=False)]], Field(min_length=1)]
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    expires: Annotated[datetime, BeforeValidator(_moment)] | None = None
     models: (
         Annotated[list[Annotated[str, AfterValidator(_model_name)]], Field(min_length=1)] | None
     ) = None
 
 
-class Key:
-    """A key of the file, with the requests that it may still send."""
+class Bucket:
+    """What a key may still send: a token bucket of a minute's size, full at first.
 
-    def __init__(self, name: str, entry: KeyEntry) -> None:
+    All times are of `time.monotonic`. For example, a bucket of 600 per minute gets 10 per second.
+    When a request takes 2000 of 600, 1400 are owed, and 1 is left after 140.1 s.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._filled: float | None = None
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until at least 1 is left; 0 if it is now."""
+        return max(0.0, (1 - self._fill(now)) * 60 / self.per_minute)
+
+    def take(self, number: int, now: float) -> None:
+        """Take more than is left, or less; a negative number gives back."""
+        self._left = self._fill(now) - number
+
+    def _fill(self, now: float) -> float:
+        seconds = 0.0 if self._filled is None else now - self._filled
+        self._left = min(self.per_minute, self._left + seconds * self.per_minute / 60)
+        self._filled = now
+        return self._left
+
+
+class Key:
+    """The keys of one name, with what they may still send together.
+
+    Args:
+        name: the name.
+        entry: the table of the file.
+        before: the key of this name in the file before; a limit that stays keeps its count.
+    """
+
+    def __init__(self, name: str, entry: KeyEntry, before: "Key | None" = None) -> None:
         self.name, self.entry = name, entry
-        self._allowed = float(entry.requests_per_minute or 0)
-        self._counted: float | None = None
+        self._buckets: dict[str, Bucket] = {}
+        limits = {"requests": entry.requests_per_minute, "tokens": entry.tokens_per_minute}
+        for unit, most in limits.items():
+            old = None if before is None else before._buckets.get(unit)
+            if most is not None:
+                same = old is not None and old.per_minute == most
+                self._buckets[unit] = old if old is not None and same else Bucket(most)
+
+    def expires_before(self, moment: datetime) -> bool:
+        """Return whether the key is expired at a time."""
+        return self.entry.expires is not None and self.entry.expires <= moment
 
     def count(self, now: float) -> None:
-        """Count a request at a `time.monotonic` time (token bucket of a minute's size).
+        """Count a request at a `time.monotonic` time; its tokens are taken by `take_tokens`.
 
         Raises:
-            Overloaded: the key has sent too many requests.
+            Overloaded: the key has sent too many requests or tokens.
         """
-        most = self.entry.requests_per_minute
-        if most is None:
+        if not self._buckets:
             return
-        seconds = 0.0 if self._counted is None else now - self._counted
-        self._allowed = min(most, self._allowed + seconds * most / 60)
-        self._counted = now
-        if self._allowed < 1:
-            wait_s = (1 - self._allowed) * 60 / most
-            message = f"the key {self.name} may send {most} requests per minute"
+        wait_s, unit = max((bucket.wait_s(now), unit) for unit, bucket in self._buckets.items())
+        if wait_s:
+            most = self._buckets[unit].per_minute
+            message = f"the key {self.name} may send {most} {unit} per minute"
             raise Overloaded(message, wait_s, Rejection.KEY_LIMIT)
-        self._allowed -= 1
+        if (requests := self._buckets.get("requests")) is not None:
+            requests.take(1, now)
+
+    def take_tokens(self, tokens: int, now: float) -> None:
+        """Take the tokens of a request that is tokenized; a negative number gives them back."""
+        if (bucket := self._buckets.get("tokens")) is not None:
+            bucket.take(tokens, now)
 
 
 class Keys:
@@ -118,21 +192,25 @@ class Keys:
         if authorization[: len(_BEARER)].lower() != _BEARER:
             return None
         digest = hashlib.sha256(authorization[len(_BEARER) :].strip()).hexdigest()
-        same = [key for key in self._keys if hmac.compare_digest(key.entry.sha256, digest)]
+        hashes = ((key, sha256) for key in self._keys for sha256 in key.entry.sha256)
+        same = [key for key, sha256 in hashes if hmac.compare_digest(sha256, digest)]
         return same[-1] if same else None
 
     def _read(self) -> None:
-        """Read the file; a key whose entry has not changed keeps its count of requests."""
-        keys = _read(self._path)
-        old = {key.name: key for key in self._keys}
-        self._keys = [
-            old[key.name] if key.name in old and old[key.name].entry == key.entry else key
-            for key in keys
+        """Read the file, and warn of keys that expire soon."""
+        before = {key.name: key for key in self._keys}
+        entries = read_entries(self._path)
+        self._keys = [Key(name, entry, before.get(name)) for name, entry in entries.items()]
+        soon = datetime.now(UTC) + _WARNED_BEFORE
+        expiring = [
+            f"{key.name} ({key.entry.expires})" for key in self._keys if key.expires_before(soon)
         ]
+        if expiring:
+            log.warning("keys that expire within 14 days: %s", ", ".join(expiring))
 
 
-def _read(path: Path) -> list[Key]:
-    """Return the keys of a file, or raise `StartupError`."""
+def read_entries(path: Path) -> dict[str, KeyEntry]:
+    """Return the keys of a file by name, or raise `StartupError`."""
     try:
         with path.open() as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -142,7 +220,7 @@ def _read(path: Path) -> list[Key]:
         has_none = tables.get(_NO_KEYS) is True
         if has_none:
             del tables[_NO_KEYS]
-        keys = [Key(name, KeyEntry.model_validate(table)) for name, table in tables.items()]
+        keys = {name: KeyEntry.model_validate(table) for name, table in tables.items()}
     except OSError as error:
         raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
     except ValidationError as error:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final
 
@@ -75,6 +76,7 @@ class RequestRecord:
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail.
         hold: the memory that its answer holds.
+        charged: tokens that were taken from the limit of its key.
     """
 
     method: str
@@ -99,6 +101,13 @@ class RequestRecord:
     error: str = ""
     rejection: Rejection | None = None
     hold: Hold | None = None
+    charged: int = 0
+
+    def charge(self, tokens: int) -> None:
+        """Take tokens from the limit of its key; a negative number gives them back."""
+        if self.key is not None:
+            self.charged += tokens
+            self.key.take_tokens(tokens, time.monotonic())
 
 
 class Callers:
@@ -244,7 +253,7 @@ class Access:
         """Raise unless a request may go on, and count it for its key.
 
         Raises:
-            ServiceError: the host, the key, its permission or its rate is wrong.
+            ServiceError: the host, the key, its permission or its rate is wrong, or it has expired.
         """
         for name, value in request.headers if self.hosts else ():
             if name != b"host" or is_accepted(value, self.hosts):
@@ -262,6 +271,8 @@ class Access:
         needed = next(fitting, Permission.INFERENCE)
         if key is None:
             raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
+        if key.expires_before(datetime.now(UTC)):
+            raise Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
         if needed not in key.entry.scopes:
             raise Forbidden(f"the key {key.name} lacks the scope {needed}")
         key.count(time.monotonic())

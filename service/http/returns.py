@@ -131,9 +131,10 @@ class Returns:
             self._last.clear()
         last = self._last.get(line, 0.0)
         at = now + max(room_s, _SHORTEST_TOLD_S)
-        if last > now:
-            at = max(at, last + each_s * self._processes)
-        at = min(at, now + _LONGEST_TOLD_S)
+        if line.reason is not Rejection.KEY_LIMIT:  # whose time is exact, and may be long
+            if last > now:
+                at = max(at, last + each_s * self._processes)
+            at = min(at, now + _LONGEST_TOLD_S)
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:

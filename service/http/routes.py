@@ -192,7 +192,12 @@ class Recorder:
             self.add(record, status or 500)
 
     def add(self, record: RequestRecord, status: int) -> None:
-        """Record a request that is answered with a status."""
+        """Record a request that is answered with a status.
+
+        A request without a result costs its key no tokens, as it adds none to the metrics.
+        """
+        if record.cost is None and record.charged:
+            record.charge(-record.charged)
         answered = AccessRecord(
             time.time(),
             record.identity.decode("ascii"),

@@ -30,6 +30,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from cloze.model_store.installation import build
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.graph_choice import memory_state
 from cloze.service.logs import AccessRecord
@@ -197,6 +198,7 @@ class Metrics(Collector):
 
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
         self._shared = shared
+        self._build = build()  # which may run git
         self.in_flight = 0
         self._last_reload_ok = True
         self.unready: Callable[[], object | None] = lambda: "the service has not begun"
@@ -325,6 +327,10 @@ class Metrics(Collector):
         """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
         ready = self.unready() is None
         yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
+        text = "1, with the version of the server and its git revision."
+        built = GaugeMetricFamily("cloze_build_info", text, labels=self._build._fields)
+        built.add_metric(self._build, 1)
+        yield built
         if infos := self.model_infos():
             names = tuple(infos[0].labels)
             info = GaugeMetricFamily(

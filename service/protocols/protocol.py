@@ -296,6 +296,7 @@ async def answer_task(
                 terms=watched.terms,
                 before_large=watched.begin_answer,
                 expected_space=space.decode("latin-1") if space is not None else None,
+                charge=watched.record.charge,
             )
         except RequestError as error:
             raise error.moved(route.place(error.at, body)) from None

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from cloze.model_store import Store, StoreError, installation, limits, store
 from cloze.model_store.error_lines import first_problem
-from cloze.model_store.installation import install_command
+from cloze.model_store.installation import build, install_command
 from cloze.model_store.manifest import parse_sealed, seal
 from tests.unit.model_store.test_adopt import staged
 
@@ -194,6 +194,28 @@ def test_a_package_that_is_not_installed_comes_from_the_index(
     monkeypatch.setattr(installation, "distribution", missing)
     assert install_command("gpu").endswith(" -m pip install 'cloze-server[gpu]'")
     assert installation.DISTRIBUTION == "cloze-server"
+
+
+@pytest.mark.parametrize(
+    ("version", "recorded", "revision"),
+    [
+        ("1.2+g0123456789ab", None, "0123456789ab"),
+        ("1.2", {"vcs_info": {"vcs": "git", "commit_id": "fedcba9876543210" * 2}}, "fedcba987654"),
+    ],
+)
+def test_the_revision_of_an_image_and_of_what_pip_got_from_git(
+    version: str,
+    recorded: dict[str, Any] | None,
+    revision: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Installed:
+        def read_text(self, _: str) -> str | None:
+            return recorded and json.dumps(recorded)
+
+    monkeypatch.setattr(Installed, "version", version, raising=False)
+    monkeypatch.setattr(installation, "distribution", lambda _: Installed())
+    assert build.__wrapped__() == ("1.2", revision)
 
 
 # ---- errors and limits -------------------------------------------------------------------------

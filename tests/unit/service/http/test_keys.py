@@ -1,6 +1,7 @@
 """Keys, clients, errors and paths of requests, without a server."""
 
 import hashlib
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,45 @@ def test_a_request_that_a_key_has_not_sent_makes_no_wait_longer() -> None:
     key.count(0.1)
 
 
+def test_tokens_are_taken_when_they_are_known_and_may_be_owed() -> None:
+    key = Key("team", KeyEntry(sha256=digest("k"), scopes=["inference"], tokens_per_minute=600))
+    for now in (0.0, 0.1):  # both are admitted before their tokens are known
+        key.count(now)
+    key.take_tokens(1000, 1.0)
+    key.take_tokens(1000, 1.0)
+    with pytest.raises(Overloaded, match="team may send 600 tokens per minute") as caught:
+        key.count(1.0)
+    assert caught.value.reason is core.Rejection.KEY_LIMIT
+    assert caught.value.retry_after_s == pytest.approx(140.1)
+    key.take_tokens(-1000, 2.0)  # one of them had no result
+    with pytest.raises(Overloaded) as again:
+        key.count(2.0)
+    assert again.value.retry_after_s == pytest.approx(39.1)
+    key.count(41.2)
+
+
+def test_an_idle_minute_before_the_tokens_are_known_saves_nothing_up() -> None:
+    key = Key("team", KeyEntry(sha256=digest("k"), scopes=["inference"], tokens_per_minute=60))
+    key.count(0.0)
+    key.take_tokens(60, 50.0)
+    with pytest.raises(Overloaded):
+        key.count(50.9)
+
+
+def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other() -> None:
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 60}
+    key = Key("team", KeyEntry(sha256=digest("k"), scopes=["inference"], **limits))
+    key.count(0.0)
+    key.take_tokens(69, 0.0)
+    for _ in range(5):
+        with pytest.raises(Overloaded, match="60 tokens per minute"):
+            key.count(0.0)
+    key.count(10.0)
+    with pytest.raises(Overloaded, match="2 requests per minute") as caught:
+        key.count(10.0)
+    assert caught.value.retry_after_s == pytest.approx(20)
+
+
 def test_a_key_without_a_limit_is_not_counted() -> None:
     assert sent(Key("team", entry(None)), 0.0) == 1000
 
@@ -124,6 +164,10 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
         (f'[one]\nsha256 = "{digest("k")}"\nscopes = []', "scopes"),
         (f'[one]\nsha256 = "{digest("k")}"\nscopes = ["root"]', "'admin', got 'root'$"),
         (TABLE.format(name="one", digest=digest("k")) + "requests_per_minute = 0", "to 1, got 0$"),
+        (TABLE.format(name="one", digest=digest("k")) + "tokens_per_minute = 0", "tokens_per"),
+        (TABLE.format(name="one", digest=digest("k")) + 'expires = "soon"', "expires: "),
+        (TABLE.format(name="one", digest=digest("k")) + "expires = 12:00:00", "expires: "),
+        ('[one]\nsha256 = []\nscopes = ["inference"]', "sha256"),
     ],
 )
 def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, problem: str) -> None:
@@ -132,6 +176,46 @@ def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, problem: str)
         Keys(tmp_path / "keys")
     with pytest.raises(StartupError, match="cannot be read: No such file"):
         Keys(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("written", "expires"),
+    [
+        ("2030-01-31", "2030-01-31T00:00:00+00:00"),
+        ('"2030-01-31"', "2030-01-31T00:00:00+00:00"),
+        ("2030-01-31T12:00:00", "2030-01-31T12:00:00+00:00"),
+        ("2030-01-31 12:00:00+02:00", "2030-01-31T10:00:00+00:00"),
+        ('"2030-01-31T12:00Z"', "2030-01-31T12:00:00+00:00"),
+    ],
+)
+def test_a_key_ends_at_its_time(tmp_path: Path, written: str, expires: str) -> None:
+    file, end = file_of(tmp_path / "keys", one="first"), datetime.fromisoformat(expires)
+    file.write_text(f"{file.read_text()}expires = {written}\n")
+    key = Keys(file).find(b"Bearer first")
+    assert key is not None
+    assert key.expires_before(end)
+    assert not key.expires_before(end - timedelta(seconds=1))
+
+
+def test_the_log_warns_of_keys_that_expire_within_two_weeks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = datetime.now(UTC).replace(microsecond=0)
+    days = {"past": -100, "soon": 13, "later": 15}
+    file = tmp_path / "keys"
+    file.write_text(
+        TABLE.format(name="ever", digest=digest("ever"))
+        + "".join(
+            f"{TABLE.format(name=name, digest=digest(name))}expires = {now + timedelta(number)}\n"
+            for name, number in days.items()
+        )
+    )
+    Keys(file)
+    (line,) = caplog.messages
+    assert line == (
+        "keys that expire within 14 days: "
+        f"past ({now - timedelta(100)}), soon ({now + timedelta(13)})"
+    )
 
 
 def test_a_file_of_keys_has_a_limit(tmp_path: Path) -> None:
@@ -149,16 +233,26 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
 ) -> None:
     caplog.set_level("INFO", "cloze")
     file = file_of(tmp_path / "keys", one="first", two="second")
+    limited = f'[slow]\nsha256 = "{digest("k")}"\nscopes = ["inference"]\ntokens_per_minute = 1\n'
+    file.write_text(file.read_text() + limited)
     keys = Keys(file)
-    one, two = keys.find(b"Bearer first"), keys.find(b"Bearer second")
+    two, slow = keys.find(b"Bearer second"), keys.find(b"Bearer k")
+    assert slow is not None
+    slow.take_tokens(1, 1.0)
     keys.file.look()
     assert caplog.messages == [], "it has not changed"
     file_of(file, one="first", two="other", three="third")
+    rotated = limited.replace(f'"{digest("k")}"', f'["{digest("k")}", "{digest("new")}"]')
+    file.write_text(file.read_text() + rotated)
     keys.file.look()
     keys.file.look()
     assert caplog.messages == ["read the keys again"]
     assert keys.find(b"Bearer third") is not None
-    assert keys.find(b"Bearer first") is one, "an unchanged key keeps its count"
+    for each in (b"Bearer k", b"Bearer new"):
+        again = keys.find(each)
+        assert again is not None
+        with pytest.raises(Overloaded, match="1 tokens per minute"):  # its limit has not changed
+            again.count(1.0)
     assert keys.find(b"Bearer second") is None
     assert keys.find(b"Bearer other") is not two
 

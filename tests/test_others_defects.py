@@ -5,7 +5,8 @@ or filling in `test_late_interaction`, and vectors of null for numbers that over
 `unit/service/engine/test_engine`.
 """
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,34 @@ def test_every_task_that_truncates_is_among_them() -> None:
         "v2",
         "cohere",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "vector"),
+    [
+        ("openai", lambda answer: answer["data"][0]["embedding"]),
+        ("cohere", lambda answer: answer["embeddings"]["float"][0]),
+    ],
+)
+def test_the_word_of_a_request_overrules_the_end_that_the_tokenizer_cuts(
+    name: str, vector: Callable[[Any], Any], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoints["bert"], tmp_path / "left")
+    (folder / "tokenizer_config.json").write_text('{"truncation_side": "left"}')
+    export(str(folder), "bert", Store(tmp_path / "store"), ExportOptions(tasks=("embed",)))
+    service = single_process(load_settings({"model_store": tmp_path / "store"}))
+    route, body, _ = TRUNCATING[name]
+    text = "walked" + " the" * 400 + " moon"
+    with TestClient(service, base_url="http://localhost") as client:
+        left, right, own = (
+            vector(client.post(route, json=with_text(body, text) | {"truncate": word}).json())
+            for word in ("START", "END", None)
+        )
+        asked = {"inputs": text, "truncation_direction": "right"}
+        [expected] = client.post("/embed", json=asked).json()
+    assert right == pytest.approx(expected, abs=2e-6)
+    assert own == pytest.approx(left, abs=2e-6), "a request that does not say"
+    assert right != pytest.approx(left, abs=1e-4)
 
 
 def test_the_last_tokens_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:

@@ -101,7 +101,8 @@ class CohereEmbedBody(WireModel):
     output_dimension: Count | None = Field(None, description="number of leading dimensions to keep")
     truncate: Truncate | None = Field(
         None,
-        description="NONE refuses a long text, START and END cut that end; the default is END",
+        description="NONE refuses a long text, START and END cut that end; "
+        "the default is the model's, usually END",
     )
     priority: int | None = Field(None, description="accepted and ignored")
 

@@ -62,7 +62,7 @@ class OpenAiEmbeddingsBody(WireModel):
     truncate: Truncate | bool | None = Field(
         None,
         description="NONE refuses a long text, START and END cut that end, as in NVIDIA's API; "
-        "Jina's clients send false or true; the default is END",
+        "Jina's clients send false or true; the default is the model's, usually END",
     )
     truncation: bool | None = Field(
         None, description="Voyage's field: false refuses a long text; the default is true"

@@ -110,10 +110,18 @@ class TruncationParameters(WireModel):
 
 
 def truncation_of(word: Truncate | None) -> dict[str, Any]:
-    """Return the parameters of truncation that a word of other clients stands for."""
-    if word == "NONE":
-        return {"truncate": False}
-    return {"truncation_direction": "left"} if word == "START" else {}
+    """Return the parameters of truncation that a word of other clients stands for.
+
+    Without a word, the model's tokenizer decides which end is cut.
+    """
+    match word:
+        case "NONE":
+            return {"truncate": False}
+        case "START":
+            return {"truncation_direction": "left"}
+        case "END":
+            return {"truncation_direction": "right"}
+    return {}
 
 
 class TextParameters(TruncationParameters, UsageParameters):

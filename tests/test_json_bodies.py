@@ -1,109 +1,43 @@
-"""JSON bodies in pieces: the values and refusals of a parser that reads them whole."""
+"""Large JSON bodies: their limits, and their errors."""
 
-import tracemalloc
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cloze.service.core import MalformedRequest, RequestTooLarge
-from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits, load
+from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS
 
 NO_LIMITS = BodyLimits(10**9, 10**9, 10**9)
 
-NAMES = st.sampled_from(["", "a", "b", '"', "\\", "[", "},", "\u00e9"])
-"""Few names, so that some objects have one twice."""
-
-SCALARS = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(-1e9, 1e9) | NAMES
-)
-
-JSON = st.recursive(
-    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner), max_leaves=30
-)
-
-DAMAGE = st.lists(
-    st.tuples(st.floats(0, 1), st.sampled_from(list(b'[]{},:"\\ 01.en')), st.booleans()), max_size=2
-)
-
-
-def damaged(data: bytes, damage: list[tuple[float, int, bool]]) -> bytes:
-    for place, byte, replaces in damage:
-        index = int(place * (len(data) - 1))
-        data = data[:index] + bytes([byte]) + data[index + replaces :]
-    return data
-
-
-@given(value=JSON, spaced=st.booleans(), damage=DAMAGE, size=st.sampled_from([2, 3, 7, 20]))
-@settings(max_examples=1500, deadline=None)
-def test_pieces_have_the_value_of_the_whole(
-    value: Any, spaced: bool, damage: list[tuple[float, int, bool]], size: int
-) -> None:
-    data = orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaced else 0)
-    data = damaged(data.replace(b'"b"', b'"a"'), damage)
-    try:
-        expected = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        with pytest.raises(MalformedRequest):
-            load(data, NO_LIMITS, size)
-    else:
-        assert load(data, NO_LIMITS, size) == expected
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b'{"a": [1, 2], "a": 3, "": [4]}',
-        b'{"a": 1, "b": 2, "a": [1, 2, {"a": [3, 4], "a": 5}], "c": {}}',
-        rb'["\\", "\"", "\\\"", "a\\", "\u005b,"]',
-        b"[[], {}, [[]], [{}], 1]",
-    ],
-)
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
-def test_corners(data: bytes, size: int) -> None:
-    assert load(data, NO_LIMITS, size) == orjson.loads(data)
-
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"ids":[1e-' + b"0" * 200_000 + b"1]}", "a number has over 1024 characters"),
-        (b"[" + b"1," * 40_000 + b"1]", None),
-        (b"[" + b"1," * 40_000 + b"]", "byte 80"),
-        (b"[" + b"1," * 40_000 + b",1]", "byte 80"),
+        (b"[" + b"1," * 40_000 + b"]", "byte 80002"),
         (b"[" + b"1," * 40_000 + b"1", "unexpected end of data"),
-        (b"[" + b"1," * 40_000 + b"1}", "unexpected bracket at byte 80002"),
-        (b"[1]," + b" " * 80_000 + b"[1]", "several values"),
-        (b"[1]" + b" " * 80_000 + b".5", "not JSON"),
         (b" " * 80_000, "the body is empty"),
+        (b"[" * 100_000, "depth limit exceeded at byte 1025"),
+        (b"]" * 1_000_000, "expected a JSON value at byte 0"),
     ],
 )
-def test_errors_of_large_bodies(data: bytes, message: str | None) -> None:
-    if message is None:
-        assert load(data, NO_LIMITS) == [1] * 40_001
-        return
+def test_errors_of_large_bodies(data: bytes, message: str) -> None:
     with pytest.raises(MalformedRequest, match=message):
         load(data, NO_LIMITS)
 
 
-@pytest.mark.parametrize("data", [b"]" * 1_000_000, b"[1" + b"}" * 1_000_000])
-def test_brackets_that_never_begin_end_the_body_at_once(data: bytes) -> None:
-    tracemalloc.start()
-    with pytest.raises(MalformedRequest, match="more brackets end than begin"):
-        load(data, NO_LIMITS)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1_000_000, "the places of a million brackets would be 36 MB"
-
-
-def test_a_text_may_hold_any_number() -> None:
-    data = b'["' + b"1" * 200_000 + b'"]'
-    assert load(data, NO_LIMITS) == orjson.loads(data)
+def test_no_number_takes_the_parser_long() -> None:
+    """A number is parsed in one call, which keeps the interpreter; 8 MB take 0.03 s."""
+    begun = time.thread_time()
+    value = load(b"[0." + b"1" * 8_000_000 + b"]", NO_LIMITS)
+    assert value == [pytest.approx(1 / 9)]
+    with pytest.raises(MalformedRequest, match="number is infinity"):
+        load(b"[" + b"1" * 8_000_000 + b"]", NO_LIMITS)
+    assert time.thread_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'""', b'{"a":1}', b"[[]]"])
@@ -124,10 +58,10 @@ def test_the_limit_of_values_admits_every_token_of_a_request() -> None:
 
 
 @pytest.mark.parametrize("texts", [1, 2048, 100_000])
-def test_the_limits_admit_every_body_of_one_piece(texts: int) -> None:
+def test_the_limits_admit_every_short_body(texts: int) -> None:
     limits = BodyLimits.of_requests(8_000_000, texts, 1)
-    assert limits.max_parts >= PIECE_BYTES // 2
-    assert limits.max_values >= PIECE_BYTES // 2
+    assert limits.max_parts >= SHORT_BYTES // 2
+    assert limits.max_values >= SHORT_BYTES // 2
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -1,12 +1,10 @@
-"""Parses JSON bodies within limits, and in pieces, so that no body holds up the other threads.
+"""Parses JSON bodies within limits.
 
 A parser in C holds Python's global interpreter lock until it returns, so all other threads, the
-event loop included, wait meanwhile. A large body is therefore divided at commas, and the parser
-gets one piece after another. A scan in front of the parser counts what the body would become.
+event loop included, wait meanwhile. So a scan in front of the parser counts what a large body would
+become, and refuses too many values.
 """
 
-import re
-import secrets
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,17 +22,9 @@ from cloze.service.core import InvalidRequest, Location, MalformedRequest, Reque
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
-PIECE_BYTES = 65_536
-"""Bytes of a piece. Shorter bodies are parsed at once, and stay below all limits."""
+SHORT_BYTES = 65_536
+"""Most bytes of a body that is parsed on the event loop; it stays below all limits of values."""
 
-_MAX_DEPTH = 1024
-"""Most lists and objects inside each other: the limit of orjson."""
-
-_MAX_NUMBER = 1024
-"""Most characters of a number in a piece that has no comma; the parser takes a number at once."""
-
-_LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % (_MAX_NUMBER + 1))
-_BRACKET = re.compile(rb"[][{}]")
 _NOT_JSON = "the body is not JSON"
 _NOT_UTF8 = "the body is not UTF-8"
 _AS_UTF8 = "send JSON as UTF-8"
@@ -77,13 +67,13 @@ class BodyLimits:
 
         A text may be one of several in an object, and each token may be a number.
         """
-        max_parts = max(16 * max_texts, PIECE_BYTES // 2)
+        max_parts = max(16 * max_texts, SHORT_BYTES // 2)
         return cls(max_bytes, max_parts, max_tokens + max_parts)
 
 
 async def run_anywhere(size: int, function: Callable[..., T], *arguments: object) -> T:
     """Return the result of a function; it runs on a thread if the body has many bytes."""
-    if size <= PIECE_BYTES:
+    if size <= SHORT_BYTES:
         return function(*arguments)
     return await run_on_thread(function, *arguments)
 
@@ -184,13 +174,13 @@ def _find(problem: Any, value: Any) -> tuple[list[str | int], Any]:
     return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place, value
 
 
-def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any:
+def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:
     """Return the value of a JSON body. A byte order mark of UTF-8 before it is ignored.
 
     Args:
         data: the body.
-        limits: the limits of bodies above ``piece_bytes``.
-        piece_bytes: at least 2.
+        limits: the limits of bodies above ``chunk_bytes``.
+        chunk_bytes: how much is scanned at once; at least 2.
 
     Raises:
         MalformedRequest: the body is not JSON.
@@ -203,29 +193,23 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
         raise MalformedRequest(f"{_NOT_UTF8}: it begins as UTF-16 or UTF-32, at byte 0; {_AS_UTF8}")
     if not data.strip():
         raise MalformedRequest("the body is empty; send a JSON object")
-    if len(data) > piece_bytes:
-        return _load_pieces(data, limits, piece_bytes)
+    if len(data) > chunk_bytes:
+        _check_counts(data, limits, chunk_bytes)
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise _malformed(error, data, 0) from None
+        raise _malformed(error, data) from None
 
 
-def _malformed(
-    error: orjson.JSONDecodeError, text: bytes, start: int, before: bytes = b""
-) -> MalformedRequest:
-    """Return the error of a part of the body, which begins at the byte ``start``.
-
-    The parser got ``before`` in front of the part.
-    """
+def _malformed(error: orjson.JSONDecodeError, data: bytes) -> MalformedRequest:
     try:
-        text.decode()
+        data.decode()
     except UnicodeDecodeError as wrong:
-        byte, place = text[wrong.start], start + wrong.start
+        byte, place = data[wrong.start], wrong.start
         return MalformedRequest(f"{_NOT_UTF8}: byte {place} is 0x{byte:02x} (Latin-1?); {_AS_UTF8}")
     surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
     hint = surrogate if "surrogate" in error.msg else ""
-    place = start - len(before) + len(error.doc[: error.pos].encode())
+    place = len(error.doc[: error.pos].encode())
     problem = error.msg.partition(": line")[0]
     return MalformedRequest(f"{_NOT_JSON}: {problem} at byte {place}{hint}")
 
@@ -233,51 +217,25 @@ def _malformed(
 # ---- large bodies --------------------------------------------------------------------------------
 
 
-def _load_pieces(data: bytes, limits: BodyLimits, piece_bytes: int) -> Any:
-    document = _Document()
-    start = 0
-    for masked in _masked_pieces(data, limits, piece_bytes):
-        check_awaited()
-        document.read(data[start : start + len(masked)], masked, start)
-        start += len(masked)
-    return document.value()
-
-
-def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes]:
-    """Yield the pieces of JSON with ``_`` for each byte inside a string; each ends before a comma.
-
-    Raises:
-        RequestTooLarge: the body has too many values.
-    """
-    piece = bytearray()
-    scanned = quotes = brackets = closing = commas = 0
+def _check_counts(data: bytes, limits: BodyLimits, chunk_bytes: int) -> None:
+    """Raise `RequestTooLarge` if a body has too many values; it need not be JSON."""
+    scanned = quotes = brackets = commas = 0
     while scanned < len(data):
-        masked = _mask(data[scanned : scanned + size], in_string=quotes % 2 == 1)
-        quotes += masked.count(b'"')
-        brackets += masked.count(b"[") + masked.count(b"{")
-        closing += masked.count(b"]") + masked.count(b"}")
-        commas += masked.count(b",")
-        if closing > brackets + _MAX_DEPTH:  # fewer are an error of the document, with its place
-            raise MalformedRequest(f"{_NOT_JSON}: more brackets end than begin")
+        check_awaited()
+        chunk = _without_strings(data[scanned : scanned + chunk_bytes], in_string=quotes % 2 == 1)
+        scanned += len(chunk)
+        quotes += chunk.count(b'"')
+        brackets += chunk.count(b"[") + chunk.count(b"{")
+        commas += chunk.count(b",")
         if brackets + quotes // 2 > limits.max_parts:
             raise RequestTooLarge(
                 f"the body has over {limits.max_parts} texts, lists and objects, the limit"
             )
         if commas + brackets > limits.max_values:
             raise RequestTooLarge(f"the body has over {limits.max_values} values, the limit")
-        scanned += len(masked)
-        cut = len(piece) + masked.rfind(b",")
-        has_comma = cut >= len(piece)
-        if not has_comma and _LONG_NUMBER.search(masked):
-            raise MalformedRequest(f"{_NOT_JSON}: a number has over {_MAX_NUMBER} characters")
-        piece += masked
-        if has_comma:
-            yield bytes(piece[:cut])
-            del piece[:cut]
-    yield bytes(piece)
 
 
-def _mask(chunk: bytes, *, in_string: bool) -> bytes:
+def _without_strings(chunk: bytes, *, in_string: bool) -> bytes:
     """Return JSON, which may begin in a string, with ``_`` for each byte inside a string.
 
     The result lacks the last byte if that is a backslash, whose character is in the next chunk.
@@ -289,100 +247,3 @@ def _mask(chunk: bytes, *, in_string: bool) -> bytes:
     for index in range(not in_string, len(parts), 2):
         parts[index] = b"_" * len(parts[index])
     return b'"'.join(parts)
-
-
-class _Document:
-    """A JSON document that is read in pieces. Errors are `MalformedRequest`.
-
-    A list or an object that is not within one piece is *open*: its elements are parsed in several
-    parts. In each part, a placeholder stands for an open child, and for what the parts before had.
-    """
-
-    def __init__(self) -> None:
-        self._root: list[Any] = []
-        self._open: list[Any] = [self._root]
-        self._is_empty = True  # the innermost open list or object
-        self._name = secrets.token_hex(8)  # no client can guess it
-
-    def value(self) -> Any:
-        """Return the value of the document, all of which has been read."""
-        if len(self._open) > 1:
-            raise MalformedRequest(f"{_NOT_JSON}: unexpected end of data")
-        if len(self._root) != 1:
-            raise MalformedRequest(f"{_NOT_JSON}: it has several values")
-        return self._root[0]
-
-    def read(self, piece: bytes, masked: bytes, start: int) -> None:
-        """Read the next piece; it begins at the byte ``start``, and ``masked`` has no strings."""
-        first = 0
-        for place in _unmatched_brackets(masked):
-            text, is_list = piece[first:place], masked[place] in b"[]"
-            if masked[place] in b"[{":
-                self._begin(text, start + first, is_list=is_list)
-            else:
-                self._end(text, start + first, is_list=is_list)
-            first = place + 1
-        if self._is_empty and not piece[first:].strip():
-            raise MalformedRequest(f"{_NOT_JSON}: expected a value at byte {start + len(piece)}")
-        self._add(piece[first:], start + first)
-
-    def _begin(self, text: bytes, start: int, *, is_list: bool) -> None:
-        """Add the elements before an open list or object, and then that."""
-        if len(self._open) > _MAX_DEPTH:
-            raise MalformedRequest(f"{_NOT_JSON}: depth limit exceeded at byte {start}")
-        child: Any = [] if is_list else {}
-        self._add(text, start, child)
-        self._open.append(child)
-        self._is_empty = True
-
-    def _end(self, text: bytes, start: int, *, is_list: bool) -> None:
-        """Add the last elements of the innermost open list or object."""
-        if len(self._open) == 1 or isinstance(self._open[-1], list) is not is_list:
-            raise MalformedRequest(f"{_NOT_JSON}: unexpected bracket at byte {start + len(text)}")
-        if not self._is_empty or text.strip():
-            self._add(text, start)
-        self._open.pop()
-        self._is_empty = False
-
-    def _add(self, text: bytes, start: int, child: Any = None) -> None:
-        """Add elements, and a child that follows them, to the innermost open list or object."""
-        parent, name = self._open[-1], self._name
-        if isinstance(parent, list):
-            before = b"[" if self._is_empty else b"[null"
-            after = b"]" if child is None else b"null]"
-            elements = self._parsed(before, text, after, start)
-            parent += elements if self._is_empty else elements[1:]
-            if child is not None:
-                parent[-1] = child
-        else:
-            quoted = b'"%s"' % name.encode()
-            before = b"{" if self._is_empty else b"{%s:null" % quoted
-            after = b"}" if child is None else quoted + b"}"
-            members = self._parsed(before, text, after, start)
-            members.pop(name, None)
-            if child is not None:
-                members[next(key for key in members if members[key] == name)] = child
-            parent |= members
-        self._is_empty = False
-
-    @staticmethod
-    def _parsed(before: bytes, text: bytes, after: bytes, start: int) -> Any:
-        try:
-            return orjson.loads(before + text + after)
-        except orjson.JSONDecodeError as error:
-            raise _malformed(error, text, start, before) from None
-
-
-def _unmatched_brackets(masked: bytes) -> list[int]:
-    """Return the places of the brackets in a piece whose other bracket is in another piece."""
-    openers: list[int] = []
-    closers: list[int] = []
-    for found in _BRACKET.finditer(masked):
-        place = found.start()
-        if masked[place] in b"[{":
-            openers.append(place)
-        elif openers:
-            openers.pop()
-        else:
-            closers.append(place)
-    return closers + openers

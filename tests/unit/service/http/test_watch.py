@@ -28,7 +28,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
 from cloze.service.http.json_bodies import (
-    PIECE_BYTES,
+    SHORT_BYTES,
     BodyLimits,
     parse,
     run_anywhere,
@@ -544,11 +544,11 @@ def test_members_of_gzip_data() -> None:
 def test_small_bodies_run_on_the_loop_and_large_ones_on_threads() -> None:
     async def run() -> None:
         own = threading.get_ident()
-        assert PIECE_BYTES == 65_536
-        assert await run_anywhere(PIECE_BYTES, threading.get_ident) == own
-        assert await run_anywhere(PIECE_BYTES + 1, threading.get_ident) != own
+        assert SHORT_BYTES == 65_536
+        assert await run_anywhere(SHORT_BYTES, threading.get_ident) == own
+        assert await run_anywhere(SHORT_BYTES + 1, threading.get_ident) != own
         assert await run_anywhere(1, max, 3, 4) == 4
-        assert await run_anywhere(PIECE_BYTES + 1, max, 3, 4) == 4
+        assert await run_anywhere(SHORT_BYTES + 1, max, 3, 4) == 4
 
     on_threads(run())
 

@@ -492,7 +492,7 @@ def test_4_requests_wait_for_the_next_engine_process_until_their_deadlines(
         for limit_ms, answer in zip(limits, [future.result() for future in hasty], strict=True):
             assert answer.status_code == 504
             assert f"limit of {limit_ms} ms" in answer.json()["error"]
-            assert 0 <= answer.elapsed.total_seconds() - limit_ms / 1000 < 5
+            assert 0 <= answer.elapsed.total_seconds() - limit_ms / 1000 < 10
         assert time.monotonic() - began > 17
         assert not any(future.done() for future in (running, *patient))
         assert httpx.get(f"{server.url}/readyz").status_code == 503

@@ -45,6 +45,7 @@ def running_server(
     *arguments: str,
     command: tuple[str, ...] = (),
     cwd: Path | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
     **environment: str,
 ) -> Iterator[Server]:
     """Run ``cloze serve`` on a free port, and end it if it still runs; without a store it serves
@@ -74,12 +75,12 @@ def running_server(
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert listening.wait(START_TIMEOUT_S), "the server did not start"
+        assert listening.wait(start_timeout_s), "the server did not start"
         found = re.search(r'listening on (https?://[^\s"]+)', "".join(log))
         assert found, "".join(log)
         url, admin = found[1].replace("0.0.0.0", "127.0.0.1"), env.get("CLOZE_ADMIN_SOCKET", "")
         server = Server(url, process, log, admin)
-        wait_until_ready(server)
+        wait_until_ready(server, start_timeout_s)
         yield server
     finally:
         if process.poll() is None:
@@ -111,8 +112,8 @@ def failed_start(
     return done.stderr
 
 
-def wait_until_ready(server: Server) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def wait_until_ready(server: Server, longest_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + longest_s
     while time.monotonic() < deadline:
         try:
             if httpx.get(f"{server.url}/readyz", verify=False).status_code == 200:

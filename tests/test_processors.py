@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -20,11 +21,8 @@ import httpx
 import numpy as np
 import onnx
 import pytest
-from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
-from cloze.export.publish import ExportOptions, export
-from cloze.model_store import Store
 from cloze.model_store.manifest import Precision, Weights
 from tests import tiny
 from tests.adapter_folders import Recipe, write
@@ -40,8 +38,14 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-ARM64_ROOT = ROOT.parent / "shared" / "tools" / "arm64-root"
-"""A program that makes a folder of Debian for aarch64; it may lie beside the checkout."""
+START_TIMEOUT_S = 300.0
+"""An emulated server starts in about 20 s of one core."""
+
+ARM64_ROOT = os.environ.get("CLOZE_TEST_ARM64_ROOT")
+"""A program that makes a Debian for aarch64 of the folder in its argument, which QEMU runs.
+
+With ``--close`` before the folder, the program unmounts what it mounted there.
+"""
 
 PRETENDED = 'mount --bind "$0" "$1" && shift && exec "$@"'
 """Lets a command read another file in the place of a file."""
@@ -64,6 +68,14 @@ for name, checkpoint, tasks, weights, adapters in json.loads(sys.argv[2]):
 TIED = ("fill-mask", "sparse", "embed")
 """Tasks of which two multiply with the word embeddings."""
 
+FAMILIES = ("mpnet", "deberta-v2", "modernbert", "albert", "mobilebert")
+"""With BERT, one family of each kind of attention, and one whose layers share their weights."""
+
+SHORT = {"max_position_embeddings": 20}
+"""An export masks each token of its sentences, as far as the model reads them."""
+
+NARROW = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+
 
 @dataclass(frozen=True)
 class Processor:
@@ -85,18 +97,20 @@ ARM64 = (
 )
 
 
+Case = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
+"""The name, checkpoint, tasks, weights and adapted layers of an export, as `EXPORT` reads them."""
+
+
 @dataclass(frozen=True)
 class Models:
     """Bundles of a store, the checkpoints that they were made from, and an adapter.
 
     Attributes:
-        cases: the arguments of each export, as `EXPORT` reads them.
-        masks: the mask token of each model that fills masks.
+        cases: the arguments of each export.
     """
 
     folder: Path
-    cases: list[tuple[str, str, tuple[str, ...], str, tuple[str, ...]]]
-    masks: dict[str, str]
+    cases: list[Case]
 
     @property
     def store(self) -> Path:
@@ -107,34 +121,25 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Models:
     """One model of each kind of attention, and all graphs in which products share weights."""
     folder = tmp_path_factory.mktemp("models")
-    checkpoints = folder / "checkpoints"
-    bert = tiny.save_checkpoint(checkpoints / "bert", "bert")
-    for family in ("mpnet", "deberta-v2", "modernbert", "albert"):
-        save(family, "masked_lm", checkpoints / family)
-    cases = [
+    bert = tiny.save_checkpoint(folder / "bert", "bert", **SHORT, **NARROW)
+    cases: list[Case] = [
         ("bert-int8", str(bert), TIED, Weights.INT8.value, ()),
         ("base", str(bert), TIED, Weights.FP32.value, ("all-linear",)),
-        ("albert", str(checkpoints / "albert"), ("embed",), Weights.FP32.value, ()),
-        *(
-            (family, str(checkpoints / family), TIED, Weights.FP32.value, ())
-            for family in ("mpnet", "deberta-v2", "modernbert")
-        ),
     ]
-    masks = dict.fromkeys(("bert-int8", "base"), "[MASK]")
-    for name, checkpoint, tasks, weights, adapters in cases:
-        options = ExportOptions(
-            tasks=tasks,
-            precisions=(Precision.INT8,),
-            weights=Weights(weights),
-            adapters=adapters,
-        )
-        export(checkpoint, name, Store(folder / "store"), options)
-        if (file := Path(checkpoint) / "tokenizer.json").exists() and "fill-mask" in tasks:
-            tokenizer = Tokenizer.from_file(str(file))
-            masks[name] = next(m for m in ("[MASK]", "<mask>") if tokenizer.token_to_id(m))
+    for family in FAMILIES:
+        save(family, "masked_lm", folder / family, **SHORT)
+        cases.append((family, str(folder / family), ("embed",), Weights.FP32.value, ()))
+    export_all(cases, folder / "store", sys.executable)
     network = BertForPreTraining.from_pretrained(bert).eval()
     write(folder / "adapters" / "vectors", Recipe(5, rank=6), network)
-    return Models(folder, cases, masks)
+    return Models(folder, cases)
+
+
+def export_all(cases: list[Case], store: Path, *python: str) -> None:
+    """Export models in one process of Python, on this processor or on an emulated one."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*python, "-c", EXPORT, str(store), json.dumps(cases)]
+    subprocess.run(command, check=True, env=environment, timeout=840)
 
 
 def answers(server: Server, models: Models) -> dict[str, np.ndarray]:
@@ -149,8 +154,8 @@ def answers(server: Server, models: Models) -> dict[str, np.ndarray]:
     found = {}
     for name in [*(case[0] for case in models.cases), "vectors"]:
         found[f"{name} embed"] = np.array(ask("/embed", {"inputs": texts, "model": name}))
-    for name, mask in models.masks.items():
-        body = {"inputs": f"the {mask} was red", "model": name}
+    for name in (name for name, _, tasks, *_ in models.cases if tasks == TIED):
+        body = {"inputs": "the [MASK] was red", "model": name}
         found[f"{name} fill-mask"] = np.array([row["score"] for row in ask("/fill-mask", body)])
         rows = ask("/embed_sparse", {"inputs": texts, "model": name})
         found[f"{name} sparse"] = np.array([sum(e["value"] for e in row) for row in rows])
@@ -161,7 +166,8 @@ def serve(models: Models, precision: str, *command: str, root: Path = Path("/"))
     """Serve the models and the adapter; paths are those below a root."""
     adapter = "/" / (models.folder / "adapters" / "vectors").relative_to(root)
     served = ("--precision", precision, "--adapter", str(adapter), "--workers", "1")
-    return running_server("/" / models.store.relative_to(root), *served, command=command)
+    store = "/" / models.store.relative_to(root)
+    return running_server(store, *served, command=command, start_timeout_s=START_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +252,9 @@ def test_an_older_x86_exports(
     tmp_path: Path,
 ) -> None:
     processor, python = x86
-    made = Models(tmp_path, models.cases, models.masks)
+    made = Models(tmp_path, models.cases)
     shutil.copytree(models.folder / "adapters", tmp_path / "adapters")
-    subprocess.run(
-        [*python, "-c", EXPORT, str(made.store), json.dumps(models.cases)],
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=840,
-    )
+    export_all(models.cases, made.store, *python)
     with serve(made, "auto", *python, "-m", "cloze", "serve") as server:
         assert_alike(processor.precision, here[processor.precision], answers(server, models))
 
@@ -282,33 +283,39 @@ def test_an_int8_graph_of_an_older_version_gives_way_to_fp32_on_avx2(
 ) -> None:
     _, python = x86
     craft(models.store / "base" / "1", tmp_path / "store", merge_names)
-    with running_server(tmp_path / "store", command=(*python, "-m", "cloze", "serve")) as server:
+    command = (*python, "-m", "cloze", "serve")
+    store = tmp_path / "store"
+    with running_server(store, command=command, start_timeout_s=START_TIMEOUT_S) as server:
         assert "export the model again" in "".join(server.log)
         body = {"inputs": "The old king sang."}
         assert httpx.post(f"{server.url}/embed", json=body, timeout=60).status_code == 200
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def arm64() -> Iterator[Path]:
     """Make a folder of Debian for aarch64, with the wheels of the image and our own.
 
     The folder takes minutes, and is kept; what is installed in it is not.
     """
-    if not ARM64_ROOT.exists():
-        pytest.skip("no program beside the checkout makes a folder of Debian for aarch64")
+    if ARM64_ROOT is None:
+        pytest.skip("CLOZE_TEST_ARM64_ROOT names no program that makes a Debian for aarch64")
     if os.geteuid():
         pytest.skip("a folder of Debian for aarch64 is made by root only")
     root = Path(gettempdir(), "cloze-arm64", "root")
     root.parent.mkdir(exist_ok=True)
     with Path(root.parent, "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of pytest has the same folder
-        yield from installed(root)
+        yield from installed(ARM64_ROOT, root)
 
 
-def installed(root: Path) -> Iterator[Path]:
+def installed(program: str, root: Path) -> Iterator[Path]:
     """Install the packages in the folder; yield the place."""
-    subprocess.run([ARM64_ROOT, root], check=True, timeout=800, capture_output=True)
-    with TemporaryDirectory(dir=root / "opt") as folder:
+    done = subprocess.run([program, root], capture_output=True, text=True, check=False, timeout=800)
+    if done.returncode:
+        pytest.skip(f"no Debian for aarch64 could be made: {done.stderr.strip()}")
+    with ExitStack() as ending:
+        ending.callback(subprocess.run, [program, "--close", root], check=True, timeout=60)
+        folder = ending.enter_context(TemporaryDirectory(dir=root / "opt"))
         source, site = Path(folder, "source"), Path(folder, "site")
         shutil.copytree(ROOT, source, symlinks=True, ignore=NOT_SOURCE)
         target = ("--no-deps", "--target", str(site))
@@ -319,7 +326,6 @@ def installed(root: Path) -> Iterator[Path]:
         version = ("--only-binary=:all:", "--implementation=cp", "--python-version=3.11")
         pip("install", *version, *platforms, *target, *lock)
         yield site
-    subprocess.run([ARM64_ROOT, "--close", root], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("processor", ARM64, ids=lambda processor: processor.name)
@@ -332,7 +338,7 @@ def test_aarch64_opens_bundles_of_x86_and_answers_alike(
 ) -> None:
     """Also the default bundles, in the precision that the processor runs faster."""
     root = arm64.parents[2]
-    copied = Models(arm64.parent / "models", models.cases, models.masks)
+    copied = Models(arm64.parent / processor.name, models.cases)
     shutil.copytree(models.folder, copied.folder)
     (tmp_path / "cpuinfo").write_text(cpu_info(processor.flags))
     chroot = (*pretending(tmp_path / "cpuinfo", root / "proc/cpuinfo"), "chroot", str(root))
@@ -341,7 +347,7 @@ def test_aarch64_opens_bundles_of_x86_and_answers_alike(
     for precision, ours in here.items():
         with serve(copied, precision, *python, root=root) as server:
             assert_alike(precision, ours, answers(server, models))
-    with running_server(None, command=python) as server:
+    with running_server(None, command=python, start_timeout_s=START_TIMEOUT_S) as server:
         info = httpx.get(f"{server.url}/info", timeout=60).json()
         assert {model["precision"] for model in info["models"]} == {processor.precision}
         body = {"inputs": "The old king sang."}

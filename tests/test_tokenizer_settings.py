@@ -92,7 +92,8 @@ def words_of(text: str, words: Sequence[object], offsets: Iterable[tuple[int, in
 def has_white_space(text: str, words: Sequence[object], places: Sequence[tuple[int, int]]) -> bool:
     """Return whether white space is inside a word: a word of ours ends there."""
     parts = [[*tokens] for _, tokens in groupby(range(len(words)), key=words.__getitem__)]
-    return any(len(text[places[part[0]][0] : places[part[-1]][1]].split()) > 1 for part in parts)
+    insides = [text[places[part[0]][0] : places[part[-1]][1]] for part in parts]
+    return any(re.search(r"\S\s", inside) for inside in insides)
 
 
 def theirs(folder: Path) -> Results:

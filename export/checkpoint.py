@@ -26,8 +26,10 @@ from cloze.export.embedding_recipe import (
     check_truncation,
     describe_steps,
     encoder_folder,
+    late_modules,
+    listed_modules,
     read_recipe,
-    settings_without_recipe,
+    sentence_settings,
     with_activation,
 )
 from cloze.export.errors import ExportError
@@ -101,7 +103,9 @@ def load_checkpoint(
         return _load_merged(files)
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
-    family, config, settings, defaults = _read_config(folder)
+    family, config, settings, defaults = _read_config(
+        folder, sentence_settings(files.folder).of_config
+    )
     if recipe is not None and recipe.truncate_dim is not None:
         check_truncation(recipe, config.hidden_size)
     settings = with_activation(files.folder, settings)
@@ -143,13 +147,14 @@ def load_checkpoint(
 
 def _load_tokenizer(folder: Path, recipe: EmbeddingRecipe | None) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
-    tokenizer = load_tokenizer(encoder_folder(folder))
+    own = sentence_settings(folder)
+    tokenizer = load_tokenizer(encoder_folder(folder), own.of_tokenizer)
+    tokenizer = replace(tokenizer, notes=(*tokenizer.notes, *own.notes))
+    if late_modules(listed_modules(folder)):  # it has lengths of its own
+        return tokenizer
     if recipe is None:
-        max_tokens, lowercase = settings_without_recipe(folder)
-        tokenizer = replace(tokenizer, max_tokens=max_tokens or tokenizer.max_tokens)
-    else:
-        lowercase = recipe.lowercase
-    return lower_cased(tokenizer) if lowercase else tokenizer
+        tokenizer = replace(tokenizer, max_tokens=own.max_tokens or tokenizer.max_tokens)
+    return lower_cased(tokenizer) if own.lowercase else tokenizer
 
 
 def _load_merged(files: CheckpointFiles) -> Checkpoint:
@@ -221,11 +226,14 @@ def _broken_promise(
     return ""
 
 
-def _read_config(folder: Path) -> tuple[Family, EncoderConfig, dict[str, Any], list[str]]:
+def _read_config(
+    folder: Path, overruling: Mapping[str, Any]
+) -> tuple[Family, EncoderConfig, dict[str, Any], list[str]]:
     """Return the family, the sizes and the settings of an encoder, and notes on its defaults."""
     settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
+    settings |= overruling
     kind = settings.get("model_type")
     family = FAMILIES.by_model_type.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -1,6 +1,7 @@
 """Reads the embedding recipe of a sentence-transformers directory."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from cloze.export.checkpoint_files import (
 )
 from cloze.export.embedding_steps import Step, UnitLength, read_norm, read_projection
 from cloze.export.errors import ExportError
+from cloze.export.tokenizer_files import APPLIED_SETTINGS
 from cloze.model_store.heads import Pooling
 from cloze.model_store.manifest import Role
 from cloze.model_store.plain_files import sha256_of
@@ -143,13 +145,13 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
             f"{file.name}: default_prompt_name {default!r} is not one of the prompts ({names})"
         )
     recipe = _read_modules(folder, modules)
-    max_tokens, lowercase = sentence_settings(encoder_folder(folder))
+    own = sentence_settings(folder)
     return replace(
         recipe,
-        max_tokens=max_tokens,
+        max_tokens=own.max_tokens,
         prompts=prompts,
         default_prompt=default if default in [*prompts] else None,
-        lowercase=lowercase,
+        lowercase=own.lowercase,
         include_prompt=recipe.include_prompt or not any(prompts.values()),
         truncate_dim=settings.get("truncate_dim"),
     )
@@ -285,34 +287,82 @@ def listed_modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def sentence_settings(folder: Path) -> tuple[int | None, bool]:
-    """Return the longest sequence of the tuning, and whether texts are lower-cased.
+_OLDER_NAMES = {
+    "processor_kwargs": "tokenizer_args",
+    "config_kwargs": "config_args",
+    "model_kwargs": "model_args",
+}
+"""Arguments of sentence-transformers for transformers, and their names before version 6."""
 
-    Both stand in the first settings file that exists. The order of the files is that of
-    sentence-transformers.
+_WITHOUT_EFFECT = {"padding", "pad_to_multiple_of", "return_tensors"}
+"""What a tokenizer is called with that changes no vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSettings:
+    """The settings of an encoder in a sentence-transformers directory.
+
+    Attributes:
+        max_tokens: the longest sequence of the tuning; None: the tokenizer's limit.
+        lowercase: whether texts are lower-cased.
+        of_tokenizer: what overrules ``tokenizer_config.json``.
+        of_config: what overrules ``config.json``.
+        notes: settings that are not applied.
     """
-    for name in SENTENCE_SETTINGS:
-        file = folder / name
-        if file.is_file():
-            settings = read_settings(file)
-            limit = settings.get("max_seq_length")
-            if limit is not None and (not isinstance(limit, int) or limit < 3):
-                raise ExportError(
-                    f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}"
-                )
-            return limit, settings.get("do_lower_case") is True
-    return None, False
+
+    max_tokens: int | None = None
+    lowercase: bool = False
+    of_tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    of_config: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
-def settings_without_recipe(folder: Path) -> tuple[int | None, bool]:
-    """Return `sentence_settings` of a directory of a sparse encoder or of a reranker.
+def sentence_settings(folder: Path) -> SentenceSettings:
+    """Return the settings of the encoder of a sentence-transformers directory.
 
-    A directory of late interaction has lengths of its own, and one without modules has none.
+    They stand in the first settings file that exists. The order of the files is that of
+    sentence-transformers. A directory without modules has none.
+
+    Raises:
+        ExportError: a setting is wrong, or changes vectors in a way that an export does not.
     """
-    modules = listed_modules(folder)
-    if not modules or late_modules(modules):
-        return None, False
-    return sentence_settings(encoder_folder(folder))
+    encoder = encoder_folder(folder)
+    file = next((encoder / name for name in SENTENCE_SETTINGS if (encoder / name).is_file()), None)
+    if file is None or not listed_modules(folder):
+        return SentenceSettings()
+    settings = read_settings(file)
+    given = {name: settings.get(old, settings.get(name)) for name, old in _OLDER_NAMES.items()}
+    given["processing_kwargs"] = settings.get("processing_kwargs")
+    for name, value in given.items():
+        if not isinstance(value, dict | None):
+            raise ExportError(f"{file.name}: {name} must be an object, got {value!r:.80}")
+    of_tokenizer = given["processor_kwargs"] or {}
+    limit = of_tokenizer.get("model_max_length", settings.get("max_seq_length"))
+    if limit is not None and (not isinstance(limit, int) or limit < 3):
+        raise ExportError(
+            f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}"
+        )
+    _check_calls(file.name, given["processing_kwargs"] or {})
+    if (other := settings.get("tokenizer_name_or_path")) is not None:
+        raise ExportError(f"{file.name}: tokenizer_name_or_path {other!r:.80} is not supported")
+    unread = [f"model_kwargs {key}" for key in given["model_kwargs"] or {}]
+    unread += [f"processor_kwargs {key}" for key in of_tokenizer.keys() - APPLIED_SETTINGS]
+    unread += [key for key in ("query_length", "document_length") if settings.get(key) is not None]
+    shown = ", ".join(sorted(unread))
+    return SentenceSettings(
+        max_tokens=limit,
+        lowercase=settings.get("do_lower_case") is True,
+        of_tokenizer=of_tokenizer,
+        of_config=given["config_kwargs"] or {},
+        notes=(f"{file.name}: not applied: {shown}",) if unread else (),
+    )
+
+
+def _check_calls(file: str, calls: Mapping[str, Any]) -> None:
+    """Refuse arguments with which sentence-transformers calls the tokenizer of texts."""
+    for kind in ("common", "text"):
+        for key in (calls.get(kind) or {}).keys() - _WITHOUT_EFFECT:
+            raise ExportError(f"{file}: processing_kwargs {kind}.{key} is not supported")
 
 
 def _poolings(settings: dict[str, Any]) -> tuple[Pooling, ...]:

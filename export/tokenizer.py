@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -91,18 +92,24 @@ class CheckpointTokenizer:
         return (decoder.decode(tokens) if decoder else " ".join(tokens)).strip()
 
 
-def load_tokenizer(folder: Path) -> CheckpointTokenizer:
+def load_tokenizer(
+    folder: Path, overruling: Mapping[str, Any] = MappingProxyType({})
+) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint's folder.
 
     ``tokenizer.json`` takes precedence over other files. For ``vocab.txt``, the setting
     ``do_lower_case`` of ``tokenizer_config.json`` decides whether the tokenizer is uncased. Without
     the setting, a vocabulary without upper-case and accented letters is taken as uncased.
 
+    Args:
+        folder: the folder.
+        overruling: settings that go before those of the folder.
+
     Raises:
         ExportError: the folder has no tokenizer, or the tokenizer is damaged, is of no known kind,
             or lacks a special token.
     """
-    settings = read_tokenizer_settings(folder)
+    settings = read_tokenizer_settings(folder) | dict(overruling)
     if settings.get("split_special_tokens"):
         raise ExportError(
             "tokenizer_config.json's split_special_tokens is not supported: special tokens in "

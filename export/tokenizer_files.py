@@ -85,6 +85,18 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _SHOWN_TOKENS = 3
 """The most tokens that a note lists."""
 
+APPLIED_SETTINGS = {
+    *_NAMED_TOKENS, *_NORMALIZER_SETTINGS, "add_prefix_space", "added_tokens_decoder",
+    "additional_special_tokens", "clean_up_tokenization_spaces", "extra_special_tokens", "max_len",
+    "model_input_names", "model_max_length", "split_special_tokens", "truncation_side",
+    "padding_side", "use_fast", "trust_remote_code", "subfolder", "token", "cache_dir", "revision",
+    "local_files_only",
+}  # fmt: skip
+"""Arguments of transformers' tokenizers that are applied, and those that have no effect here.
+
+sentence-transformers replaces those that say where the files are.
+"""
+
 _WORD_SETTINGS = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 """Settings of tokenizers that may use another program, such as MeCab -> the supported value."""
 

@@ -65,13 +65,16 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
 
 
 def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Places | None:
-    steps = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
+    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    steps = [step.get("type") for step in parts]
     if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
         return SPACE_OR_PUNCTUATION
-    is_byte_level = steps == ["ByteLevel"] and not normalizer
-    if is_byte_level or steps == ["WhitespaceSplit", "Metaspace"] or steps == ["Metaspace"]:
+    if steps == ["WhitespaceSplit", "Metaspace"]:
         return _SINGLE_SPACE
-    return None
+    is_byte_level = steps == ["ByteLevel"] and not normalizer
+    # Without these settings, a token may have characters on both sides of a space.
+    divides = all(step.get("use_regex", True) and step.get("split", True) for step in parts)
+    return _SINGLE_SPACE if divides and (is_byte_level or steps == ["Metaspace"]) else None
 
 
 def divide(text: str, places: Places, size: int = _PIECE_CHARACTERS) -> Iterator[tuple[int, str]]:

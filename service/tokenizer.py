@@ -51,6 +51,9 @@ _WORD = re.compile("[0-9A-Za-z]+|[^ ]")
 _NOT_PLAIN = re.compile(r"[][<>|{}_]")
 """Characters that no normalizer changes, and no plain text has."""
 
+_SPACE = re.compile(r"[^\S\x1c-\x1f]+")
+"""White space. Python counts four control characters, which normalisers remove, as such too."""
+
 _MOST_WORDS, _LONGEST_WORD = 8192, 32
 """Most words whose tokens are remembered, about 2 MB, and most characters of such a word."""
 
@@ -127,7 +130,7 @@ class Spans:
     Attributes:
         ids: without special tokens.
         offsets: (start, end) of each token, in characters of the text.
-        words: index of the word of each token, or `NO_WORD`.
+        words: number of the word of each token, or `NO_WORD`; neighbours of one word have the same.
     """
 
     ids: "list[int] | array[int]"
@@ -144,13 +147,36 @@ class Spans:
         """
         next_word = self.words[-1] + 1 if self.words else 0
         self.ids.extend(encoding.ids)
-        offsets = ((first + start, end + start) for first, end in encoding.offsets)
-        self.offsets.extend(offsets if marked is None else without_space(marked, offsets))
-        self.words.extend(NO_WORD if w is None else w + next_word for w in encoding.word_ids)
+        offsets = [(first + start, end + start) for first, end in encoding.offsets]
+        words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
+        if marked is not None:
+            offsets = without_space(marked, offsets)
+            words = _divided(marked, offsets, words)
+        self.offsets.extend(offsets)
+        self.words.extend(words)
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
         return Spans(self.ids[:tokens], self.offsets[:tokens], self.words[:tokens])
+
+
+def _divided(text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int]) -> list[int]:
+    """Return the words of tokens, where each word ends at white space.
+
+    A tokenizer that does not divide texts before the model has one word for a whole text: Gemma's,
+    for example.
+    """
+    divided: list[int] = []
+    new, before, read = (words[0] if words else 0) - 1, None, None
+    for word, (start, end) in zip(words, offsets, strict=True):
+        is_blank = start == end or _SPACE.fullmatch(text, start, end)
+        if word != before:
+            new, before, read = new + 1, word, None
+        elif read is not None and (is_blank or _SPACE.search(text, read, start)):
+            new += 1
+        read = read if is_blank else end
+        divided.append(NO_WORD if word == NO_WORD else new)
+    return divided
 
 
 class Tokenizer:

@@ -6,6 +6,7 @@ the papers and file formats say.
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
 from cloze.service import tokenizer as service_tokenizer
+from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
 from tests.test_sentencepiece import MODELS
 from tests.tokenizer_kinds import (
     byte_level,
     byte_level_with_brackets,
+    gemma,
     mpnet_wordpiece,
+    undivided,
     unigram,
     wordpiece,
 )
@@ -214,6 +218,9 @@ KINDS: dict[str, Kind] = {
     "bytes-merges": Kind(write_merges, lambda: KINDS["bytes"].reference()),
     "unigram": from_json(unigram),
     "unigram-marks": from_json(lambda: unigram(splits_first=False)),
+    "gemma": from_json(gemma),
+    "bytes-undivided": from_json(lambda: undivided(byte_level(), use_regex=False)),
+    "unigram-undivided": from_json(lambda: undivided(unigram(splits_first=False), split=False)),
     "xlm-roberta": sentencepiece("unigram", "sentencepiece.bpe.model", "xlm-roberta", xlm_roberta),
     "camembert": sentencepiece("unigram", "sentencepiece.bpe.model", "camembert", camembert),
     "albert": sentencepiece("brackets", "spiece.model", "albert", albert),
@@ -280,7 +287,10 @@ def test_ids_of_2000_lines_are_those_of_the_reference(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("strategy", ["first", "average", "max"])
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"wordpiece-vocabulary", "bytes-merges"}))
 def test_entities_are_whole_words_without_spaces(kind: str, strategy: str, tmp_path: Path) -> None:
-    """Each token has a label of its own: a word takes one, and no entity is a part of a word."""
+    """Each token has a label of its own: a word takes one, and no entity is a part of a word.
+
+    The words are those of the library, divided at white space.
+    """
     KINDS[kind].write(tmp_path)
     context, reference = served(tmp_path), KINDS[kind].reference()
     labels = np.eye(4, dtype=np.float32)
@@ -297,17 +307,18 @@ def test_entities_are_whole_words_without_spaces(kind: str, strategy: str, tmp_p
         for word, place in zip(encoding.word_ids, encoding.offsets, strict=True):
             if word is not None:
                 words.setdefault(word, []).append(place)
+        runs = [set(range(*run.span())) for run in re.finditer(r"\S+", text)]
         inside = [
-            {place for first, last in places for place in range(first, last)}
+            {place for first, last in places for place in range(first, last)} & run
             for places in words.values()
+            for run in runs
         ]
         for entity in entities:
             shown = text[entity.start : entity.end]
             assert shown == shown.strip() or not shown.strip(), ascii(text)
             for places in inside:
-                kept = {place for place in places if not text[place].isspace()}
-                covered = kept & set(range(entity.start, entity.end))
-                assert covered in (set(), kept), (ascii(text), entity)
+                covered = places & set(range(entity.start, entity.end))
+                assert covered in (set(), places), (ascii(text), entity)
 
 
 NAMES = [
@@ -331,6 +342,44 @@ def test_a_name_with_characters_that_the_normaliser_drops_is_redacted(
     redaction = redacted(text, lambda token: token.startswith(name[0].lower()), served(tmp_path))
     assert redaction.text == "the <LOC_1> was here"
     assert [one.text for one in redaction.replacements] == [name]
+
+
+UNDIVIDED = ["gemma", "bytes-undivided", "unigram-undivided"]
+"""Kinds whose library has one word for a whole text."""
+
+
+@pytest.mark.parametrize("kind", UNDIVIDED)
+def test_words_begin_at_white_space_where_the_tokenizer_has_one_word(
+    kind: str, tmp_path: Path
+) -> None:
+    KINDS[kind].write(tmp_path)
+    text, context = "the bank\nwas here", served(tmp_path)
+    assert {*KINDS[kind].reference().encode(text, add_special_tokens=False).word_ids} == {0}
+    redaction = redacted(text, lambda token: "b" in token, context)
+    assert redaction.text == "the <LOC_1>\nwas here"
+    request = prepared("qa", QaPair(question="who was here", context=text), context)
+    [encoding] = request.encodings
+    spans = context.tokenizer.spans(text)
+    [named] = [n for n, (first, last) in enumerate(spans.offsets) if "b" in text[first:last]]
+    logits = np.zeros((len(encoding.input_ids), 2), np.float32)
+    logits[len(logits) - 1 - len(spans.ids) + named] = 20
+    [answer] = decoded("qa", request, [{"span": ArrayResult(logits)}], context)
+    assert (answer.answer, answer.start, answer.end) == ("bank", 4, 8)
+
+
+@pytest.mark.parametrize("kind", [*UNDIVIDED, "unigram-marks", "xlm-roberta", "bytes"])
+def test_the_bytes_of_a_character_are_one_word(kind: str, tmp_path: Path) -> None:
+    KINDS[kind].write(tmp_path)
+    text, context = "the 🙂水ﬁ was", served(tmp_path)
+    spans = context.tokenizer.spans(text)
+    inside = {
+        word
+        for word, (first, last) in zip(spans.words, spans.offsets, strict=True)
+        if text[first:last].strip() and first >= 4 and last <= 7
+    }
+    library = KINDS[kind].reference().encode(text, add_special_tokens=False)
+    assert len(inside) == len({w for w, (a, b) in zip(library.word_ids, library.offsets, strict=True)
+                               if b > 4 and a < 7})  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes-prefix", "bytes-brackets"])

@@ -1,5 +1,6 @@
 """Poolings that leave out the prompt (`include_prompt` false), against sentence-transformers."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from cloze.service.tasks import TaskContext
 from cloze.service.tasks.embed import TASK, EmbedParameters
 from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
-from tests.test_sentence import LIMITS, saved
+from tests.test_sentence import LIMITS, edit, ours, saved
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 PROMPTS = {"query": "search for the king : ", "document": "text : ", "long": "the king " * 30}
@@ -109,8 +110,17 @@ def test_prompts_of_one_batch_are_left_out_one_by_one(bundle: Bundle) -> None:
         )
 
 
+def test_as_many_tokens_are_left_out_where_the_prompt_is_cut(folder: Path, tmp_path: Path) -> None:
+    left = shutil.copytree(folder, tmp_path / "left")
+    edit(left, "tokenizer_config.json", truncation_side="left")
+    oracle = SentenceTransformer(str(left), device="cpu")
+    expected = oracle.encode(TEXTS, prompt_name="query", batch_size=1)
+    found = ours(left, tmp_path / "store", TEXTS, prompt_name="query", normalize=False)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
 def test_what_is_left_of_a_prompt_is_left_out(server: Server, bundle: Bundle) -> None:
-    """Where a text is cut at its start or divided, the prompt is cut, or is in each window."""
+    """Where a text is divided, the prompt is in each window."""
     tokenizer = Tokenizer(bundle)
     context = TaskContext(bundle.manifest, tokenizer, LIMITS)
     [prompt] = tokenizer.ids([PROMPTS["query"]])
@@ -122,7 +132,7 @@ def test_what_is_left_of_a_prompt_is_left_out(server: Server, bundle: Bundle) ->
         return [encoding.requests["embedding"].first for encoding in encodings]  # type: ignore[attr-defined]
 
     assert firsts() == [1 + len(prompt)]
-    assert firsts(truncation_direction="left") == [1]
+    assert firsts(truncation_direction="left") == [1 + len(prompt)]
     assert set(firsts(long_text="window")) == {1 + len(prompt)}
     assert len(firsts(long_text="window")) > 1
     refused = httpx.post(

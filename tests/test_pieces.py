@@ -21,7 +21,7 @@ from cloze.service.core import InvalidRequest
 from cloze.service.pieces import Places, divide, find_places, groups
 from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 from tests.test_awkward_lines import KINDS
-from tests.tokenizer_kinds import byte_level, unigram
+from tests.tokenizer_kinds import byte_level, undivided, unigram
 from tests.waiting import wait_until
 
 BUNDLE = Store(DEFAULT_ROOT).open("cloze-bert")
@@ -196,6 +196,15 @@ def test_other_tokenizers_are_not_divided(old: str, new: str) -> None:
     assert old in data
     assert find_places(json.loads(data)) is not None
     assert find_places(json.loads(data.replace(old, new))) is None
+
+
+def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
+    for whole_text in (
+        undivided(byte_level(), use_regex=False),
+        undivided(unigram(splits_first=False), split=False),
+    ):
+        assert find_places(json.loads(whole_text.to_str())) is None
+    places_of(undivided(unigram(splits_first=False), split=True))
 
 
 def test_abandoned_work_ends_between_its_parts() -> None:

@@ -216,6 +216,34 @@ def test_the_start_of_long_texts_is_cut_if_the_tokenizer_says_so(name: str, tmp_
     assert manifest.tokenizer.truncation_side == "left"
 
 
+@pytest.mark.parametrize("name", ["processor_kwargs", "tokenizer_args"])
+def test_arguments_of_the_tokenizer_are_applied(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), max_tokens=40)
+    given = {"truncation_side": "left", "model_max_length": 12, "use_fast": True}
+    edit(folder, "sentence_bert_config.json", **{name: given}, max_seq_length=20)
+    text = "the king walked to the old house of the river and the moon was red"
+    [theirs] = SentenceTransformer(str(folder), device="cpu").encode([text])
+    [mine] = ours(folder, tmp_path / "store", texts=[text])
+    np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def test_other_arguments_are_applied_or_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
+    arguments = {
+        "config_args": {"hidden_act": "relu"},
+        "model_args": {"attn_implementation": "eager"},
+        "processor_kwargs": {"dropout": 0.1},
+        "query_length": 9,
+    }
+    edit(folder, "sentence_bert_config.json", **arguments)
+    checkpoint = load_checkpoint(str(folder))
+    assert checkpoint.model.config.activation == "relu"
+    unread = "model_kwargs attn_implementation, processor_kwargs dropout, query_length"
+    assert f"sentence_bert_config.json: not applied: {unread}" in checkpoint.notes
+    (folder / "modules.json").unlink()
+    assert load_checkpoint(str(folder)).model.config.activation == "gelu", "no one reads the file"
+
+
 def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
     folder = saved(
         tmp_path,
@@ -343,6 +371,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "list for a name": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name=[]), r"default_prompt_name \[\] is not"),
     "mask of tokens": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("pooling.Pooling", "x.MultiVectorMask")), "names a MultiVectorMask module, which is not supported"),
     "short limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length=2), "max_seq_length must be a number of at least 3, got 2"),
+    "other calls": (lambda f: edit(f, "sentence_bert_config.json", processing_kwargs={"text": {"padding": True, "max_length": 9}}), "processing_kwargs text.max_length is not supported"),
+    "other tokenizer": (lambda f: edit(f, "sentence_bert_config.json", tokenizer_name_or_path="x/y"), "tokenizer_name_or_path 'x/y' is not supported"),
+    "list of arguments": (lambda f: edit(f, "sentence_bert_config.json", tokenizer_args=[1]), "processor_kwargs must be an object"),
     "bad limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length="128"), "max_seq_length must be a number of at least 3, got '128'"),
 }  # fmt: skip
 

@@ -8,9 +8,9 @@ parts of the file from their own defaults.
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,27 @@ def files_of(family: str) -> Files:
 
 
 Encodings = list[tuple[list[int], list[int]]]
+Words = list[tuple[list[int], list[str]]]
+"""For each text: the number of tokens per word, and the characters of each token without spaces."""
+
+Results = tuple[Encodings, list[str], Words, int | None]
 
 
-def theirs(folder: Path) -> tuple[Encodings, list[str], int]:
-    """Return ids and types of texts, of pairs and of what is cut; decoded texts; the limit."""
+def words_of(text: str, words: Sequence[object], offsets: Iterable[tuple[int, int]]) -> Any:
+    """Return the tokens per word and their characters; see `Words`."""
+    counts = [len([*tokens]) for _, tokens in groupby(words)]
+    return counts, [text[start:end].strip() for start, end in offsets]
+
+
+def has_white_space(text: str, words: Sequence[object], places: Sequence[tuple[int, int]]) -> bool:
+    """Return whether white space is inside a word: a word of ours ends there."""
+    parts = [[*tokens] for _, tokens in groupby(range(len(words)), key=words.__getitem__)]
+    insides = [text[places[part[0]][0] : places[part[-1]][1]] for part in parts]
+    return any(re.search(r"\S\s", inside) for inside in insides)
+
+
+def theirs(folder: Path) -> Results:
+    """Return ids and types of texts, of pairs and of what is cut; decoded texts; words; the limit."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     encodings: Encodings = []
     for text, second in pairwise(TEXTS):
@@ -90,10 +107,16 @@ def theirs(folder: Path) -> tuple[Encodings, list[str], int]:
                 ids = made["input_ids"]
                 encodings.append((ids, made.get("token_type_ids", [0] * len(ids))))
     decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in encodings]
-    return encodings, decoded, tokenizer.model_max_length
+    words = []
+    for text in TEXTS:
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        own, places = made.word_ids(), made["offset_mapping"]
+        divided = has_white_space(text, own, places)
+        words.append(([], []) if divided else words_of(text, own, places))
+    return encodings, decoded, words, tokenizer.model_max_length
 
 
-def ours(folder: Path) -> tuple[Encodings, list[str], int | None]:
+def ours(folder: Path) -> Results:
     limit = load_tokenizer(folder).max_tokens
     tokenizer = served(folder).tokenizer
     keep_end = tokenizer.truncation_side == "left"
@@ -108,7 +131,9 @@ def ours(folder: Path) -> tuple[Encodings, list[str], int | None]:
             encodings.append(made if second else tokenizer.encode(first, most, keep_end=keep_end))
     pairs = [(e.input_ids.tolist(), e.token_type_ids.tolist()) for e in encodings]
     decoded = tokenizer.decode([ids for ids, _ in pairs], skip_special_tokens=True)
-    return pairs, decoded, limit
+    spans = [(text, tokenizer.spans(text)) for text in TEXTS]
+    words = [words_of(text, [*one.words], one.offsets) for text, one in spans]
+    return pairs, decoded, words, limit
 
 
 def write(folder: Path, files: Files) -> None:
@@ -116,7 +141,7 @@ def write(folder: Path, files: Files) -> None:
         (folder / name).write_text(json.dumps(content, ensure_ascii=False))
 
 
-def oracle(folder: Path) -> tuple[Encodings, list[str], int] | None:
+def oracle(folder: Path) -> Results | None:
     """Return `theirs`; None if transformers cannot use the files."""
     try:
         return theirs(folder)
@@ -142,8 +167,10 @@ def compare(folder: Path, files: Files, key: str) -> str:
     for one, other in zip(mine[0], expected[0], strict=True):
         assert one == other, key
     assert mine[1] == expected[1], key
-    limit = expected[2]
-    assert mine[2] == (limit if limit < 10**6 else None), key
+    for mine_of_text, words in zip(mine[2], expected[2], strict=True):
+        assert not words[0] or mine_of_text == words, key
+    limit = expected[3]
+    assert mine[3] == (limit if limit is not None and limit < 10**6 else None), key
     return "same"
 
 

@@ -92,6 +92,38 @@ def unigram(*, splits_first: bool = True) -> Tokenizer:
     return tokenizer
 
 
+def undivided(tokenizer: Tokenizer, **settings: bool) -> Tokenizer:
+    """Return a tokenizer that does not divide texts into words before its model."""
+    parts = json.loads(tokenizer.to_str())
+    parts["pre_tokenizer"] |= settings
+    return Tokenizer.from_str(json.dumps(parts))
+
+
+def gemma() -> Tokenizer:
+    """As Gemma's: BPE after a normaliser that marks spaces, and no division that has an effect."""
+    learner = Tokenizer(models.BPE(unk_token="<unk>"))
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    letters = sorted({letter for text in TEXT for letter in text} - {" "})
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=names, initial_alphabet=letters, show_progress=False
+    )
+    learner.train_from_iterator(TEXT, trainer)
+    model = json.loads(learner.to_str())["model"]
+    merges = [(first, second) for first, second in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(model["vocab"], merges, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tokenizer.add_special_tokens(names)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>",
+        pair="<bos> $A <eos> $B <eos>",
+        special_tokens=[("<bos>", 2), ("<eos>", 1)],
+    )
+    return tokenizer
+
+
 def mpnet_wordpiece() -> Tokenizer:
     """As MPNet's: WordPiece, four special tokens in a pair, no token types."""
     tokenizer = wordpiece((*_SPECIAL, "[UNK]"))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from cloze.export.checkpoint_files import read_settings, read_tensors
 from cloze.export.embedding_recipe import (
-    encoder_folder,
     late_modules,
     listed_modules,
     sentence_settings,
@@ -109,8 +108,7 @@ def _read_pylate(files: HeadFiles, folders: Sequence[str]) -> MultiVectorHead:
         )
         for path in folders
     ]
-    _, lowercases = sentence_settings(encoder_folder(files.folder))
-    if lowercases and not files.tokenizer.lowercase:
+    if sentence_settings(files.folder).lowercase and not files.tokenizer.lowercase:
         raise ExportError(
             "a model of late interaction whose texts are lower-cased before a cased tokenizer "
             "(do_lower_case) is not supported"

@@ -249,7 +249,7 @@ class TextEncoder:
         self.add_encodings(at, [encoding], usage)
         cut = usage.tokens - usage.used if self.keep_end else 0
         if prompt:
-            self._leave_out(1, max(0, prompt_tokens - cut))
+            self._leave_out(1, prompt_tokens)
         return [(cut, cut + len(encoding) - 2)]
 
     def _add_windows(
@@ -284,7 +284,8 @@ class TextEncoder:
     def _leave_out(self, encodings: int, prompt_tokens: int) -> None:
         """Leave the prompt out of the pooling of the last encodings, if the model does so.
 
-        The start token is left out too, as in sentence-transformers, and the end token is not.
+        The start token is left out too, and the end token is not. As in sentence-transformers, as
+        many tokens are left out where the start of the text, with its prompt, is cut.
         """
         recipe, asked = self.context.manifest.embedding, self.requests
         if recipe is None or recipe.include_prompt or not asked or embedding.HEAD.name not in asked:

@@ -42,8 +42,11 @@ Tokenizing so few bytes takes at most about 1 ms, less than two thread switches 
 
 _NOTHING_RUN: Final = BatchResult([], 0.0, 0.0)
 
-_INLINE_RESULTS = 64
-"""Most results that are decoded on the event loop; decoding and writing one takes about 10 us."""
+_INLINE_ROWS = 64
+"""Most rows of an answer that is decoded on the event loop; see `PreparedRequest.answer_rows`."""
+
+_REPEATED_BYTES = 65_536
+"""A longer request has a large answer: it may repeat texts, and escaping one takes up to 1 ms."""
 
 _VIEWS = 1024
 """Sets of models whose views are remembered; each limited API key has a set."""
@@ -195,7 +198,8 @@ class Pipeline:
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
-        inline = size <= _INLINE_BYTES and not task.takes_long(call.parameters)
+        takes_long = task.takes_long(call.parameters)
+        inline = size <= _INLINE_BYTES and not takes_long
         if inline:
             prepared = task.prepare(*call, self.context)
         else:
@@ -205,7 +209,7 @@ class Pipeline:
             self._check_space(prepared.vectors, expected_space)
         # A drain began later than the request, if it has begun.
         submission = terms._replace(encodings=prepared.encodings, accepted=True)
-        tokens, last = submission.tokens, prepared
+        tokens, rows, last = submission.tokens, prepared.answer_rows, prepared
         charge(tokens)
         batch = await self._outputs(submission)
         while last.advance is not None:
@@ -215,12 +219,13 @@ class Pipeline:
             last = following
             submission = submission._replace(encodings=last.encodings, later_round=True)
             tokens += submission.tokens
+            rows += last.answer_rows
             charge(submission.tokens)
             outputs, queue_s, inference_s = await self._outputs(submission)
             batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
         if expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, expected_space)
-        is_large = last.results > _INLINE_RESULTS
+        is_large = takes_long or size > _REPEATED_BYTES or rows > _INLINE_ROWS
         if is_large:
             await before_large()
         if inline and not is_large:

@@ -122,6 +122,8 @@ class Head:
             memory.
         ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
         options: the type of the head's section in a manifest, under `heads`; None: no section.
+        per_token: whether a result has one row per token of its sequence.
+        rows: request -> rows of its result, unless they are per token.
         model_sizes: sizes -> the letters in shapes of the head's tensors that stand for sizes
             of the model, with their sizes. The other letters differ per batch.
     """
@@ -138,3 +140,5 @@ class Head:
     ranked: Mapping[str, str] = field(default_factory=dict)
     options: type[Frozen] | None = None
     model_sizes: Callable[[ModelSizes], Mapping[str, int]] = lambda _: {}
+    per_token: bool = False
+    rows: Callable[[Any], int] = lambda _: 1

@@ -101,5 +101,6 @@ HEAD: Final = Head(
     pack=_pack,
     unpack=_unpack,
     largest_request=lambda _: LayerEmbeddingRequest([{0: 1.0}] * 4, Pooling.MEAN),
+    rows=lambda asked: len(asked.vectors),
     model_sizes=lambda sizes: {"H": sizes.hidden_size, "Z": sizes.layers + 1},
 )

@@ -41,5 +41,6 @@ HEAD: Final = Head(
     (LEXICAL_ROWS,),
     (LEXICAL_WEIGHTS,),
     *per_token(LEXICAL_ROWS, LEXICAL_WEIGHTS),
+    per_token=True,
     options=LexicalOptions,
 )

@@ -149,4 +149,5 @@ HEAD: Final = Head(
     unpack=_unpack,
     ranked={TOP_IDS.name: TOP_LOGITS.name},
     largest_request=lambda rows: MaskedLMRequest([0] * rows, top_k=5),
+    rows=lambda asked: len(asked.positions) * max(asked.top_k, len(asked.targets)),
 )

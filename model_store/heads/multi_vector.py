@@ -107,6 +107,7 @@ HEAD: Final = Head(
     request=MultiVectorRequest,
     pack=_pack,
     unpack=_unpack,
+    per_token=True,
     largest_request=lambda _: MultiVectorRequest(),
     options=LateInteraction,
     model_sizes=lambda sizes: _dimensions(sizes.options.get("multi_vector")),

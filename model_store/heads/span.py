@@ -32,4 +32,5 @@ HEAD: Final = Head(
     outputs=(SPAN_LOGITS,),
     pack=lambda *_: {},
     unpack=_unpack,
+    per_token=True,
 )

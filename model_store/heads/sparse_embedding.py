@@ -111,4 +111,5 @@ HEAD: Final = Head(
     unpack=_unpack,
     ranked={SPARSE_IDS.name: SPARSE_WEIGHTS.name},
     largest_request=lambda rows: SparseEmbeddingRequest(tokens=rows, top_k=5),
+    rows=lambda asked: asked.top_k,
 )

@@ -96,6 +96,7 @@ HEAD: Final = Head(
     (TOKEN_ROWS,),
     (TOKEN_LOGITS,),
     *per_token(TOKEN_ROWS, TOKEN_LOGITS),
+    per_token=True,
     options=TokenLabels,
     model_sizes=_model_sizes,
 )

@@ -24,5 +24,6 @@ HEAD: Final = Head(
     (HIDDEN_ROWS,),
     (TOKEN_EMBEDDINGS,),
     *per_token(HIDDEN_ROWS, TOKEN_EMBEDDINGS),
+    per_token=True,
     model_sizes=lambda sizes: {"H": sizes.hidden_size},
 )

@@ -8,7 +8,7 @@ Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's AP
 
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -33,12 +33,9 @@ from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import (
     Count,
     NotEmpty,
-    PreparedRequest,
-    TaskContext,
     Text,
     Texts,
     WireModel,
-    written,
 )
 from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
 
@@ -152,18 +149,10 @@ def write_error(error: ErrorInfo) -> tuple[int, CohereErrorBody]:
     return without_422(error.status), CohereErrorBody(error.message)
 
 
-def prepare(
-    texts: list[str], parameters: embed.EmbedParameters, context: TaskContext
-) -> PreparedRequest[Any]:
-    """Tokenize the texts to embed, which the answer repeats."""
-    prepared = embed.prepare(texts, parameters, context)
-    return prepared._replace(results=max(prepared.results, written(texts)))
-
-
 class _Embed(TaskRoute):
     """The route of embeddings."""
 
-    task = replace(embed.TASK, prepare=prepare)
+    task = embed.TASK
     body = CohereEmbedBody
     doc = RouteDoc(
         "One vector per text, in Cohere's shape",

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.task import written
 from cloze.service.tasks.texts import Bounds, LongText, characters
 from cloze.service.tokenizer import Spans
 
@@ -32,12 +31,6 @@ _MOST_BYTES: Final = 24_000_000
 
 _MOST_PRODUCTS: Final = 1 << 18
 """Most spans whose scores are computed at once; a model may read 8,192 tokens."""
-
-_WINDOW_RESULTS: Final = 20
-"""Number of predictions of a mask that cost about as much as the search of a short window."""
-
-_SCORES_PER_RESULT: Final = 1_000
-"""Number of spans whose scores cost about as much as one prediction of a mask."""
 
 
 class SpanMemory:
@@ -160,15 +153,6 @@ def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
     tokens = np.arange(len(is_blank))
     ends: NDArray[np.intp] = np.where(is_blank, len(is_blank), tokens)
     return np.minimum.accumulate(ends[::-1])[::-1]
-
-
-def cost(question: Question, options: QaOptions) -> int:
-    """Return the predictions of a mask that cost as much as the search for a question's answers."""
-    tokens = max(end - first for first, end in question.windows)
-    scored = tokens * min(tokens, options.max_answer_len)
-    spans = min(scored, options.spans_per_window)
-    per_window = max(_WINDOW_RESULTS, scored // _SCORES_PER_RESULT) + spans
-    return len(question.windows) * per_window + spans * written([question.context])
 
 
 def best_answers(

@@ -131,14 +131,14 @@ def prepare(
         encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
         state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
         vectors = _recipe(parameters, state, context)
-        return encoder.prepared(state, max(len(encoder.encodings[0]), len(spans)), vectors)
+        return encoder.prepared(state, vectors)
     texts = context.limits.listed(inputs)
     encoder = encode_texts(texts, parameters, context, request)
     windows = None
     if encoder.rule.choice == "window":
         windows = encoder.windows, list(map(len, encoder.encodings))
     state = _State(next(iter(request)), dimensions, normalize, windows)
-    return encoder.prepared(state, len(encoder.encodings), _recipe(parameters, state, context))
+    return encoder.prepared(state, _recipe(parameters, state, context))
 
 
 def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) -> VectorRecipe:
@@ -279,6 +279,7 @@ TASK: Final = Task(
     inputs=EmbedInputs,
     parameters=EmbedParameters,
     result=list[list[float]],
+    takes_long=lambda parameters: parameters.spans is not None,  # one text has many vectors
     prepare=prepare,
     decode=decode,
     examples={

@@ -77,7 +77,7 @@ def prepare(
             if kept is None
             else late_interaction.places(texts, kept, encoder)
         )
-    prepared = encoder.prepared(_State(places, kept), tokens)
+    prepared = encoder.prepared(_State(places, kept))
     prompt = parameters.prompt(context) if kept is None else ""
     return prepared._replace(vectors=tokens_recipe(context.manifest, prompt, role))
 

@@ -97,7 +97,7 @@ def prepare(
         )
     encodings = encoder.encodings if is_lexical else None
     state = _State(bool(parameters.return_tokens), top_k, encodings)
-    prepared = encoder.prepared(state, len(texts) * top_k)
+    prepared = encoder.prepared(state)
     return prepared._replace(vectors=words_recipe(context.manifest, parameters.prompt(context)))
 
 

@@ -24,9 +24,6 @@ from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
 
-TOKENS_PER_RESULT = 16
-"""Number of tokens of a filled text whose decoding costs about as much as one short prediction."""
-
 _MIN_BEAM_WIDTH = 5
 """Hypotheses that a beam search keeps, if no more fillings are asked for."""
 
@@ -93,10 +90,7 @@ class JointFilling:
         ]
         if not encodings:
             return None
-        results = self.top_k * sum(
-            max(len(text.masks), len(text.ids) // TOKENS_PER_RESULT) for text in self.texts
-        )
-        return PreparedRequest(encodings, self, results=results, advance=self._advance)
+        return PreparedRequest(encodings, self, advance=self._advance)
 
     def _advance(
         self, outputs: Outputs, context: TaskContext

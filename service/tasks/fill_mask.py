@@ -107,7 +107,6 @@ def prepare(
         tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
         prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
     return prepared._replace(
-        results=max(prepared.results or predictions, written // fill_jointly.TOKENS_PER_RESULT),
         warnings=warnings,
         truncated=sum(usage.used < usage.tokens for usage in usages),
         usage=usages if parameters.return_usage else None,

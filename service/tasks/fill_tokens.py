@@ -299,7 +299,7 @@ def prepare_words(
         for word in words
         for known in range(len(word))
     ]
-    return PreparedRequest(encodings, WordFilling(texts, words, top_k), results=len(encodings))
+    return PreparedRequest(encodings, WordFilling(texts, words, top_k))
 
 
 def target_words(

@@ -22,12 +22,8 @@ from cloze.service.tasks.task import (
     Texts,
     WireModel,
     softmax,
-    written,
 )
 from cloze.service.tasks.texts import LongTextRule, UsageParameters, encode_pairs
-
-_PAIRS_PER_RESULT: Final = 4
-"""Number of pairs whose decoding costs about as much as one prediction of a mask."""
 
 
 class Pair(WireModel):
@@ -92,9 +88,7 @@ def prepare(
         limits.check_text(first, at.below("text"))
         limits.check_text(second or "", at.below("next"))
     rule = LongTextRule(parameters.long_text or "truncate", report=parameters.return_usage)
-    repeated = inputs.candidates if isinstance(inputs, Candidates) else ()
-    results = max(len(pairs) // _PAIRS_PER_RESULT, written(repeated))
-    prepared = encode_pairs(pairs, rule, context, _REQUEST).prepared(inputs, results)
+    prepared = encode_pairs(pairs, rule, context, _REQUEST).prepared(inputs)
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
 
 

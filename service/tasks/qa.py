@@ -17,7 +17,6 @@ from cloze.service.tasks.answer_spans import (
     Question,
     SpanMemory,
     best_answers,
-    cost,
     first_ends,
 )
 from cloze.service.tasks.task import (
@@ -111,8 +110,7 @@ def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> Prep
     rule = LongTextRule(options.long_text, report=options.return_usage)
     encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
-    results = sum(cost(question, options) for question in questions)
-    return encoder.prepared((questions, options), results)
+    return encoder.prepared((questions, options))
 
 
 def _add(

@@ -26,7 +26,6 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     check_range,
-    written,
 )
 from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.token_classification import (
@@ -38,9 +37,6 @@ from cloze.service.tasks.token_classification import (
 _LABELS: Final = Location(("labels",))
 _OUTSIDE: Final = "O"
 _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
-
-_CHARACTERS_PER_RESULT: Final = 10
-"""Characters whose search for patterns costs about as much as one prediction of a mask."""
 
 
 class RedactParameters(UsageParameters):
@@ -134,12 +130,7 @@ def prepare(
         problem = f"is {quoted(region)}; it needs a country in two capital letters, such as DE"
         raise InvalidRequest(problem, Location(("region",)))
     labels = _labels(parameters.labels, tagged, context)
-    # The answer repeats the texts and, beside them, what it replaces.
-    results = max(prepared.results, 2 * written(text.text for text in tagged.texts))
-    if parameters.patterns:
-        characters = sum(len(text.text) for text in tagged.texts)
-        results += len(parameters.patterns) * characters // _CHARACTERS_PER_RESULT
-    return prepared._replace(state=_State(tagged, labels, parameters), results=results)
+    return prepared._replace(state=_State(tagged, labels, parameters))
 
 
 def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) -> frozenset[str]:
@@ -237,6 +228,7 @@ TASK: Final = Task(
     result=Redaction | list[Redaction],
     alone=(str,),
     own_parameters=("across_texts", "min_score", "patterns"),
+    takes_long=lambda parameters: bool(parameters.patterns),  # a search takes 1 us per character
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

@@ -30,7 +30,6 @@ from cloze.service.tasks.task import (
     Texts,
     TextUsage,
     WireModel,
-    written,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters
 from cloze.service.tasks.texts import (
@@ -181,7 +180,6 @@ def prepare(
         windows = [text.windows or (None,) for text in usage]
     return prepared._replace(
         state=_State(scorer, prepared.state, texts, windows, function),
-        results=max(prepared.results, written(texts or ())),
         texts=len(inputs.texts),
         usage=usage if parameters.return_usage else None,
     )
@@ -237,7 +235,7 @@ def _prepare_interaction(
     query.usage += documents.usage
     vectors = sum(map(len, query.encodings))
     context.limits.check_results(vectors, "the request compares", "vectors")
-    return query.prepared([*of_query, *of_documents], vectors)
+    return query.prepared([*of_query, *of_documents])
 
 
 def _interaction_scores(kept: list[Kept], outputs: Outputs, context: TaskContext) -> list[float]:

@@ -96,7 +96,7 @@ def prepare(
     encoder = TextEncoder(rule, context, most)
     for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
         encoder.add_encodings(at, _masked_copies(spans.ids, context), usage)
-    return encoder.prepared(scored, len(encoder.encodings))
+    return encoder.prepared(scored)
 
 
 def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:

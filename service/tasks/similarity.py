@@ -97,7 +97,7 @@ def prepare(
     encoder = encode_texts(texts, parameters, context, _ALL_VECTORS)
     tokens = sum(map(len, encoder.encodings))
     context.limits.check_results(tokens, "details need", "vectors")
-    return encoder.prepared(offsets(texts, encoder, parameters), tokens)
+    return encoder.prepared(offsets(texts, encoder, parameters))
 
 
 def decode(

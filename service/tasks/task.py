@@ -1,6 +1,6 @@
 """The definition of a task. Every other task module of the package defines one as its `TASK`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.embedding_space import VectorRecipe, own_recipe
-from cloze.model_store.heads import Head
+from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask, quoted
 from cloze.service.tokenizer import Tokenizer
@@ -95,11 +95,8 @@ Texts = Annotated[list[Text], NotEmpty]
 Count = Annotated[int, Field(json_schema_extra={"minimum": 1})]
 CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 
-_CHARACTERS_PER_RESULT: Final = 1_000
-"""Characters whose writing costs about as much as one prediction of a mask.
-
-JSON escapes a control character in 13 ns, and plain text is written in less than 1 ns.
-"""
+_SHOWN_TOKENS: Final = 16
+"""Tokens of a filled text whose decoding takes about as long as the rest of its prediction."""
 
 _IDS_AT_ONCE = 65_536
 """Ids that are checked in one call: more would keep the interpreter from other threads."""
@@ -274,8 +271,6 @@ class PreparedRequest(NamedTuple, Generic[S]):
     Attributes:
         encodings: the encodings to run; without any, `Task.decode` follows at once.
         state: the values that `Task.decode` needs besides the outputs.
-        results: number of predictions, vectors or answers; 0 if their cost is low. Many of them are
-            decoded and written on a thread. Texts that the answer repeats count too (`written`).
         truncated: number of the request's texts that were cut.
         warnings: messages for the client, in ASCII.
         usage: how much of each input was used; None unless the client asks.
@@ -287,13 +282,28 @@ class PreparedRequest(NamedTuple, Generic[S]):
 
     encodings: list[Encoding]
     state: S
-    results: int = 0
     truncated: int = 0
     warnings: tuple[str, ...] = ()
     usage: Sequence[TextUsage] | None = None
     advance: "Advance | None" = None
     texts: int = 1
     vectors: VectorRecipe | None = None
+
+    @property
+    def answer_rows(self) -> int:
+        """The rows of head results that the answer is made of; decoding one takes up to 10 us.
+
+        A row of a sequence, such as a prediction of a mask, may be shown with the text of the
+        sequence. With 320 tokens, such a row counts as 20.
+        """
+        rows = 0
+        for encoding in self.encodings:
+            tokens = len(encoding)
+            for name, asked in encoding.requests.items():
+                head = HEADS[name]
+                shown = max(1, tokens // _SHOWN_TOKENS)
+                rows += tokens if head.per_token else head.rows(asked) * shown
+        return rows
 
 
 Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]
@@ -322,8 +332,8 @@ class Task:
             serves the task.
         alone: types of inputs that clients may send without a list; `decode` then returns a list
             of one result, and the native protocol writes the result without the list.
-        takes_long: parameters -> whether `prepare` may take milliseconds for a short body, because
-            one text becomes many encodings.
+        takes_long: parameters -> whether a short body may take milliseconds, because one text
+            becomes many encodings, or the answer has more than the rows of head results.
         scores: (manifest, parameters) -> what the scores in the results are; None: the results
             have no scores.
         vectors: whether clients may request the result as bytes.
@@ -361,11 +371,6 @@ class Task:
     def is_served_by(self, manifest: Manifest) -> bool:
         """Return whether a bundle does the task."""
         return self.has_heads(manifest) and not self.missing(manifest)
-
-
-def written(texts: Iterable[str]) -> int:
-    """Return how many results cost as much as writing the texts; see `PreparedRequest.results`."""
-    return sum(map(len, texts)) // _CHARACTERS_PER_RESULT
 
 
 def check_has_tokens(ids: Sequence[int], at: Location) -> None:

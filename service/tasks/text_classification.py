@@ -126,7 +126,7 @@ def prepare_pairs(
     function = _function(chosen, parameters)
     windows = encoder.windows if rule.choice == "window" else None
     state = _State(chosen.labels, columns, parameters.top_k, function, windows)
-    return encoder.prepared(state, len(encoder.encodings))
+    return encoder.prepared(state)
 
 
 def sequence_labels(manifest: Manifest) -> SequenceLabels:

@@ -353,14 +353,11 @@ class TextEncoder:
         firsts = range(0, count * step, step)
         return [(first, min(first + room, tokens)) for first in firsts]
 
-    def prepared(
-        self, state: S, results: int = 0, vectors: VectorRecipe | None = None
-    ) -> PreparedRequest[S]:
+    def prepared(self, state: S, vectors: VectorRecipe | None = None) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""
         return PreparedRequest(
             self.encodings,
             state,
-            results,
             truncated=sum([usage.used < usage.tokens for usage in self.usage]),
             usage=self.usage if self.rule.report else None,
             texts=len(self.windows),

@@ -29,15 +29,11 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     check_range,
     softmax,
-    written,
 )
 from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
-
-_TOKENS_PER_RESULT = 4
-"""Number of tokens whose decoding costs about as much as one prediction of a mask."""
 
 
 class TokenClassificationParameters(UsageParameters):
@@ -155,10 +151,7 @@ def prepare(
     options = context.manifest.heads[token_classification.HEAD.name]
     assert isinstance(options, TokenLabels)
     chosen, columns = choose_label_set(options, parameters.label_set, context)
-    state = TaggedTexts(chosen.labels, columns, prepared, strategy, ignored)
-    results = sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT
-    # The characters of an unknown word, which may be a whole text, are those of its entity.
-    return encoder.prepared(state, max(results, written(text for _, text in texts)))
+    return encoder.prepared(TaggedTexts(chosen.labels, columns, prepared, strategy, ignored))
 
 
 def _long_text(

@@ -21,14 +21,7 @@ from cloze.service.tasks.task import (
     Texts,
     TokenIds,
     WireModel,
-    written,
 )
-
-_TOKENS_PER_RESULT = 8
-"""Number of tokens whose writing costs about as much as one prediction of a mask."""
-
-_IDS_PER_RESULT = 32
-"""Number of ids whose decoding costs about as much as one prediction of a mask."""
 
 _PART_TOKENS = 1024
 """Most tokens of a part in which a long text's tokens are written; a part takes about 1 ms."""
@@ -128,9 +121,7 @@ def prepare_texts(
         ids = np.array(spans.ids, np.int32)
         offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
         tokenized.append(TokenizedText(prompt + text, ids, offsets, around))
-    # The bytes before each character are counted, also of a text that is one unknown word.
-    results = max(tokens // _TOKENS_PER_RESULT, written(text.text for text in tokenized))
-    return PreparedRequest([], tokenized, results, texts=len(tokenized))
+    return PreparedRequest([], tokenized, texts=len(tokenized))
 
 
 TOKENIZE: Final = Task(
@@ -141,6 +132,7 @@ TOKENIZE: Final = Task(
     inputs=Annotated[Text | Texts, Field(description="a text or a list of texts")],
     parameters=TokenizeParameters,
     result=list[list[Token]],
+    takes_long=lambda _: True,  # each text may have a long prompt, and each token is an object
     prepare=prepare_texts,
     decode=lambda texts, _outputs, _context: texts,
 )
@@ -176,7 +168,7 @@ def prepare_ids(
             f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}", INPUTS
         )
     state = lists, parameters.skip_special_tokens
-    return PreparedRequest([], state, count // _IDS_PER_RESULT, texts=len(lists))
+    return PreparedRequest([], state, texts=len(lists))
 
 
 def decode_ids(state: _Ids, _: Any, context: TaskContext) -> list[str]:

@@ -143,7 +143,7 @@ def prepare(
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
-    return encoder.prepared(state, len(encoder.encodings))
+    return encoder.prepared(state)
 
 
 def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContext) -> list[Ids]:

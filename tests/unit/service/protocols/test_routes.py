@@ -182,6 +182,47 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     ok(alone.post("/embed_all", {"inputs": "the"}, x_request_timeout_ms="400"))
 
 
+@pytest.mark.parametrize(
+    ("path", "large", "small"),
+    [
+        # More than 64 rows of head results, in both rounds together or in one.
+        ("/embed", {"inputs": ["the"] * 65}, {"inputs": ["the"] * 64}),
+        ("/token-classification", {"inputs": ["the"] * 22}, {"inputs": ["the"] * 21}),
+        (
+            "/fill-mask",
+            {"inputs": ["[MASK]"] * 13, "parameters": {"top_k": 5}},
+            {"inputs": ["[MASK]"] * 12, "parameters": {"top_k": 5}},
+        ),
+        # More vectors, or more work, than the rows tell.
+        (
+            "/embed",
+            {"inputs": "the", "spans": [[0, 3]] * 65, "normalize": False},
+            {"inputs": "the", "normalize": False},
+        ),
+        (
+            "/redact",
+            {"inputs": "the", "parameters": {"patterns": ["PHONE"], "region": "DE"}},
+            {"inputs": "the"},
+        ),
+        # Texts that the answer repeats: 1,200 bytes of JSON each.
+        (
+            "/nsp",
+            {"inputs": {"text": "the", "candidates": ["\0" * 199 + "a"] * 55}},
+            {"inputs": {"text": "the", "candidates": ["\0" * 199 + "a"] * 54}},
+        ),
+        ("/v2/embed", {"texts": ["\0" * 199 + "a"] * 55}, {"texts": ["\0" * 199 + "a"] * 54}),
+    ],
+)
+def test_which_answers_are_large(path: str, large: Any, small: Any, alone: Service) -> None:
+    """A large answer is decoded and written on a thread, when it is its turn."""
+    for client in ("x", "x", "y"):
+        alone._runner.run(alone.answers.begin(client))
+    limit = {"x_request_timeout_ms": "400"}
+    extra = {"model": "tiny", "input_type": "search_document"} if path == "/v2/embed" else {}
+    assert alone.post(path, small | extra, **limit).status_code == 200
+    assert alone.post(path, large | extra, **limit).status_code == 504
+
+
 def test_a_wrong_header_is_found_before_the_engine_runs(alone: Service) -> None:
     accept = f"{RAW}; dtype=int4"
     assert alone.post("/embed", {"inputs": "the"}, accept=accept).status_code == 422

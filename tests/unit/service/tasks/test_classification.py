@@ -43,7 +43,6 @@ def softmax(row: list[float]) -> list[float]:
 def test_labels_are_ranked_by_their_softmax() -> None:
     request = prepared("text-classification", "the door")
     assert tokens(request) == ["[CLS] the door [SEP]"]
-    assert request.results == 1
     [labels] = decoded("text-classification", request, label_outputs([1, 3, 0, 2]))
     assert [one.label for one in labels] == ["B-PER", "LOC", "O", "I-PER"]
     assert [one.score for one in labels] == pytest.approx(softmax([3, 2, 1, 0]), rel=1e-5)
@@ -204,7 +203,7 @@ def test_each_token_is_scored_behind_a_mask() -> None:
     asked = [encoding.requests["masked_lm"] for encoding in request.encodings]
     assert [list(one.positions) for one in asked] == [[1], [2], [3]]
     assert [list(one.targets) for one in asked] == [[i] for i in ids("the red ##s")]
-    assert (request.results, request.usage, request.truncated) == (3, [TextUsage(5, 5)], 0)
+    assert (request.usage, request.truncated) == ([TextUsage(5, 5)], 0)
     [score] = decoded("score", request, log_probabilities(-1, -2, -4))
     assert score.score == pytest.approx(-7)
     assert [(t.token, t.start, t.end, t.log_probability) for t in score.tokens] == [
@@ -293,7 +292,6 @@ def test_an_entity_has_the_mean_score_of_its_tokens() -> None:
     rows = [[0.1, 0.8, 0.05, 0.05], [0.1, 0.2, 0.6, 0.1]]
     [[entity]] = decoded("token-classification", request, token_outputs(rows))
     assert entity.score == pytest.approx(0.7, rel=1e-4)
-    assert request.results == 1  # 4 tokens
 
 
 def test_labels_may_be_ignored() -> None:

@@ -96,13 +96,6 @@ def test_each_text_has_the_entities_of_its_windows() -> None:
     assert [(e.entity_group, e.word) for e in second] == [("PER", "a")]
 
 
-def test_four_tokens_cost_as_much_as_a_prediction() -> None:
-    for text, results in (("a", 0), ("a b", 1), ("a b c d e", 1), ("a b c d e f", 2)):
-        assert prepared("token-classification", text).results == results
-    wide = limited(max_text_characters=100_000)
-    assert prepared("token-classification", "a" * 70_000, wide).results == 70  # one unknown word
-
-
 def test_texts_are_checked_and_named() -> None:
     with pytest.raises(EmptyRequest, match=r"inputs\[1\] is empty"):
         prepared("token-classification", ["a", ""])

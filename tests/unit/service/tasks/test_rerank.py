@@ -9,7 +9,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.unit.service.tasks.model import CONTEXT, LABELS, context, limited, tokens, types
+from tests.unit.service.tasks.model import CONTEXT, LABELS, context, tokens, types
 
 
 def ranker(*labels: str, **options: Any) -> dict[str, Any]:
@@ -110,14 +110,6 @@ def test_texts_are_returned_if_asked() -> None:
     request = asked(["a", "b"], return_text=True)
     ranking = rerank.decode(request.state, logits(1, 2), CLASSIFIER)
     assert [(r.index, r.text) for r in ranking.ranks] == [(1, "b"), (0, "a")]
-
-
-def test_returned_texts_count_as_results() -> None:
-    wide = context(limited(max_text_characters=30_000).limits, heads=ranker("relevance"))
-    texts = ["a " * 1_500, "b " * 1_000]  # 5,000 characters: as 5 predictions
-    assert asked(texts, wide, return_text=True).results == 5
-    assert asked(texts, wide).results == 2
-    assert asked(["a", "b", "c"], return_text=True).results == 3
 
 
 def test_long_texts_are_cut_as_asked() -> None:

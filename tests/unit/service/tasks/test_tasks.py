@@ -56,7 +56,7 @@ def test_a_request_has_at_most_2048_texts() -> None:
 
 def test_a_prepared_request_says_what_was_not_asked_for() -> None:
     request = PreparedRequest([], None)
-    assert (request.results, request.truncated, request.warnings) == (0, 0, ())
+    assert (request.answer_rows, request.truncated, request.warnings) == (0, 0, ())
     assert (request.usage, request.advance) == (None, None)
 
 

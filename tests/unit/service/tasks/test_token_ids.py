@@ -122,15 +122,6 @@ def test_a_text_that_exceeds_the_limit_is_not_tokenized_to_its_end() -> None:
     assert int(str(error.value).split("at least ")[1].split()[0]) < 60_000  # of 80,000
 
 
-def test_eight_tokens_cost_as_much_as_a_prediction() -> None:
-    assert tokenized("a b c d e").results == 0
-    assert tokenized("a b c d e f").results == 1
-    assert tokenized(["a b c d e f", "a b c d e f"]).results == 2
-    assert tokenized("a").encodings == []
-    wide = limited(max_text_characters=100_000)
-    assert tokenized(["a" * 70_000, "a" * 50_000], wide).results == 120  # unknown words
-
-
 def test_texts_to_tokenize_are_checked() -> None:
     tokenized(["a"] * 4)
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
@@ -189,9 +180,3 @@ def test_ids_are_limited_per_request() -> None:
     for empty in ([], [[]], [[1], []]):
         with pytest.raises(EmptyRequest, match="empty list; it needs at least 1 token id"):
             prepared_ids(empty)
-
-
-def test_32_ids_cost_as_much_as_a_prediction() -> None:
-    assert prepared_ids([[1] * 16, [1] * 15]).results == 0
-    assert prepared_ids([1] * 32).results == 1
-    assert prepared_ids([1]).encodings == []

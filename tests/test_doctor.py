@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
 from cloze import doctor
 from cloze.cli import cli
 from cloze.service import graph_choice
+from tests.serving import running_server
 
 pytestmark = pytest.mark.usefixtures("no_variables")
 
@@ -161,11 +163,13 @@ def test_shell_completion_knows_the_commands() -> None:
         ["store", "verify", "bert"],
         ["ask", "embed", "the king", "--model", "bert"],
         ["bulk", "embed", "{home}/../texts.jsonl", "--output", "{home}/../out", "--model", "bert"],
+        ["keys", "add", "one", "--file", "{home}/../keys"],
+        ["export", "{bert}", "--name", "bert", "--model-store", "{home}/../new"],
     ],
     ids=lambda command: " ".join(command[:2]),
 )
 def test_no_command_writes_to_the_home_folder(
-    tiny_store: Path, tmp_path: Path, command: list[str]
+    tiny_store: Path, checkpoints: dict[str, Path], tmp_path: Path, command: list[str]
 ) -> None:
     """Onnxruntime's telemetry keeps an identity under HOME as soon as it is imported."""
     home = tmp_path / "home"
@@ -173,7 +177,7 @@ def test_no_command_writes_to_the_home_folder(
     (tmp_path / "texts.jsonl").write_text('{"text": "the king"}\n')
     environment = {**os.environ, "HOME": str(home), "CLOZE_MODEL_STORE": str(tiny_store)}
     environment.pop("ORT_DISABLE_TELEMETRY", None)  # this process has imported the package
-    arguments = [word.format(home=home) for word in command]
+    arguments = [word.format(home=home, bert=checkpoints["bert"]) for word in command]
     done = subprocess.run(
         [sys.executable, "-m", "cloze", *arguments],
         env=environment,
@@ -183,6 +187,12 @@ def test_no_command_writes_to_the_home_folder(
     )
     assert done.returncode == 0, done.stderr
     assert list(home.rglob("*")) == []
+
+
+def test_a_server_writes_nothing_to_the_home_folder(tiny_store: Path, tmp_path: Path) -> None:
+    with running_server(tiny_store, "--model", "bert", HOME=str(tmp_path)) as server:
+        httpx.post(f"{server.url}/embed", json={"inputs": "the king"}).raise_for_status()
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_telemetry_is_off_before_any_module_imports_the_runtime(tmp_path: Path) -> None:

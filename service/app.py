@@ -21,10 +21,10 @@ from cloze.service.application import PAGES, Snapshot, create_app, return_memory
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
     BUSY,
+    NEEDS_ROLL,
     Changes,
     EngineDead,
     Overloaded,
-    Reload,
     ReloadRefused,
     ServiceError,
     ShuttingDown,
@@ -132,8 +132,7 @@ class Service:
     Attributes:
         snapshot: answers new requests.
         certificate: the server's certificate, which a reload reads again.
-        reopens: whether this process can open engines.
-        reload_elsewhere: reloads a service whose engines are in other processes.
+        reopens: whether this process can open engines, and so reload.
 
     Raises:
         StartupError: the keys or a tokenizer cannot be read, or a setting does not fit the models.
@@ -173,7 +172,6 @@ class Service:
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
         self.reopens = opener is not None
-        self.reload_elsewhere: Reload | None = None
         self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
         self._alone.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -354,11 +352,11 @@ class Service:
 
         Raises:
             ReloadRefused: that cannot be served, and the snapshot of before stays; or another
-                reload has not ended.
+                reload has not ended; or the engines are in other processes.
             ShuttingDown: the server drains.
         """
-        if self.reload_elsewhere is not None:
-            return await self.reload_elsewhere()
+        if not self.reopens:
+            raise ReloadRefused(NEEDS_ROLL)
         if not self._alone.is_set():
             raise ReloadRefused(BUSY)
         self._alone.clear()

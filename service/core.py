@@ -4,7 +4,7 @@ Each `ServiceError` ends one request, and `http.errors` maps it to a status. A `
 the client's: a retry of the same request fails again. `StartupError` ends the server.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -223,11 +223,14 @@ class Changes:
         return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
 
 
-Reload = Callable[[], Awaitable[Changes]]
-"""Serves what the store, the keys and the certificate hold now, or raises `ReloadRefused`."""
-
 BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
 """Why a reload that is asked for by a request is refused at once; a signal waits."""
+
+NEEDS_ROLL: Final = (
+    "nothing was reloaded: with front ends, a reload of models needs a roll of the replicas, or a "
+    "restart; keys and certificates are read again when their files change"
+)
+"""Why a server with front ends refuses a reload."""
 
 
 class StartupError(Exception):

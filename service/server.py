@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,12 +19,12 @@ from cloze.model_store import Bundle
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
 from cloze.service.freed_memory import return_freed_memory
 from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
-from cloze.service.http.record import OF_ADMIN_SOCKET, accepted_hosts
+from cloze.service.http.record import accepted_hosts
 from cloze.service.http.server_protocol import ServerProtocol
 from cloze.service.protocols import operations
 from cloze.service.served_models import EngineFactory
 from cloze.service.settings import Settings
-from cloze.service.sockets import BACKLOG, bind, listen, listening_on_admin_socket
+from cloze.service.sockets import BACKLOG, bind, listen
 from cloze.service.startup import exit_on_signal
 
 log = logging.getLogger("cloze")
@@ -75,10 +74,9 @@ def serve_in_one_process(
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
     listener = bind(settings)
-    with listening_on_admin_socket(settings.admin_socket) as admin:
-        service = single_process(settings, make_engine, registries, bundles)
-        listen(listener, settings)
-        uvloop.run(answer_http(service, settings, [listener, *admin]))
+    service = single_process(settings, make_engine, registries, bundles)
+    listen(listener, settings)
+    uvloop.run(answer_http(service, settings, listener))
     if service.dead is None:
         return 0
     logging.shutdown()
@@ -88,19 +86,16 @@ def serve_in_one_process(
 def answer_http(
     service: Service,
     settings: Settings,
-    listeners: list[socket.socket],
+    listener: socket.socket,
     *,
-    retire_on: signal.Signals | None = None,
     before_accepting: Callable[[], None] = lambda: None,
 ) -> Coroutine[Any, Any, None]:
-    """Answer requests on listening sockets until a signal, or until a local engine dies.
+    """Answer requests on a listening socket until a signal, or until a local engine dies.
 
     Args:
         service: answers the requests.
         settings: the operator's settings.
-        listeners: the listening sockets.
-        retire_on: the signal after which no connection is accepted, and the result ends after the
-            last open one. Each connection ends with its next answer.
+        listener: the listening socket.
         before_accepting: called when nothing can fail any more.
 
     Raises:
@@ -109,7 +104,7 @@ def answer_http(
     _make_collections_rare()
     service.certificate.files.read()
     most = _connection_limit(settings.max_connections)
-    server = _Server(service, settings, most, retire_on, before_accepting)
+    server = _Server(service, settings, most, before_accepting)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # uvicorn raises the signal again after its shutdown. The handler ignores that second
@@ -119,7 +114,7 @@ def answer_http(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    return server.serve(sockets=listeners)
+    return server.serve(sockets=[listener])
 
 
 def _make_collections_rare() -> None:
@@ -164,11 +159,10 @@ class _Server(uvicorn.Server):
         service: Service,
         settings: Settings,
         max_connections: int,
-        retire_on: signal.Signals | None,
         before_accepting: Callable[[], None],
     ) -> None:
         self._service = service
-        self._retire_on, self._before_accepting = retire_on, before_accepting
+        self._before_accepting = before_accepting
         self._drain_s = settings.drain_s
         self._grace_s = settings.shutdown_grace_ms / 1000
         self._drain_timer: asyncio.TimerHandle | None = None
@@ -183,8 +177,6 @@ class _Server(uvicorn.Server):
             operations.probe_bodies(service),
             accepted_hosts(settings.host, settings.allowed_hosts),
         )
-        self._acceptors: list[Acceptor] = []
-        self._retiring = False
         super().__init__(
             uvicorn.Config(
                 service,
@@ -205,7 +197,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         service, certificate = self._service, self._service.certificate
 
-        def make_protocol(*, is_admin: bool) -> asyncio.Protocol:
+        def make_protocol() -> asyncio.Protocol:
             return ServerProtocol(
                 admit=service.admit,
                 table=self._table,
@@ -214,33 +206,18 @@ class _Server(uvicorn.Server):
                 returns=service.returns,
                 config=self.config,
                 server_state=self.server_state,
-                app_state=self.lifespan.state | {OF_ADMIN_SOCKET: is_admin},
+                app_state=self.lifespan.state,
             )
 
-        for listener in sockets or []:
-            is_admin = listener.family == socket.AF_UNIX
-            make = partial(make_protocol, is_admin=is_admin)
-            has_tls = not is_admin and certificate.context is not None
-            tls = (lambda: certificate.context) if has_tls else None
-            self._acceptors.append(Acceptor(listener, make, tls, self._probes))
-        loop = asyncio.get_running_loop()
+        has_tls = certificate.context is not None
+        tls = (lambda: certificate.context) if has_tls else None
+        acceptors = [Acceptor(each, make_protocol, tls, self._probes) for each in sockets or ()]
         if service.reopens:
-            loop.add_signal_handler(signal.SIGHUP, service.reload_soon)
-        if self._retire_on is not None:
-            loop.add_signal_handler(self._retire_on, self.retire)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
         self._before_accepting()
-        for acceptor in self._acceptors:
+        for acceptor in acceptors:
             acceptor.begin()
-        self.servers = self._acceptors  # type: ignore[assignment]
-
-    def retire(self) -> None:
-        """Accept no connection, end each with its next answer, and return after the last one."""
-        self._retiring = True
-        for acceptor in self._acceptors:
-            acceptor.close()
-        self._table.ends_after_answer = True
-        count = len(self.server_state.connections)
-        log.info("other processes accept connections; this one finishes its %d", count)
+        self.servers = acceptors  # type: ignore[assignment]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; if SIGTERM asks for it, fail readiness and serve on for `Settings.drain_s` first.
@@ -248,7 +225,7 @@ class _Server(uvicorn.Server):
         Whoever sends SIGTERM twice, as a service manager to all processes of a group, changes
         nothing. SIGINT ends the wait.
         """
-        if sig == signal.SIGTERM and self._drain_s and not self._retiring:
+        if sig == signal.SIGTERM and self._drain_s:
             if self._drain_timer is None:
                 self._announce_drain()
             return
@@ -283,8 +260,6 @@ class _Server(uvicorn.Server):
             # A client that sends its request more slowly gets no answer.
             self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
             return True
-        if self._retiring and not self.server_state.connections:
-            return all(not acceptor.is_opening for acceptor in self._acceptors)
         if counter % _TICKS_PER_LOOK == 0:
             self._service.look_at_files()
         if self._table.closed_count >= _COLLECT_AFTER_CLOSED and not self.server_state.tasks:

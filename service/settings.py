@@ -215,11 +215,6 @@ class Settings(BaseSettings):
         description="longest time that a connection stays open without a request; load balancers "
         "usually close theirs after 60 s, and must do so first",
     )
-    admin_socket: Path | None = Field(
-        None,
-        description="path of a Unix socket that answers too, for processes of the server's user; "
-        "without keys, `POST /admin/reload` is answered there only; default: none",
-    )
     max_connections: _Natural = Field(
         0,
         description="most open connections per process that handles HTTP; the one that is idle for "

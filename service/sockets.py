@@ -4,9 +4,6 @@ import logging
 import os
 import socket
 import ssl
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from cloze.service.core import StartupError
@@ -25,8 +22,6 @@ _TLS_1_2_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 Source: RFC 9325, section 4.2. TLS 1.3 has no others.
 """
-
-_OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -73,48 +68,6 @@ def listen(listener: socket.socket, settings: Settings) -> None:
 
 def _cannot_listen(settings: Settings, error: OSError) -> StartupError:
     return StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}")
-
-
-@contextmanager
-def listening_on_admin_socket(path: Path | None) -> Iterator[list[socket.socket]]:
-    """Yield the Unix socket on which a server without API keys can be asked to reload.
-
-    The file system decides who reaches the socket. A TCP address cannot: a proxy on the same
-    machine connects from loopback for clients elsewhere.
-
-    Args:
-        path: where the socket is, for its owner only, until the end; None: the list is empty.
-
-    Raises:
-        StartupError: the socket cannot be made, or another process listens on the path.
-    """
-    if path is None:
-        yield []
-        return
-    with socket.socket(socket.AF_UNIX) as listener:
-        # Before the socket has a path, so that nobody can connect in between.
-        os.fchmod(listener.fileno(), _OWNER_ONLY)
-        try:
-            _remove_unused(path)
-            listener.bind(os.fspath(path))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise StartupError(f"cannot listen on {path}: {error.strerror or error}") from None
-        try:
-            yield [listener]
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _remove_unused(path: Path) -> None:
-    """Remove a socket on which nobody listens, as of a server that was killed."""
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as client:
-        try:
-            client.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            path.unlink()
 
 
 class Certificate:

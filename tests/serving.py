@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.waiting import wait_until
+
 START_TIMEOUT_S = 90.0
 
 
@@ -31,12 +33,19 @@ class Server:
     url: str
     process: subprocess.Popen[str]
     log: list[str] = field(default_factory=list)
-    admin_socket: str = ""
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         """Send a signal and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
+
+    def reload(self) -> str:
+        """Send SIGHUP; return what the log says of the reload."""
+        before = len(self.log)
+        self.process.send_signal(signal.SIGHUP)
+        outcome = re.compile("(?:nothing was )?reloaded: .*")
+        wait_until(lambda: any(map(outcome.search, self.log[before:])))
+        return next(found[0] for found in map(outcome.search, self.log[before:]) if found)
 
 
 @contextmanager
@@ -78,8 +87,7 @@ def running_server(
         assert listening.wait(start_timeout_s), "the server did not start"
         found = re.search(r'listening on (https?://[^\s"]+)', "".join(log))
         assert found, "".join(log)
-        url, admin = found[1].replace("0.0.0.0", "127.0.0.1"), env.get("CLOZE_ADMIN_SOCKET", "")
-        server = Server(url, process, log, admin)
+        server = Server(found[1].replace("0.0.0.0", "127.0.0.1"), process, log)
         wait_until_ready(server, start_timeout_s)
         yield server
     finally:

@@ -465,13 +465,16 @@ def is_done(end: ssl.SSLObject) -> bool:
     return True
 
 
-def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one", "front-ends"])
+def test_a_renewed_certificate_is_served(
+    tiny_store: Path, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
     """As the files are replaced: one after the other, so that they do not fit for a moment."""
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     served, renewed = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
     arguments = ("--tls-certificate", str(served.public), "--tls-key", str(served.private))
-    with running_server(tiny_store, *arguments, "--model", "bert") as server:
+    with running_server(tiny_store, *arguments, "--model", "bert", *mode) as server:
         before = served_certificate(server)
         renewed.public.replace(served.public)
         wait_until(lambda: any("the old certificate and key stay" in line for line in server.log))

@@ -13,8 +13,8 @@ from cloze.bench.processes import RunningServer, process_tree
 SERVER = "server"
 """Role of the first process: the only one, or the supervisor."""
 
-_NAME = re.compile(rb'"name": ?"([a-z]+-\d+)(\.\d+)?"')
-"""The role of a child, and the suffix of its generation: a reload starts ``engine-0.2``."""
+_NAME = re.compile(rb'"name": ?"([a-z]+-\d+)"')
+"""The role of a child."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ProcessSample:
     """One process at one time.
 
     Attributes:
-        role: `SERVER`, or the name that the supervisor gave to a child, without its generation.
+        role: `SERVER`, or the name that the supervisor gave to a child.
         pss_mb: resident memory; each shared page counts in equal parts for its processes.
     """
 
@@ -52,23 +52,16 @@ class Sample:
 
 
 def children(server: RunningServer) -> dict[str, int]:
-    """Return the process ids of a server's children by role, after a reload of the newest ones."""
+    """Return the process ids of a server's children by role."""
     roles: dict[str, int] = {}
-    youngest: dict[str, int] = {}
     for pid in process_tree(server.pid)[1:]:
         try:
             named = _NAME.search(Path(f"/proc/{pid}/cmdline").read_bytes())
-            started = _start_ticks(pid)
         except OSError:  # the process has ended
             continue
-        if named and started >= youngest.get(role := named[1].decode(), 0):
-            roles[role], youngest[role] = pid, started
+        if named:
+            roles[named[1].decode()] = pid
     return roles
-
-
-def _start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the boot (proc(5), field 22)."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def sample(server: RunningServer, at_s: float) -> Sample:

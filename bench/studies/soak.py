@@ -1,11 +1,11 @@
 """A soak: mixed traffic for a long time, faults on a schedule, and checks of what they left.
 
-    python bench/studies/soak.py OUT [--minutes 30] [--frontends 2] [--reload]
+    python bench/studies/soak.py OUT [--minutes 30] [--frontends 2 | --frontends 0 --reload]
 
 Starts a server of the bundled models on loopback. An open loop sends 60 % of what a closed loop
 measured: four tasks, short and long texts, bad requests, and clients that leave. In the middle
 third of the time, the faults of `bench.soak.faults` come in turn. A server of one process
-(``--frontends 0``) gets none but ``--reload``.
+(``--frontends 0``) gets none, or reloads (``--reload``).
 
 Writes OUT/soak.json, OUT/soak.md, OUT/soak.png and OUT/server.log. The exit code is 1 if a check of
 `bench.soak.verdict` fails.
@@ -32,10 +32,12 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.6, help="of the capacity")
     parser.add_argument("--rate", type=float, default=0.0, help="requests per second instead")
     parser.add_argument("--fault-every", type=float, default=45.0, help="seconds")
-    parser.add_argument("--reload", action="store_true", help="send SIGHUP in turn with the faults")
+    parser.add_argument("--reload", action="store_true", help="send SIGHUP to one process")
     options = parser.parse_args()
     names = [name for name in KINDS if name != "reload"] if options.frontends else []
     if options.reload:
+        if options.frontends:
+            parser.error("a server with front ends does not reload: add --frontends 0")
         names.append("reload")
     plan = SoakPlan(
         seconds=options.minutes * 60,

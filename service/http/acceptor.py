@@ -247,11 +247,6 @@ class Acceptor:
         except (OSError, EOFError):  # the client has gone, or speaks no TLS
             connection.close()
 
-    @property
-    def is_opening(self) -> bool:
-        """Whether an accepted connection has no protocol yet."""
-        return bool(self._opening)
-
     def close(self) -> None:
         """Accept no further connection."""
         self._closed = True

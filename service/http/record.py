@@ -25,9 +25,6 @@ log = logging.getLogger("cloze")
 RECORD: Final = "cloze.record"
 """Key of an ASGI scope: the `RequestRecord` of the request."""
 
-OF_ADMIN_SOCKET: Final = "cloze.admin_socket"
-"""Key of a request's state: whether the request came through the admin socket."""
-
 TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
 
 CLASS_HEADER: Final = b"x-request-class"

@@ -51,12 +51,7 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 MODEL = ("model", "version")
 """Labels of a served model: its name, and its version in the store."""
 
-RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
-RELOAD_RESULTS = {True: "ok", False: "failed"}
-LAST_RELOAD = (
-    "cloze_last_reload_successful",
-    "1 if the last reload was served, or there was none; 0 if it could not be served.",
-)
+_RELOAD_RESULTS = {True: "ok", False: "failed"}
 
 _CLASSES = {False: "none", True: "bulk"}
 
@@ -131,8 +126,8 @@ class Families:
         self.key_tokens = counter(
             "cloze_key_tokens", "Tokens of results, by the name of their key.", ("key",)
         )
-        reloads = counter(*RELOADS)
-        self.reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
+        reloads = counter("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
+        self.reloads = {ok: reloads.labels(name) for ok, name in _RELOAD_RESULTS.items()}
         self.parts = histogram(
             "cloze_request_part_duration_seconds",
             "Parts of a request's time: tokenize, queue, inference.",
@@ -350,8 +345,9 @@ class Metrics(Collector):
             yield GaugeMetricFamily("cloze_memory_used_bytes", text, memory[0])
             text = "Most memory of the container or machine; with more, the kernel ends processes."
             yield GaugeMetricFamily("cloze_memory_limit_bytes", text, memory[1])
-        if not self._shared:  # else the supervisor reloads
-            yield GaugeMetricFamily(*LAST_RELOAD, float(self._last_reload_ok))
+        text = "1 if the last reload was served, or there was none; 0 if it could not be served."
+        last = float(self._last_reload_ok)
+        yield GaugeMetricFamily("cloze_last_reload_successful", text, last)
         if self._shared:
             yield from used_by_all(os.getppid())
 

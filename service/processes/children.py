@@ -1,21 +1,16 @@
-"""The children of the supervisor: how they start, what they report, and when they start again.
-
-A `Generation` is the engine processes and front ends of one state of the store. A reload starts a
-new generation. The old one answers the connections that it has, and then ends.
-"""
+"""The children of the supervisor: how they start, what they report, and when they start again."""
 
 import asyncio
 import ctypes
 import json
 import logging
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +19,7 @@ from typing import Any
 import uvloop
 from pydantic import TypeAdapter
 
-from cloze.model_store import Bundle, Manifest
-from cloze.service.core import Changes, StartupError
+from cloze.service.core import StartupError
 from cloze.service.metrics import forget_process, share_folder, write_as
 from cloze.service.settings import Settings
 from cloze.service.startup import begin, memory_problem
@@ -35,13 +29,8 @@ log = logging.getLogger("cloze")
 ENGINE_COMMAND = (sys.executable, "-m", "cloze.service.processes.engine_process")
 FRONTEND_COMMAND = (sys.executable, "-m", "cloze.service.processes.frontend")
 
-RETIRE = signal.SIGUSR1
-"""Tells a front end to accept no further connection, and to end after those that it has."""
-
 _BACKLOG = 1024
 """Front ends that may wait for an engine process: at most 256, and some that died meanwhile."""
-
-_END_GRACE_S = 10.0
 
 BEAT_S = 1.0
 """Time between a child's reports that its event loop runs."""
@@ -72,8 +61,8 @@ class ChildConfig:
     Attributes:
         engine_sockets: of all engine processes, which accept front ends there.
         ready: descriptor to which the child writes a byte when it is ready, and then regularly.
-        listeners: descriptors of the listening sockets: of an engine its own, of a front end those
-            of HTTP.
+        listener: descriptor of the listening socket: of an engine its own, of a front end that of
+            HTTP.
         device_id: which GPU; for an engine.
         parent: the supervisor's process id.
     """
@@ -81,7 +70,7 @@ class ChildConfig:
     name: str
     engine_sockets: tuple[Path, ...]
     ready: int
-    listeners: tuple[int, ...]
+    listener: int
     device_id: int
     parent: int
     settings: Settings
@@ -142,12 +131,11 @@ class Child:
         reports: the descriptor on which the child reports that it runs; None: not started.
         heard: `time.monotonic` time of its last report; None before the first.
         is_ready: whether the child has been ready once; only then it is started again.
-        is_kept: whether the child is started again when it ends.
     """
 
     name: str
     command: tuple[str, ...]
-    listeners: tuple[socket.socket, ...]
+    listener: socket.socket
     device_id: int = 0
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
@@ -155,7 +143,6 @@ class Child:
     reports: int | None = None
     heard: float | None = None
     is_ready: bool = False
-    is_kept: bool = True
 
     @property
     def kind(self) -> str:
@@ -171,14 +158,14 @@ class Child:
             OSError: the system has no memory, process or descriptor left.
         """
         ready, ready_writer = os.pipe()
-        listeners = tuple(listener.fileno() for listener in self.listeners)
+        listener = self.listener.fileno()
         config = ChildConfig(
-            self.name, sockets, ready_writer, listeners, self.device_id, os.getpid(), settings
+            self.name, sockets, ready_writer, listener, self.device_id, os.getpid(), settings
         )
         try:
             self.process = subprocess.Popen(
                 [*self.command, config.to_argument()],
-                pass_fds=[ready_writer, *listeners],
+                pass_fds=[ready_writer, listener],
                 env=os.environ | share_folder(folder),
                 # Ctrl-C reaches the supervisor alone: front ends finish before engines end.
                 start_new_session=True,
@@ -222,8 +209,6 @@ class Child:
         self.close_reports()
         self.process = None
         forget_process(folder, self.name)
-        if not self.is_kept:
-            return
         if time.monotonic() - self.started > _STEADY_S:
             self.delay_s = _FIRST_DELAY_S
         self.postpone(f"ended with {code}")
@@ -250,125 +235,7 @@ def end_all(children: Sequence[Child], grace_s: float) -> None:
             process.wait()
 
 
-@dataclass(slots=True, eq=False)
-class Generation:
-    """The processes that serve one state of the store.
-
-    Attributes:
-        number: 1 for the first generation; a later one has a number that no other has then.
-        settings: of the processes; they name each bundle with its version.
-        sockets: of the engine processes.
-        ends: `time.monotonic` time at which a retired generation is ended; None: not retired.
-    """
-
-    number: int
-    settings: Settings
-    manifests: tuple[Manifest, ...]
-    sockets: tuple[Path, ...]
-    engines: list[Child]
-    front_ends: list[Child]
-    ends: float | None = field(default=None)
-
-    @property
-    def children(self) -> list[Child]:
-        """All processes."""
-        return [*self.engines, *self.front_ends]
-
-    def retire(self) -> None:
-        """Let the front ends finish the connections that they have.
-
-        One that is only starting has none, and ends by the signal at once.
-        """
-        settings = self.settings
-        longest_s = settings.idle_timeout_ms / 1000 + settings.max_timeout_s
-        self.ends = time.monotonic() + longest_s
-        for child in self.front_ends:
-            child.is_kept = False
-            if child.process is not None:
-                child.process.send_signal(RETIRE)
-
-    def end_if_over(self) -> bool:
-        """End the engine processes of a retired generation after its last front end.
-
-        Returns:
-            Whether the generation has ended.
-        """
-        assert self.ends is not None
-        if running := [child.process for child in self.front_ends if child.process is not None]:
-            if time.monotonic() > self.ends:
-                self.ends = math.inf  # their drain has its own limit
-                for process in running:
-                    process.terminate()
-            return False
-        end_all(self.engines, _END_GRACE_S)  # they have no work, and so end at once
-        self.close()
-        return True
-
-    def close(self) -> None:
-        """Accept no further front end; all processes have ended."""
-        for child in self.children:
-            child.close_reports()
-        for child, path in zip(self.engines, self.sockets, strict=True):
-            child.listeners[0].close()
-            path.unlink(missing_ok=True)
-
-    def changes(self, later: "Generation", reasons: Mapping[str, str]) -> Changes:
-        """Return how the models of a later generation differ; see `Changes`."""
-        before, after = ({m.reference: m for m in g.manifests} for g in (self, later))
-        return Changes.between(before, after, reasons)
-
-
-def end_generations(generations: Sequence[Generation]) -> None:
-    """End all processes: the front ends of all generations together, and then the engines.
-
-    Each process gets one signal.
-    """
-    if not generations:
-        return
-    settings = generations[0].settings
-    drain_s = settings.drain_s + settings.shutdown_grace_ms / 1000
-    end_all([child for each in generations for child in each.front_ends], drain_s + _END_GRACE_S)
-    end_all([child for each in generations for child in each.engines], _END_GRACE_S)
-    for generation in generations:
-        generation.close()
-
-
-def make_generation(
-    number: int,
-    settings: Settings,
-    bundles: list[Bundle],
-    listeners: tuple[socket.socket, ...],
-    folder: Path,
-    engine_command: tuple[str, ...],
-) -> Generation:
-    """Return a generation whose processes have not started.
-
-    The folder receives the engines' sockets, and the front ends share the listeners.
-
-    Raises:
-        StartupError: a path is too long.
-    """
-    # By version: a restarted process must not serve what was published in the meantime.
-    references = tuple(bundle.manifest.reference for bundle in bundles)
-    suffix = f".{number}" if number > 1 else ""
-    sockets = tuple(folder / f"engine-{n}{suffix}.sock" for n in range(settings.gpus))
-    return Generation(
-        number,
-        settings.model_copy(update={"model": references}),
-        tuple(bundle.manifest for bundle in bundles),
-        sockets,
-        [
-            Child(f"engine-{device_id}{suffix}", engine_command, (_listen(path),), device_id)
-            for device_id, path in enumerate(sockets)
-        ],
-        [
-            Child(f"frontend-{n}{suffix}", FRONTEND_COMMAND, listeners)
-            for n in range(settings.frontends)
-        ],
-    )
-
-
-def _listen(path: Path) -> socket.socket:
+def listen_for_front_ends(path: Path) -> socket.socket:
     """Return a Unix socket that listens; connections wait until an engine process accepts them."""
     listener = socket.socket(socket.AF_UNIX)
     try:

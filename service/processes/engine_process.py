@@ -176,7 +176,7 @@ async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) ->
     engine = EngineServer(models)
     loop.add_signal_handler(signal.SIGTERM, engine.stop)
     config.report_ready()
-    await engine.serve(socket.socket(fileno=config.listeners[0]))
+    await engine.serve(socket.socket(fileno=config.listener))
     close_models(models)
     if tracing is not None:
         tracing.close()

@@ -34,8 +34,7 @@ from cloze.service.core import (
 )
 from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
-from cloze.service.processes.children import RETIRE, ChildConfig, run_child
-from cloze.service.processes.supervisor import ask_supervisor
+from cloze.service.processes.children import ChildConfig, run_child
 from cloze.service.protocols.operations import QUIET_ROUTES
 from cloze.service.served_models import ServedModel, open_bundles
 from cloze.service.tracing import make_tracing
@@ -319,10 +318,6 @@ async def run_front_end(config: ChildConfig) -> None:
         models,
         tracing=make_tracing(config.settings, QUIET_ROUTES),
     )
-    folder = config.engine_sockets[0].parent
-    service.reload_elsewhere = partial(
-        ask_supervisor, config.parent, folder, is_draining=lambda: service.draining
-    )
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in links]
         with suppress(TimeoutError):
@@ -330,8 +325,7 @@ async def run_front_end(config: ChildConfig) -> None:
         await server.answer_http(
             service,
             config.settings,
-            [socket.socket(fileno=descriptor) for descriptor in config.listeners],
-            retire_on=RETIRE,
+            socket.socket(fileno=config.listener),
             before_accepting=config.report_ready,
         )
         for connection in connections:

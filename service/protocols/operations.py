@@ -21,7 +21,7 @@ from cloze.service import core
 from cloze.service.abandonment import run_on_thread
 from cloze.service.adapters import AdapterBundle
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
-from cloze.service.http.record import OF_ADMIN_SOCKET, RECORD
+from cloze.service.http.record import RECORD
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
 from cloze.service.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -114,16 +114,16 @@ class _Operations:
         text, content_type = await loop.run_in_executor(self._scrapes, exposition, accept)
         return Response(text, headers={"content-type": content_type})
 
-    async def reload(self, request: Request) -> Response:
+    async def reload(self, _: Request) -> Response:
         """Answer what a reload changed.
 
-        Without keys, only clients of the admin socket may reload: a connection from loopback may be
-        one of a proxy, and so of anybody.
+        Without keys, no request may reload: a connection from loopback may be one of a proxy, and
+        so of anybody.
         """
-        if not self._context.has_keys and not request.scope.get("state", {}).get(OF_ADMIN_SOCKET):
+        if self._context.state.reopens and not self._context.has_keys:
             raise core.Forbidden(
-                "without API keys, a server is reloaded through its admin socket only; set "
-                "CLOZE_ADMIN_SOCKET or CLOZE_KEYS_FILE, or send SIGHUP"
+                "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
+                "reload it by a key with the scope admin"
             )
         return json_response(await self._context.state.reload())
 

@@ -35,7 +35,13 @@ _PART_NUMBERS = 65_536
 
 
 class ServerState(Protocol):
-    """The state of the server that probes report."""
+    """The state of the server that probes report.
+
+    Attributes:
+        reopens: whether the process can open engines, and so reload.
+    """
+
+    reopens: bool
 
     def broken(self) -> ServiceError | None:
         """Return why the process should be restarted; None if it should not."""

@@ -25,22 +25,14 @@ def note(event):
         events.write(f"{event} {name} {os.getpid()}\\n")
 def told(what):
     return os.path.exists(f"{folder}/{what}-{name}")
-def retire(*_):
-    note("retire")
-    if not told("stay"):
-        os._exit(0)
 def end(*_):
     note("end")
-    if told("linger"):
-        time.sleep(1)
     os._exit(0)
-signal.signal(signal.SIGUSR1, retire)
 signal.signal(signal.SIGTERM, end)
 note("start")
 with open(f"{folder}/config-{name}", "w") as config:
     json.dump(child | {"environment": dict(os.environ)}, config)
-for descriptor in child["listeners"]:
-    os.fstat(descriptor)
+os.fstat(child["listener"])
 if told("fail"):
     sys.exit(int(open(f"{folder}/fail-{name}").read()))
 while told("wait"):
@@ -53,9 +45,8 @@ while os.getppid() == child["parent"]:
     time.sleep(0.02)
 """
 """A child that notes what happens to it. Files of its folder say what it does: ``fail-NAME`` holds
-the exit code of its start, with ``wait-NAME`` it is not ready, with ``beats`` it goes on to report
-unless there is ``silent-NAME``, with ``stay-NAME`` it does not end when it retires, and with
-``linger-NAME`` it takes a second to end."""
+the exit code of its start, with ``wait-NAME`` it is not ready, and with ``beats`` it goes on to
+report unless there is ``silent-NAME``."""
 
 COMMAND = (sys.executable, "-S", "-c", CHILD)
 

@@ -1,9 +1,8 @@
-"""Children of the supervisor: how they start, restart and end, alone and as a generation."""
+"""Children of the supervisor: how they start, restart and end."""
 
 import asyncio
 import ctypes
 import importlib.util
-import math
 import os
 import signal
 import socket
@@ -18,22 +17,17 @@ from typing import Any
 
 import pytest
 
-from cloze.model_store import Bundle
 from cloze.service.core import StartupError
 from cloze.service.processes import children as children_module
 from cloze.service.processes.children import (
-    RETIRE,
     Child,
     ChildConfig,
-    Generation,
     end_all,
-    end_generations,
-    make_generation,
+    listen_for_front_ends,
 )
 from cloze.service.settings import Settings
 from tests.leaping_loop import run_leaping
 from tests.unit.service.processes.forked import forked
-from tests.unit.service.tasks.model import manifest
 
 PR_GET_PDEATHSIG = 2
 
@@ -41,7 +35,7 @@ PR_GET_PDEATHSIG = 2
 def config(parent: int = 0, ready: int = 7) -> ChildConfig:
     sockets = (Path("/tmp/x/engine-0.sock"), Path("/tmp/x/engine-1.sock"))
     settings = Settings(port=1234, model=("bert@2",), frontends=3, model_store=Path("/tmp/store"))
-    return ChildConfig("engine-1", sockets, ready, (8, 9), 1, parent, settings)
+    return ChildConfig("engine-1", sockets, ready, 8, 1, parent, settings)
 
 
 def test_a_child_reads_its_configuration_and_ends_with_its_parent(tmp_path: Path) -> None:
@@ -165,7 +159,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def made(listener: socket.socket, command: tuple[str, ...] = SLEEPS) -> Child:
-    return Child("engine-0", command, (listener,))
+    return Child("engine-0", command, listener)
 
 
 def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute(
@@ -187,11 +181,8 @@ def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute(
     assert child.started - now[0] == 0.25
 
 
-def test_a_child_that_is_not_kept_does_not_start_again(
-    now: list[float], listener: socket.socket, tmp_path: Path
-) -> None:
+def test_the_gauges_of_a_child_end_with_it(listener: socket.socket, tmp_path: Path) -> None:
     child = made(listener)
-    child.is_kept = False
     gauges = [tmp_path / f"gauge_livesum_engine-{number}.db" for number in (0, 1)]
     for file in gauges:
         file.touch()
@@ -199,7 +190,7 @@ def test_a_child_that_is_not_kept_does_not_start_again(
     child.note_end(0, tmp_path)
     assert child.reports is None
     assert [file.exists() for file in gauges] == [False, True], "its gauges end with it"
-    assert (child.process, child.started, child.delay_s) == (None, 0.0, 0.25)
+    assert child.process is None
     assert child.kind == "engine"
 
 
@@ -274,16 +265,7 @@ def test_children_end_in_time_or_are_killed(listener: socket.socket) -> None:
     process.stdout.close()
 
 
-# ---- generations ----------------------------------------------------------------------------------
-
-SETTINGS = Settings(
-    frontends=2, gpus=2, idle_timeout_ms=7000, request_timeout_ms=30_000, shutdown_grace_ms=4000
-)
-
-
-def generation(folder: Path, listener: socket.socket, number: int = 1, **fields: Any) -> Generation:
-    bundles = [Bundle(manifest(**fields), folder)]
-    return make_generation(number, SETTINGS, bundles, (listener,), folder, ("engine",))
+# ---- ends --------------------------------------------------------------------------------------
 
 
 class Process:
@@ -301,9 +283,6 @@ class Process:
     def kill(self) -> None:
         self.note("kill")
 
-    def send_signal(self, number: signal.Signals) -> None:
-        self.note(signal.Signals(number).name)
-
     def wait(self, timeout: float | None = None) -> None:
         self.note(f"wait {timeout}")
         if timeout is not None and not self.ends:
@@ -311,146 +290,43 @@ class Process:
             raise subprocess.TimeoutExpired(self.name, timeout)
 
 
-def running(made: Generation, clock: list[float], *stubborn: str) -> list[str]:
-    """Let all children of a generation run; return what will happen to them."""
-    notes: list[str] = []
-    for child in made.children:
-        process: Any = Process(child.name, notes, clock, child.name not in stubborn)
-        child.process = process
-        child.reports = os.open("/dev/null", os.O_RDONLY)
-    return notes
-
-
-def test_what_a_generation_is_made_of(tmp_path: Path, listener: socket.socket) -> None:
-    made = generation(tmp_path, listener)
-    assert [child.name for child in made.children] == [
-        "engine-0", "engine-1", "frontend-0", "frontend-1",
-    ]  # fmt: skip
-    assert [child.device_id for child in made.children] == [0, 1, 0, 0]
-    assert [child.kind for child in made.children] == ["engine"] * 2 + ["frontend"] * 2
-    assert made.sockets == (tmp_path / "engine-0.sock", tmp_path / "engine-1.sock")
-    assert [child.command for child in made.engines] == [("engine",)] * 2
-    assert all("frontend" in child.command[-1] for child in made.front_ends)
-    assert [child.listeners for child in made.front_ends] == [(listener,)] * 2
-    assert made.settings == SETTINGS.model_copy(update={"model": ("tiny@3",)})
-    assert [each.reference for each in made.manifests] == ["tiny@3"]
-    assert (made.number, made.ends) == (1, None)
-    for engine, path in zip(made.engines, made.sockets, strict=True):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(path))
-        assert [each.getsockname() for each in engine.listeners] == [str(path)]
-    made.close()
-
-
-def test_front_ends_wait_for_an_engine_in_a_long_queue(
-    tmp_path: Path, listener: socket.socket
-) -> None:
-    made = generation(tmp_path, listener)
+def test_front_ends_wait_for_an_engine_in_a_long_queue(tmp_path: Path) -> None:
+    listening = listen_for_front_ends(tmp_path / "engine-0.sock")
     clients = [socket.socket(socket.AF_UNIX) for _ in range(300)]
     for client in clients:
         client.setblocking(False)
-        client.connect(str(made.sockets[1]))
-    for client in clients:
-        client.close()
-    made.close()
+        client.connect(str(tmp_path / "engine-0.sock"))
+    for opened in (*clients, listening):
+        opened.close()
 
 
-def test_a_later_generation_has_other_names(tmp_path: Path, listener: socket.socket) -> None:
-    first, second = generation(tmp_path, listener), generation(tmp_path, listener, 2)
-    assert [child.name for child in second.children] == [
-        "engine-0.2", "engine-1.2", "frontend-0.2", "frontend-1.2",
-    ]  # fmt: skip
-    assert second.sockets == (tmp_path / "engine-0.2.sock", tmp_path / "engine-1.2.sock")
-    first.close()
-    assert sorted(tmp_path.glob("*.sock")) == list(second.sockets)
-    second.close()
-    assert list(tmp_path.glob("*.sock")) == []
-
-
-def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path, listener: socket.socket) -> None:
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
+def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 100) / "engine-0.sock"
+    path.parent.mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(StartupError, match=r"engine-0\.sock: .*; set TMPDIR to a short path"):
-        generation(folder, listener)
+        listen_for_front_ends(path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_changes_between_generations(tmp_path: Path, listener: socket.socket) -> None:
-    first = generation(tmp_path, listener)
-    second = generation(tmp_path, listener, 2, version=4)
-    assert (first.changes(second, {}).added, first.changes(second, {}).removed) == (
-        ["tiny@4"],
-        ["tiny@3"],
-    )
-    assert first.changes(first, {}).kept == ["tiny@3"]
-    first.close()
-    second.close()
+def test_all_children_share_one_time(listener: socket.socket, now: list[float]) -> None:
+    def ending(ends: bool, grace_s: float) -> list[str]:
+        """Return what happens to two running children and to one that does not run."""
+        notes: list[str] = []
+        children = [made(listener) for _ in range(3)]
+        for child, name in zip(children, ("a", "b"), strict=False):
+            process: Any = Process(name, notes, now, ends)
+            child.process = process
+        end_all(children, grace_s)
+        return notes
 
-
-def test_front_ends_end_first(tmp_path: Path, listener: socket.socket, now: list[float]) -> None:
-    made = generation(tmp_path, listener)
-    notes = running(made, now)
-    made.engines[1].process = None
-    end_generations([made])
-    assert notes == [
-        "terminate frontend-0", "terminate frontend-1",
-        "wait 14.0 frontend-0", "wait 14.0 frontend-1",
-        "terminate engine-0", "wait 10.0 engine-0",
+    assert ending(False, 4.0) == [
+        "terminate a", "terminate b",
+        "wait 4.0 a", "kill a", "wait None a",
+        "wait 0.0 b", "kill b", "wait None b",
     ]  # fmt: skip
-    assert all(child.reports is None for child in made.children)
-    assert [each.fileno() for engine in made.engines for each in engine.listeners] == [-1, -1]
-    assert listener.fileno() != -1, "other generations listen there too"
-    assert not list(tmp_path.glob("*.sock"))
-
-
-def test_all_children_share_one_time(
-    tmp_path: Path, listener: socket.socket, now: list[float]
-) -> None:
-    made = generation(tmp_path, listener)
-    notes = running(made, now, "frontend-0", "frontend-1")
-    end_all(made.front_ends, 4.0)
-    assert notes == [
-        "terminate frontend-0", "terminate frontend-1",
-        "wait 4.0 frontend-0", "kill frontend-0", "wait None frontend-0",
-        "wait 0.0 frontend-1", "kill frontend-1", "wait None frontend-1",
-    ]  # fmt: skip
-    now[0] = 1000.0
-    notes.clear()
-    end_all(made.engines, 0.0)
-    assert notes[2:] == ["wait 0.0 engine-0", "wait 0.0 engine-1"]
-    made.close()
-
-
-def test_retired_front_ends_finish_and_then_the_engines_end(
-    tmp_path: Path, listener: socket.socket, now: list[float]
-) -> None:
-    made = generation(tmp_path, listener)
-    notes = running(made, now)
-    made.front_ends[1].process = None  # it is only starting
-    made.retire()
-    assert notes == [f"{RETIRE.name} frontend-0"]
-    assert [child.is_kept for child in made.children] == [True, True, False, False]
-    assert made.ends == 1000 + 7 + SETTINGS.max_timeout_s
-    notes.clear()
-    now[0] = made.ends
-    assert not made.end_if_over()
-    assert notes == []
-    now[0] += 0.1
-    assert not made.end_if_over()
-    assert notes == ["terminate frontend-0"]
-    assert made.ends == math.inf
-    notes.clear()
-    now[0] += 1e6
-    assert not made.end_if_over(), "a drain has its own limit"
-    assert notes == []
-    made.front_ends[0].process = None
-    assert made.end_if_over()
-    assert notes == [
-        "terminate engine-0", "terminate engine-1", "wait 10.0 engine-0", "wait 10.0 engine-1",
-    ]  # fmt: skip
-    assert not list(tmp_path.glob("*.sock"))
-    assert all(child.reports is None for child in made.children)
+    assert ending(True, 4.0) == ["terminate a", "terminate b", "wait 4.0 a", "wait 4.0 b"]
+    assert ending(True, 0.0)[2:] == ["wait 0.0 a", "wait 0.0 b"]
 
 
 def test_the_commands_of_children_are_those_of_this_interpreter() -> None:
@@ -459,7 +335,7 @@ def test_the_commands_of_children_are_those_of_this_interpreter() -> None:
         assert importlib.util.find_spec(command[2]) is not None
 
 
-def test_a_child_is_alone_with_its_name() -> None:
+def test_a_child_is_alone_with_its_name(listener: socket.socket) -> None:
     """Children are compared by identity: two with equal fields are two."""
-    one, two = (Child("engine-0", ("x",), ()) for _ in range(2))
+    one, two = (Child("engine-0", ("x",), listener) for _ in range(2))
     assert one != two

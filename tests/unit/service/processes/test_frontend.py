@@ -3,12 +3,12 @@
 import asyncio
 import hashlib
 import http.client
+import json
 import os
 import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,21 +16,18 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import Changes, EngineFailed
+from cloze.service.core import EngineFailed
 from cloze.service.processes import frames, frontend
-from cloze.service.processes.children import RETIRE, ChildConfig
+from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.frames import Channel
-from cloze.service.processes.supervisor import ReloadReport
 from cloze.service.settings import Settings
 from tests.unit.service.processes.forked import Fork, forked, publish
 
 
-def config(
-    folder: Path, *, ready: int = 0, listeners: tuple[int, ...] = (), **settings: Any
-) -> Any:
+def config(folder: Path, *, ready: int = 0, listener: int = 0, **settings: Any) -> Any:
     sockets = (folder / "engine-0.sock", folder / "engine-1.sock")
     made = Settings(model_store=folder / "store", model=("tiny@1",), **settings)
-    return ChildConfig("frontend-1", sockets, ready, listeners, 0, os.getpid(), made)
+    return ChildConfig("frontend-1", sockets, ready, listener, 0, os.getpid(), made)
 
 
 class FrontEnd:
@@ -77,7 +74,7 @@ def front_end(folder: Path, **settings: Any) -> Iterator[FrontEnd]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        child = config(folder, ready=writer, listeners=(listener.fileno(),), **settings)
+        child = config(folder, ready=writer, listener=listener.fileno(), **settings)
 
         def run() -> int:
             os.close(reader)
@@ -169,44 +166,26 @@ def test_a_front_end_without_an_engine_answers_probes(
     assert engine.fileno() != -1
 
 
-def test_a_front_end_that_retires_ends(tmp_path: Path, engine: socket.socket) -> None:
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_front_end_says_that_a_reload_needs_a_roll(
+    tmp_path: Path, engine: socket.socket, has_keys: bool
+) -> None:
     publish(tmp_path / "store")
-    with front_end(tmp_path) as server:
-
-        def test() -> None:
-            server.until_ready()
-            server.fork.send(RETIRE)
-            assert server.fork.code() == 0
-
-        with_engine(engine, test)
-
-
-def test_a_front_end_asks_the_supervisor_to_reload(tmp_path: Path, engine: socket.socket) -> None:
-    publish(tmp_path / "store")
-    changes = Changes(["tiny@2"], ["tiny@1"], [])
-    asked = []
     keys = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"the-key-of-an-operator").hexdigest()
     keys.write_text(f'[ops]\nsha256 = "{digest}"\nscopes = ["admin"]\n')
+    with front_end(tmp_path, keys_file=keys if has_keys else None) as server:
 
-    def reload(number: int, _: object) -> None:
-        asked.append(number)
-        ReloadReport(time.monotonic(), changes).write(tmp_path)
+        def test() -> None:
+            server.until_ready()
+            status, text = server.ask("POST", "/admin/reload", key="the-key-of-an-operator")
+            body = json.loads(text)
+            assert (status, body["error_type"]) == (409, "Backend")
+            assert "a reload of models needs a roll of the replicas" in body["error"]
+            assert server.ask("POST", "/admin/reload")[0] == (401 if has_keys else 409)
+            assert server.ask("GET", "/readyz")[0] == 200
 
-    before = signal.signal(signal.SIGHUP, reload)
-    try:
-        with front_end(tmp_path, keys_file=keys) as server:
-
-            def test() -> None:
-                server.until_ready()
-                status, text = server.ask("POST", "/admin/reload", key="the-key-of-an-operator")
-                assert status == 200, text
-                assert "tiny@2" in text
-
-            with_engine(engine, test)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert asked == [signal.SIGHUP]
+        with_engine(engine, test)
 
 
 def test_a_front_end_whose_bundle_does_not_open_says_why(

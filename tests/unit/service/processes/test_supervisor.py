@@ -1,6 +1,5 @@
-"""The supervisor with small children: their start, their end, their restarts, and reloads."""
+"""The supervisor with small children: their start, their end, their restarts, and signals."""
 
-import asyncio
 import json
 import os
 import signal
@@ -11,21 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.core import BUSY, Changes, Device, ReloadRefused, ShuttingDown, StartupError
+from cloze.service.core import Device, StartupError
 from cloze.service.processes import children as children_module
 from cloze.service.processes import supervisor as supervisor_module
-from cloze.service.processes.supervisor import (
-    ReloadReport,
-    Supervisor,
-    ask_supervisor,
-    supervise,
-)
+from cloze.service.processes.supervisor import Supervisor, supervise
 from cloze.service.settings import Settings
 from tests.unit.service.processes.forked import COMMAND, Fork, forked, publish
 from tests.waiting import wait_until
@@ -63,7 +56,7 @@ class Server:
             self.address = listener.getsockname()
 
             def run() -> int:
-                return Supervisor(settings, listener, (), self.folder, self.command).run()
+                return Supervisor(settings, listener, self.folder, self.command).run()
 
             with forked(run, self.folder.parent / "output") as self.fork:
                 listener.close()
@@ -105,13 +98,6 @@ class Server:
         values: Any = MmapedDict.read_all_values_from_file(str(file))
         return sum(value for key, value, *_ in values if json.loads(key)[2].get("kind") == kind)
 
-    @property
-    def report(self) -> ReloadReport:
-        return ReloadReport.read(self.folder)
-
-    def reload(self) -> None:
-        self.fork.send(signal.SIGHUP)
-
     def stop(self) -> int:
         self.fork.send(signal.SIGTERM)
         return self.fork.code()
@@ -130,7 +116,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server(tmp_path)
     # So that only events wake the supervisor.
     monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 30.0)
-    monkeypatch.setattr(children_module, "FRONTEND_COMMAND", made.command)
+    monkeypatch.setattr(supervisor_module, "FRONTEND_COMMAND", made.command)
     return made
 
 
@@ -153,7 +139,6 @@ def test_engines_start_first_and_end_last(server: Server, number: signal.Signals
         assert sorted(ends[:3]) == FRONT_ENDS
         assert sorted(ends[3:]) == BOTH
         assert server.alive == set()
-        assert not list(server.folder.glob("*.sock"))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(server.address)
 
@@ -166,8 +151,7 @@ def test_children_are_told_what_they_need(server: Server) -> None:
     assert engine["engine_sockets"] == front_end["engine_sockets"] == sockets
     assert (engine["device_id"], engine["parent"]) == (1, server.fork.pid)
     assert engine["settings"]["model"] == front_end["settings"]["model"] == ["tiny@1"]
-    assert engine["listeners"] != front_end["listeners"]
-    assert len(engine["listeners"]) == len(front_end["listeners"]) == 1
+    assert engine["listener"] != front_end["listener"]
     for child in (engine, front_end):
         assert child["environment"]["PROMETHEUS_MULTIPROC_DIR"] == str(server.folder)
         assert child["environment"]["PATH"] == os.environ["PATH"]
@@ -275,284 +259,35 @@ def test_nobody_is_replaced_when_all_processes_were_stopped(
         assert len(server.names("start")) == 6
 
 
-# ---- reloads ------------------------------------------------------------------------------------
-
-
-def until_reloaded(server: Server, number: int) -> None:
-    suffix = f".{number}" if number > 1 else ""
-    names = {f"{name}{suffix}" for name in (*BOTH, *FRONT_ENDS)}
-    wait_until(lambda: server.report.changes is not None and server.alive == names)
-    wait_until(lambda: not server.report.busy)
-
-
-def test_a_reload_replaces_all_processes(server: Server) -> None:
-    with server.serving():
-        publish(server.store)
-        publish(server.store, "other")
-        server.reload()
-        until_reloaded(server, 2)
-        report = server.report
-        assert report.changes is not None
-        assert report.began > 0
-        assert sorted(report.changes.added) == ["other@1", "tiny@2"]
-        assert report.changes.removed == ["tiny@1"]
-        server.until("reloaded: added")
-        assert sorted(server.names("retire")) == FRONT_ENDS
-        assert sorted(server.names("end")) == BOTH
-        assert {file.name for file in server.folder.glob("*.sock")} == {
-            "engine-0.2.sock", "engine-1.2.sock",
-        }  # fmt: skip
-        os.kill(server.pids("engine-0.2")[0], signal.SIGKILL)
-        wait_until(lambda: len(server.pids("engine-0.2", "ready")) == 2)
-        server.reload()
-        until_reloaded(server, 1)
-        assert server.stop() == 0
-        assert server.alive == set()
-        assert server.names("start").count("engine-0") == 2
-
-
-def test_each_process_of_two_generations_gets_one_signal_to_end(server: Server) -> None:
-    """A second signal interrupts what the process does on the first one."""
-    with server.serving():
-        server.tell("stay", "frontend-1")
-        server.reload()
-        later = {f"{name}.2" for name in (*BOTH, *FRONT_ENDS)}
-        wait_until(lambda: server.report.changes is not None and server.alive >= later)
-        wait_until(lambda: server.alive == {*BOTH, "frontend-1", *later})
-        server.tell("linger", "frontend-0.2")
-        server.tell("linger", "engine-1.2")
-        assert server.stop() == 0
-        ends = server.names("end")
-        assert sorted(ends[:4]) == ["frontend-0.2", "frontend-1", "frontend-1.2", "frontend-2.2"]
-        assert sorted(ends[4:]) == sorted([*BOTH, *(f"{name}.2" for name in BOTH)])
-        assert not list(server.folder.glob("*.sock"))
-
-
-def test_a_reload_waits_until_the_last_one_has_ended(server: Server) -> None:
-    with server.serving():
-        stays = server.tell("stay", "frontend-1")
-        server.reload()
-        wait_until(lambda: server.pids("frontend-1", "retire") != [])
-        wait_until(lambda: server.alive >= {f"{name}.2" for name in (*BOTH, *FRONT_ENDS)})
-        assert server.report.changes is not None
-        assert server.report.busy
-        server.reload()
-        server.until("a reload waits until the last one has ended")
-        os.kill(server.pids("engine-0")[0], signal.SIGKILL)
-        wait_until(lambda: len(server.pids("engine-0", "ready")) == 2)  # its requests go on
-        assert "frontend-0.3" not in server.names("start")
-        assert server.names("start").count("frontend-0") == 1, "a retired child is not kept"
-        stays.unlink()
-        os.kill(server.pids("frontend-1")[0], signal.SIGTERM)
-        until_reloaded(server, 1)
-        assert server.restarts("frontend") == 0
-        assert server.stop() == 0
-
-
 def test_processes_that_only_start_are_not_ready_after_a_stop(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.1)
-    waits = server.tell("wait", "engine-1.2")
-    with server.serving():
-        server.reload()
-        wait_until(lambda: server.pids("engine-1.2") != [])
+    waits = server.tell("wait", "engine-1")
+    with server.running():
+        wait_until(lambda: bool(server.pids("engine-1") and server.pids("engine-0", "ready")))
         stop_for(0.5, server.fork.pid)
-        os.kill(server.pids("frontend-1")[0], signal.SIGKILL)  # so that the supervisor has looked
-        wait_until(lambda: len(server.pids("frontend-1", "ready")) == 2)
-        assert server.report.changes is None
-        assert "frontend-0.2" not in server.names("start")
+        os.kill(server.pids("engine-0")[0], signal.SIGKILL)  # so that the supervisor has looked
+        wait_until(lambda: len(server.pids("engine-0", "ready")) == 2)
+        assert "frontend-0" not in server.names("start")
         waits.unlink()
-        until_reloaded(server, 2)
+        server.until("front ends are ready")
 
 
-def series(file: Path) -> set[str]:
-    values: Any = MmapedDict.read_all_values_from_file(str(file))
-    return {json.loads(key)[2]["version"] for key, *_ in values}
-
-
-def test_the_metrics_of_replaced_processes_leave(server: Server) -> None:
+def test_a_hangup_is_answered_in_the_log_and_changes_nothing(server: Server) -> None:
     with server.serving():
-        counters = server.folder / "counter_frontend-1.db"
-        written: Any = MmapedDict(str(counters))
-        for version in ("1", "2", "3"):
-            labels = {"model": "tiny", "version": version}
-            written.write_value(json.dumps(["cloze_x", "cloze_x_total", labels, "help"]), 1.0, 0.0)
-        written.close()
-        gauges = server.folder / "gauge_livesum_engine-0.db"
-        gauges.touch()
         publish(server.store)
-        server.reload()
-        until_reloaded(server, 2)
-        wait_until(lambda: series(counters) == {"2"})
-        assert not gauges.exists()
-
-
-def refused(server: Server, reason: str) -> None:
-    """Ask for a reload that is refused; nothing of it may remain."""
-    before = {name: server.pids(name) for name in (*BOTH, *FRONT_ENDS)}
-    descriptors = len(list(Path(f"/proc/{server.fork.pid}/fd").iterdir()))
-    server.reload()
-    wait_until(lambda: server.report.error != "" and not server.report.busy)
-    assert server.report.error == f"nothing was reloaded: {reason}"
-    assert server.report.changes is None
-    server.until(server.report.error)
-    wait_until(lambda: server.alive == {*BOTH, *FRONT_ENDS})
-    assert {name: server.pids(name) for name in (*BOTH, *FRONT_ENDS)} == before
-    assert not list(server.folder.glob("*.2.sock"))
-    wait_until(
-        lambda: len(list(Path(f"/proc/{server.fork.pid}/fd").iterdir())) == descriptors
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["engine-1.2", "frontend-2.2"])
-def test_a_reload_that_does_not_start_leaves_nothing(server: Server, name: str) -> None:
-    with server.serving():
-        failing = server.tell("fail", name, "3")
-        refused(server, "a new process ended with 3; the log says why")
-        assert name in server.names("start")
-        failing.unlink()
-        server.reload()
-        until_reloaded(server, 2)
-        assert server.report.error == ""
+        started = server.names("start")
+        for times in (1, 2):
+            server.fork.send(signal.SIGHUP)
+            server.until("a reload of models needs a roll of the replicas", times)
+        assert server.alive == {*BOTH, *FRONT_ENDS}
+        os.kill(server.pids("frontend-0")[0], signal.SIGTERM)
+        wait_until(lambda: len(server.pids("frontend-0", "ready")) == 2)
+        assert sorted(server.names("start")) == sorted([*started, "frontend-0"])
+        config = json.loads((server.folder / "config-frontend-0").read_text())
+        assert config["settings"]["model"] == ["tiny@1"], "a restart serves what was served"
         assert server.stop() == 0
-
-
-def test_a_reload_of_a_store_that_does_not_open_is_refused(server: Server) -> None:
-    with server.serving():
-        file = server.store / "tiny" / "1" / "g.onnx"
-        file.write_text("oops")
-        refused(server, "bundle tiny@1: g.onnx was changed after it was published (wrong sha256)")
-        assert all(".2" not in name for name in server.names("start"))
-
-
-def test_a_reload_that_the_system_refuses_is_reported(server: Server) -> None:
-    with server.serving():
-        server.interpreter.unlink()
-        refused(server, "No such file or directory")
-        assert server.stop() == 0
-
-
-def test_a_signal_ends_a_reload(server: Server) -> None:
-    with server.serving():
-        server.tell("wait", "engine-0.2")
-        server.reload()
-        wait_until(lambda: "engine-0.2" in server.names("start"))
-        assert server.stop() == 0
-        assert server.report.error == "nothing was reloaded: the server is shutting down"
-        assert server.alive == set()
-        assert not list(server.folder.glob("*.sock"))
-
-
-# ---- what came of a reload ---------------------------------------------------------------------
-
-CHANGES = Changes(added=["a@1"], removed=["b@1"], kept=[])
-
-
-def test_a_report_comes_back(tmp_path: Path) -> None:
-    assert ReloadReport.read(tmp_path) == ReloadReport(0.0, None, "", busy=False)
-    ReloadReport(12.5, error="no", busy=True).write(tmp_path)
-    assert ReloadReport.read(tmp_path) == ReloadReport(12.5, None, "no", busy=True)
-    ReloadReport(13.5, CHANGES).write(tmp_path)
-    report = ReloadReport.read(tmp_path)
-    assert report.changes is not None
-    assert list(report.changes.added) == ["a@1"]
-    assert list(report.changes.removed) == ["b@1"]
-    assert [file.name for file in tmp_path.iterdir()] == ["reload.json"]
-
-
-@contextmanager
-def supervisor(folder: Path, *reports: ReloadReport) -> Iterator[list[int]]:
-    """Let this process be the supervisor, which answers SIGHUP with reports."""
-    signals: list[int] = []
-
-    def reload(number: int, _: object) -> None:
-        signals.append(number)
-        for report in reports:
-            report.began = time.monotonic()
-            report.write(folder)
-
-    before = signal.signal(signal.SIGHUP, reload)
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def asked(folder: Path, *, draining: bool = False) -> Changes:
-    asking = ask_supervisor(os.getpid(), folder, lambda: draining)
-    return asyncio.run(asyncio.wait_for(asking, 10))
-
-
-def test_only_a_report_of_a_later_reload_counts(tmp_path: Path) -> None:
-    ReloadReport(time.monotonic(), error="of an earlier reload").write(tmp_path)
-    with supervisor(tmp_path, ReloadReport(busy=True), ReloadReport(changes=CHANGES)):
-        assert list(asked(tmp_path).added) == ["a@1"]
-    with (
-        supervisor(tmp_path, ReloadReport(error="nothing was reloaded")),
-        pytest.raises(ReloadRefused, match="nothing was reloaded"),
-    ):
-        asked(tmp_path)
-    with supervisor(tmp_path), pytest.raises(ShuttingDown):
-        asked(tmp_path, draining=True)
-
-
-def test_a_reload_waits_for_no_other(tmp_path: Path) -> None:
-    ReloadReport(time.monotonic(), busy=True).write(tmp_path)
-    with supervisor(tmp_path) as signals, pytest.raises(ReloadRefused):
-        asked(tmp_path)
-    assert signals == []
-
-
-def test_a_reload_may_begin_at_the_time_of_the_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-
-    def reload(*_: object) -> None:
-        ReloadReport(1000.0, CHANGES).write(tmp_path)
-
-    before = signal.signal(signal.SIGHUP, reload)
-    try:
-        assert list(asked(tmp_path).added) == ["a@1"]
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_reload_that_has_begun_is_waited_for(tmp_path: Path) -> None:
-    """The report of its begin says that it is busy, and has no end yet."""
-    began: list[float] = []
-
-    async def ask() -> Changes:
-        asking = asyncio.ensure_future(ask_supervisor(os.getpid(), tmp_path, lambda: False))
-        while not began:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)
-        assert not asking.done()
-        ReloadReport(began[0], CHANGES, busy=True).write(tmp_path)
-        return await asyncio.wait_for(asking, 10)
-
-    def reload(*_: object) -> None:
-        began.append(time.monotonic())
-        ReloadReport(began[0], busy=True).write(tmp_path)
-
-    before = signal.signal(signal.SIGHUP, reload)
-    try:
-        assert list(asyncio.run(ask()).added) == ["a@1"]
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_another_reload_that_began_just_before_is_busy(tmp_path: Path) -> None:
-    def reload(*_: object) -> None:
-        ReloadReport(time.monotonic() - 100, busy=True).write(tmp_path)
-
-    before = signal.signal(signal.SIGHUP, reload)
-    try:
-        with pytest.raises(ReloadRefused, match=BUSY):
-            asked(tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 # ---- the whole server ---------------------------------------------------------------------------
@@ -580,10 +315,7 @@ def test_a_server_leaves_no_folder(
     folders = tmp_path_factory.mktemp("f")  # the path of a socket has at most 107 bytes
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
     monkeypatch.setenv("CLOZE_GUPS", "1")
-    admin = tmp_path / "admin.sock"
-    settings = Settings(
-        model_store=server.store, frontends=1, port=0, admin_socket=admin, log_format="json"
-    )
+    settings = Settings(model_store=server.store, frontends=1, port=0, log_format="json")
     run: Callable[[], int] = lambda: supervise(settings, server.command)  # noqa: E731
     with forked(run, tmp_path / "output") as fork:
         wait_until(lambda: "1 front ends are ready" in fork.log)
@@ -593,13 +325,9 @@ def test_a_server_leaves_no_folder(
         assert any("1 front ends are ready" in json.dumps(line) for line in lines)
         server.folder = folder
         assert "the variable CLOZE_GUPS is not a setting" in fork.log
-        front_end = json.loads((folder / "config-frontend-0").read_text())
-        assert len(front_end["listeners"]) == 2
-        assert admin.is_socket()
         fork.send(signal.SIGTERM)
         assert fork.code() == 0
         assert not list(folders.iterdir())
-        assert not admin.exists()
 
 
 def test_a_path_that_is_too_long_stops_the_start(server: Server, tmp_path: Path) -> None:

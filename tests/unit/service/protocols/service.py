@@ -114,6 +114,7 @@ class State:
     dead: str | None = None
     draining: bool = False
     restarts_engines: bool = False
+    reopens: bool = True
     changes: Changes = field(default_factory=lambda: Changes(["a@2"], ["a@1"], []))
 
     def unready(self) -> ServiceError | None:

@@ -157,6 +157,8 @@ class Spans:
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
+        if tokens >= len(self.ids):
+            return self  # a copy would double the memory
         return Spans(self.ids[:tokens], self.offsets[:tokens], self.words[:tokens])
 
 

@@ -295,12 +295,12 @@ def test_the_best_prediction_has_rank_1(server: Server) -> None:
         (
             "a [MASK]",
             {"targets": ["unhealthy " * 100], "targets_as": "words"},
-            "the longest target has ",
+            "inputs leaves no room for a text beside ",
         ),
         (
             "year " * 157 + "[MASK]",
             {"targets": ["walking"], "targets_as": "words"},
-            "inputs has 161 tokens with its longest target; the model reads 160",
+            "inputs has 161 tokens; the model reads 160, and long_text is error",
         ),
         (
             "[MASK] " + "year " * 158,

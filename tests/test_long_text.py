@@ -13,11 +13,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.texts import LongTextRule, TextEncoder
 from tests.serving import Server, running_server
 from tests.test_sentence import saved as sentence_transformer
-from tests.unit.service.tasks.model import limited
 
 LIMIT = 160  # tokens that the tiny models read
 LONG = "the king was red . " * 40  # 200 tokens
@@ -230,7 +227,8 @@ def test_masks_far_apart_fit_no_window(every_task: Server) -> None:
     text = "[MASK] " + "red " * 200 + "[MASK]"
     answer = ask(every_task, "/fill-mask", text, long_text="window")
     assert answer.json()["error"] == (
-        "inputs has 202 tokens from its first to its last mask; a window has 158"
+        "inputs has a mask token at token 202, but the model reads only tokens 23 to 180; "
+        "long_text window reads 158 tokens around the masks"
     )
 
 
@@ -309,21 +307,6 @@ def test_bytes_give_way_to_the_report(every_task: Server) -> None:
     answer = httpx.post(f"{every_task.url}/embed", json=body, headers=headers)
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["usage"] == [{"tokens": 7, "used": 7, "windows": None}]
-
-
-def test_the_windows_of_a_request_are_limited() -> None:
-    encoder = TextEncoder(LongTextRule("window"), limited(max_request_tokens=1000), 12)
-    assert encoder.divide(300, 100, Location(("inputs", 0))) == [
-        (0, 100),
-        (75, 175),
-        (150, 250),
-        (225, 300),
-    ]
-    with pytest.raises(InvalidRequest) as refused:
-        encoder.divide(1000, 100, Location(("inputs", 1)))
-    assert str(refused.value) == (
-        "up to inputs[1] the windows hold 1734 tokens; the limit of a request is 1000"
-    )
 
 
 def test_the_models_read_as_many_tokens_as_the_tests_assume(every_task: Server) -> None:

@@ -179,7 +179,7 @@ def test_texts_are_cut_unless_windows_are_asked_for(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(("name", "field", "message"), [
-    ("bert", "texts[0]", "has no room beside the"), ("embedder", "query", "divides only texts"),
+    ("bert", "texts[0]", "leaves no room for a text beside"), ("embedder", "query", "divides only texts"),
 ])  # fmt: skip
 def test_a_query_is_never_divided(client: TestClient, name: str, field: str, message: str) -> None:
     body = {"model": name, "query": "the bank " * 80, "texts": ["the bank"], "long_text": "window"}

@@ -30,14 +30,13 @@ from cloze.service.tasks.task import (
     check_range,
 )
 from cloze.service.tasks.texts import (
-    Bounds,
     EmbedInputs,
-    LongText,
     TextEncoder,
     TextParameters,
     encode_texts,
     offsets,
 )
+from cloze.service.tasks.windows import Bounds, LongText
 
 PoolingChoice = Literal["cls", "mean", "max"]
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
@@ -51,7 +50,7 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(
         None,
         description="error refuses a long text, truncate cuts it, window divides it and returns "
         "the mean of its windows' vectors; the default is truncate",

@@ -18,12 +18,12 @@ from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import EmbedInputs, Offsets, TextParameters, encode_texts, offsets
+from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, Offsets, encode_texts, offsets
 
 _REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
 
-class TokenParameters(TextParameters):
+class TokenParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
     return_offsets: bool | None = Field(

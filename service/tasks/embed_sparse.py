@@ -28,13 +28,13 @@ from cloze.service.tasks.task import (
     TaskLimits,
     check_range,
 )
-from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
+from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
 
 _WORDS_PER_RESULT = 16
 """Number of words that cost about as much as one prediction of a mask, in time and memory."""
 
 
-class SparseParameters(TextParameters):
+class SparseParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and two of our own."""
 
     top_k: Count | None = Field(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from cloze.model_store.heads import masked_lm
+from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
 from cloze.service.tasks.task import (
@@ -24,7 +25,8 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_range,
 )
-from cloze.service.tasks.texts import Bounds, LongText, UsageParameters, characters
+from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.
@@ -82,15 +84,17 @@ def prepare(
     choice = parameters.long_text
     if choice is None:
         choice = "truncate" if words is None and parameters.decode is None else "error"
-    longest = max(map(len, words)) if words else 1
-    read, usages, predictions, written = [], [], 0, 0
+    rule = LongTextRule(choice, side="right", report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, limits.max_tokens)
+    around = TEXT_TOKENS + (max(map(len, words)) - 1 if words else 0)  # a word replaces a mask
+    read, predictions, written = [], 0, 0
     for (at, text), ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
         masks = _masks(ids, at, context)
-        first, end = _part(len(ids), masks, at, choice, longest, limits)
+        first, end = _part(at, len(ids), masks, encoder, around)
         windows = None
-        if parameters.return_usage and choice == "window" and end - first < len(ids):
+        if rule.report and choice == "window" and end - first < len(ids):
             windows = characters([(first, end)], tokenizer.spans(text).offsets)
-        usages.append(TextUsage(len(ids) + 2, end - first + 2, windows))
+        encoder.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
         read.append((at, ids[first:end]))
         predictions += len(masks) * max(top_k, len(targets))
         written += len(masks) * max(top_k, len(targets)) * (end - first)
@@ -106,12 +110,9 @@ def prepare(
     else:
         tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
         prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
-    return prepared._replace(
-        warnings=warnings,
-        truncated=sum(usage.used < usage.tokens for usage in usages),
-        usage=usages if parameters.return_usage else None,
-        texts=len(texts),
-    )
+    encoder.encodings = prepared.encodings
+    described = encoder.prepared(prepared.state)
+    return described._replace(warnings=warnings, advance=prepared.advance)
 
 
 def _takes_long(parameters: FillMaskParameters) -> bool:
@@ -158,42 +159,22 @@ def _masks(ids: Sequence[int], at: Location, context: TaskContext) -> list[int]:
 
 
 def _part(
-    tokens: int,
-    masks: Sequence[int],
-    at: Location,
-    choice: LongText,
-    longest: int,
-    limits: TaskLimits,
+    at: Location, tokens: int, masks: Sequence[int], encoder: TextEncoder, around: int
 ) -> Bounds:
-    """Return the (first, end) tokens of a text that the model reads, without special tokens.
-
-    A window is the part around the masks. At most ``longest`` tokens replace a mask.
-    """
-    most = limits.max_tokens
-    room = most - 2 - (longest - 1)
-    if room < 1:
-        raise InvalidRequest(f"the longest target has {longest} tokens; the model reads {most}")
-    if tokens <= room:
-        return 0, tokens
-    if choice == "error":
-        target = " with its longest target" if longest > 1 else ""
-        needed = tokens + 2 + longest - 1
-        raise InvalidRequest(f"has {needed} tokens{target}; the model reads {most}", at)
-    if choice == "truncate":
-        if (last := masks[-1] + 1) > room:
-            raise InvalidRequest(
-                f"has a mask token at token {last}, but the model reads only the first {room} of a "
-                "text; long_text window reads the part around the masks",
-                at,
-            )
-        return 0, room
-    if (between := masks[-1] - masks[0] + 1) > room:
+    """Return the (first, end) tokens of a text that the model reads; a window is around masks."""
+    room = encoder.room(at, around)
+    if encoder.rule.choice == "window":
+        first, end = centred((masks[0] + masks[-1] + 1) // 2, tokens, room)
+    else:
+        [(first, end)] = encoder.divide(at, tokens, around)
+    if masks[0] < first or masks[-1] >= end:
+        outside = masks[-1] if masks[-1] >= end else masks[0]
         raise InvalidRequest(
-            f"has {between} tokens from its first to its last mask; a window has {room}", at
+            f"has a mask token at token {outside + 1}, but the model reads only tokens "
+            f"{first + 1} to {end}; long_text window reads {room} tokens around the masks",
+            at,
         )
-    middle = (masks[0] + masks[-1] + 1) // 2
-    first = min(max(middle - room // 2, 0), tokens - room)
-    return first, first + room
+    return first, end
 
 
 def _check_predictions(predictions: int, written: int, limits: TaskLimits) -> None:

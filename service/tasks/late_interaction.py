@@ -16,7 +16,8 @@ from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorReq
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
-from cloze.service.tasks.texts import LongTextRule, Offsets, TextEncoder, own_ids
+from cloze.service.tasks.texts import Offsets, TextEncoder, own_ids
+from cloze.service.tasks.windows import LongTextRule
 
 
 class Kept(NamedTuple):
@@ -81,10 +82,10 @@ def _add(
     tokenizer = encoder.context.tokenizer
     marker = options.query_marker if role is Role.QUERY else options.document_marker
     markers = [] if marker is None else [marker]
-    room, keep_end = encoder.max_tokens - len(markers), encoder.keep_end
-    sequence = tokenizer.encode(ids, room, keep_end=keep_end).input_ids.tolist()
-    sequence[1:1] = markers
-    read, before = len(sequence), 1 + len(markers)
+    before = 1 + len(markers)
+    [(first, end)] = encoder.divide(at, len(ids), before + 1)
+    sequence = tokenizer.special.text([*markers, *ids[first:end]])
+    read = len(sequence)
     keys = 0
     if role is Role.QUERY and options.filling is not None:
         sequence += [options.filling] * (encoder.max_tokens - read)
@@ -92,7 +93,7 @@ def _add(
     input_ids = np.array(sequence, np.int32)
     requests = {multi_vector.HEAD.name: MultiVectorRequest(keys)}
     encoding = Encoding(input_ids, np.zeros_like(input_ids), requests)
-    encoder.add_encodings(at, [encoding], TextUsage(len(ids) + before + 1, read))
+    encoder.add_encodings([encoding], TextUsage(len(ids) + before + 1, read))
     tokens = np.ones(len(sequence), bool)
     if role is Role.DOCUMENT:
         tokens = ~np.isin(input_ids, options.skipped_ids)
@@ -107,10 +108,7 @@ def places(
     """Return the place of each token that counts, in characters of its text."""
     found: list[Offsets] = []
     for (_, text), one in zip(texts, kept, strict=True):
-        enough = None if encoder.keep_end else one.own
-        all_places = encoder.context.tokenizer.spans(text, enough).offsets
-        first = len(all_places) - one.own if encoder.keep_end else 0
-        found.append(one.offsets([*all_places[first : first + one.own]]))
+        found.append(one.offsets([*encoder.places(text, one.own)]))
     return found
 
 

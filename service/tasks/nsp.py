@@ -23,7 +23,8 @@ from cloze.service.tasks.task import (
     WireModel,
     softmax,
 )
-from cloze.service.tasks.texts import LongTextRule, UsageParameters, encode_pairs
+from cloze.service.tasks.texts import UsageParameters, encode_pairs
+from cloze.service.tasks.windows import LongTextRule
 
 
 class Pair(WireModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, span
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.core import InvalidRequest
 from cloze.service.tasks.answer_spans import (
     AnswerSpans,
     QaDetails,
@@ -35,13 +35,8 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     check_range,
 )
-from cloze.service.tasks.texts import (
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-    characters,
-)
+from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.windows import LongText, LongTextRule, characters
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
 """Defaults of parameters. The default is the model's limit if that is less."""
@@ -107,7 +102,7 @@ def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> Prep
     pairs = context.limits.listed(inputs)
     options = _options(parameters, context.limits)
     context.limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
-    rule = LongTextRule(options.long_text, report=options.return_usage)
+    rule = LongTextRule(options.long_text, side="right", report=options.return_usage)
     encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
     return encoder.prepared((questions, options))
@@ -126,27 +121,20 @@ def _add(
     check_has_tokens(spans.ids, at.below("context"))
     cut = ids[: options.max_question_len]
     around = len(cut) + tokenizer.special.pair_tokens
-    room = options.max_seq_len - around
-    stride = _stride(options, room, at)
+    stride = _stride(options, encoder.room(at.below("question"), around))
     whole = len(ids) + len(spans.ids) + tokenizer.special.pair_tokens
-    if options.long_text == "error" and len(cut) < len(ids):
-        most = options.max_question_len
-        raise InvalidRequest(
-            f"has {len(ids)} tokens; max_question_len is {most}, and long_text is error",
-            at.below("question"),
-        )
-    if len(spans.ids) > room:
-        encoder.rule.check(at, whole, options.max_seq_len)
-    read = spans.first(room) if options.long_text == "truncate" else spans
+    most = options.max_question_len
+    encoder.rule.check(at.below("question"), len(ids), most, "max_question_len is")
+    bounds = encoder.divide(at, len(spans.ids), around, stride)
+    read = spans.first(bounds[-1][1])
     ends = first_ends(text, read)
     if ends[0] == len(ends):
         raise InvalidRequest("has no answer: its tokens are white space", at.below("context"))
-    bounds = encoder.divide(len(read.ids), room, at, stride, around)
     encodings = [
         tokenizer.pair(cut, read.ids[first:end], options.max_seq_len) for first, end in bounds
     ]
     places = characters(bounds, read.offsets) if len(bounds) > 1 else None
-    encoder.add_encodings(at, encodings, TextUsage(whole, around + len(read.ids), places))
+    encoder.add_encodings(encodings, TextUsage(whole, around + len(read.ids), places))
     return Question(text, read, tokenizer.special.second_start(len(cut)), bounds, ends)
 
 
@@ -160,14 +148,8 @@ def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
     return options
 
 
-def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
+def _stride(options: QaOptions, window_tokens: int) -> int:
     """Return the number of context tokens that neighbouring windows share."""
-    if window_tokens < 1:
-        raise InvalidRequest(
-            f"leaves no room for the context: max_seq_len {options.max_seq_len}, "
-            f"max_question_len {options.max_question_len}",
-            at.below("question"),
-        )
     if options.doc_stride is None:
         stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
         return stride if stride < window_tokens else window_tokens // 2

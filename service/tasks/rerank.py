@@ -32,12 +32,8 @@ from cloze.service.tasks.task import (
     WireModel,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters
-from cloze.service.tasks.texts import (
-    LongText,
-    LongTextRule,
-    TruncationParameters,
-    UsageParameters,
-)
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters
+from cloze.service.tasks.windows import LongText, LongTextRule
 
 
 class RerankInputs(WireModel):
@@ -50,7 +46,7 @@ class RerankInputs(WireModel):
 class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
 
-    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(
         None,
         description="error refuses a long text, truncate cuts it, window divides it beside the "
         "whole query and returns the score of its best window; the default is truncate",
@@ -99,12 +95,6 @@ Scorer = Literal["classifier", "late-interaction", "similarity"]
 
 Windows = Sequence[tuple[int, int] | None]
 """The (start, end) characters of the windows of a text; None: the text was not divided."""
-
-
-class _Compared(SimilarityParameters):
-    """The parameters of similarity, and windows."""
-
-    long_text: LongText | None = None  # type: ignore[assignment]  # one more choice
 
 
 class _State(NamedTuple):
@@ -213,7 +203,7 @@ def _compared(
         source_sentence=inputs.query, sentences=inputs.texts
     )
     truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
-    cosine = _Compared(**truncation, return_usage=report)
+    cosine = SimilarityParameters.model_construct(**truncation, return_usage=report)  # windows too
     prepared = similarity.prepare(compared, cosine, context, in_roles=True)
     if prepared.usage and prepared.usage[0].windows:
         tokens = prepared.usage[0].tokens

@@ -28,7 +28,8 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
+from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.windows import LongText, LongTextRule, centred
 from cloze.service.tokenizer import Spans
 
 
@@ -67,8 +68,11 @@ def prepare(
     inputs: Any, parameters: ScoreParameters, context: TaskContext
 ) -> PreparedRequest[list[Spans]]:
     """Tokenize the texts, and mask each token of a text in a copy of its own."""
-    tokenizer, limits, choice = context.tokenizer, context.limits, parameters.long_text or "error"
-    most = limits.max_tokens
+    tokenizer, limits, most = context.tokenizer, context.limits, context.limits.max_tokens
+    choice = parameters.long_text or "error"
+    encoder = TextEncoder(
+        LongTextRule(choice, side="right", report=parameters.return_usage), context, most
+    )
     texts = limits.listed(inputs)
     scored: list[Spans] = []
     usages: list[TextUsage] = []
@@ -77,25 +81,20 @@ def prepare(
         spans = tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
         tokens = len(spans.ids) + 2
-        if tokens > most and choice == "error":
-            raise InvalidRequest(
-                f"has {tokens} tokens; the model reads {most}; long_text window scores each token "
-                "in the part around it",
-                at,
-            )
         if tokenizer.mask_id in spans.ids:
             mask = tokenizer.mask_token
             raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
-        scored.append(spans.first(most - 2) if choice == "truncate" else spans)
+        if choice != "window":
+            [(_, end)] = encoder.divide(at, len(spans.ids))
+            spans = spans.first(end)
+        scored.append(spans)
         copies = len(scored[-1].ids)
         usages.append(TextUsage(tokens, copies + 2))
         held += copies * min(copies + 2, most)
         limits.check_tokens(held, "the masked copies hold", at)
     limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
-    rule = LongTextRule(choice, report=parameters.return_usage)
-    encoder = TextEncoder(rule, context, most)
-    for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
-        encoder.add_encodings(at, _masked_copies(spans.ids, context), usage)
+    for spans, usage in zip(scored, usages, strict=True):
+        encoder.add_encodings(_masked_copies(spans.ids, context), usage)
     return encoder.prepared(scored)
 
 
@@ -108,8 +107,8 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
     assert tokenizer.mask_id is not None  # a model with the head has the token
     copies = []
     for position, token in enumerate(ids):
-        first = max(0, min(position - room // 2, len(ids) - room))
-        part = tokenizer.encode(ids[first : first + room], room + 2)
+        first, end = centred(position, len(ids), room)
+        part = tokenizer.encode(ids[first:end], room + 2)
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
         part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}

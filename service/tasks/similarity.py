@@ -23,7 +23,7 @@ from cloze.service.tasks.task import (
     Texts,
     WireModel,
 )
-from cloze.service.tasks.texts import Offsets, TextParameters, encode_texts, offsets
+from cloze.service.tasks.texts import CutTextParameters, Offsets, encode_texts, offsets
 
 
 class SimilarityInputs(WireModel):
@@ -33,7 +33,7 @@ class SimilarityInputs(WireModel):
     sentences: Texts
 
 
-class SimilarityParameters(TextParameters):
+class SimilarityParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
     details: bool | None = Field(

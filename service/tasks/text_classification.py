@@ -30,13 +30,8 @@ from cloze.service.tasks.task import (
     check_range,
     softmax,
 )
-from cloze.service.tasks.texts import (
-    LongText,
-    LongTextRule,
-    TruncationParameters,
-    UsageParameters,
-    encode_pairs,
-)
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
+from cloze.service.tasks.windows import LongText, LongTextRule
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -51,7 +46,7 @@ class TextPair(WireModel):
 class TextClassificationParameters(TruncationParameters, UsageParameters):
     """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
 
-    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(
         None,
         description="error refuses a long text, truncate cuts it, window divides a text (no pair) "
         "and returns the mean of its windows' scores; the default is truncate",

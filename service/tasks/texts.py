@@ -1,8 +1,8 @@
-"""Texts to encodings: prompts, token ids, and long texts that are refused, cut or divided."""
+"""Texts to encodings: the parameters of requests, prompts, token ids, texts and pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -11,7 +11,7 @@ from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
-from cloze.model_store.sequences import Side
+from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
@@ -23,12 +23,14 @@ from cloze.service.tasks.task import (
     TokenIds,
     WireModel,
 )
+from cloze.service.tasks.windows import (
+    Bounds,
+    Divider,
+    LongText,
+    LongTextRule,
+    characters,
+)
 from cloze.service.tokenizer import Tokenizer
-
-LongText = Literal["error", "truncate", "window"]
-
-Bounds = tuple[int, int]
-"""The first token of a window, and the token after its last."""
 
 TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 
@@ -52,9 +54,6 @@ ROLE_WORDS: Final[Mapping[str, Role]] = {
 
 Truncate = Literal["NONE", "START", "END"]
 """What to do with a long text, in the words of Cohere's and NVIDIA's clients."""
-
-_OVERLAP: Final = 4
-"""Neighbouring windows share this part of a window: a quarter."""
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -86,19 +85,20 @@ class TruncationParameters(WireModel):
             description="the end of a long text to cut; the default is the model's, usually right",
         )
     )
-    long_text: Literal["error", "truncate"] | None = Field(
-        None, description="error refuses a long text, truncate cuts it; the default is truncate"
+    long_text: LongText | None = Field(
+        None,
+        description="error refuses a long text, truncate cuts it, window divides it; the default "
+        "is truncate",
     )
 
-    def rule(self, *, report: bool | None = False) -> "LongTextRule":
+    def rule(self, *, report: bool | None = False) -> LongTextRule:
         """Return what to do with long texts.
 
         Raises:
             InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
         """
         side = self.truncation_direction
-        choice: LongText | None = self.long_text
-        if choice is None:
+        if (choice := self.long_text) is None:
             choice = "error" if self.truncate is False else "truncate"
             return LongTextRule(choice, "truncate is false", side, report=report)
         if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
@@ -166,65 +166,32 @@ class TextParameters(TruncationParameters, UsageParameters):
         return role
 
 
+class CutTextParameters(TextParameters):
+    """How a text becomes a sequence, of tasks that do not divide long texts."""
+
+    long_text: Literal["error", "truncate"] | None = Field(
+        None, description="error refuses a long text, truncate cuts it; the default is truncate"
+    )
+
+
 # ---- encodings -----------------------------------------------------------------------------------
 
 
-class LongTextRule(NamedTuple):
-    """What a request does with its long texts.
-
-    Attributes:
-        choice: whether to refuse, cut or divide them.
-        refused_by: the parameter that refuses them, for the error.
-        side: the end of a long text to cut; None: the model's.
-        stride: tokens that neighbouring windows share; None: a quarter of a window.
-        divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
-        report: whether to report how much of each text was used.
-    """
-
-    choice: LongText
-    refused_by: str = "long_text is error"
-    side: Side | None = None
-    stride: int | None = None
-    report: bool | None = False
-    divides_pairs: bool = False
-
-    def check(self, at: Location, tokens: int, most: int) -> None:
-        """Raise `InvalidRequest` for a text of more tokens than the model reads, if asked to."""
-        if self.choice == "error":
-            raise InvalidRequest(
-                f"has {tokens} tokens; the model reads {most}, and {self.refused_by}", at
-            )
-
-
 @dataclass(slots=True)
-class TextEncoder:
-    """Builds the encodings of one request, text by text.
-
-    A text raises `InvalidRequest` if it is too long and the rule refuses such texts, or if the
-    windows so far have more tokens than a request may have.
+class TextEncoder(Divider):
+    """Builds the encodings of one request, text by text; see `Divider` for long texts.
 
     Attributes:
-        max_tokens: most tokens per encoding, special tokens included.
         requests: what each encoding asks of the heads; None: each has its own requests.
         encodings: one per text or pair, or one per window of a text.
         windows: number of encodings of each text or pair.
         usage: how much of each text or pair the encodings have.
-        window_tokens: tokens of all windows so far.
     """
 
-    rule: LongTextRule
-    context: TaskContext
-    max_tokens: int
     requests: Mapping[str, HeadRequest] | None = None
     encodings: list[Encoding] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     usage: list[TextUsage] = field(default_factory=list)
-    window_tokens: int = 0
-
-    @property
-    def keep_end(self) -> bool:
-        """Whether the start of a long text is cut, and not its end."""
-        return (self.rule.side or self.context.tokenizer.truncation_side) == "left"
 
     def add(
         self,
@@ -241,42 +208,25 @@ class TextEncoder:
         `prompt_tokens` is the number of tokens of the prompt alone; a text needs it only if the
         pooling leaves out prompts.
         """
-        if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
-            return self._add_windows(at, ids, text, prompt, prompt_tokens)
-        tokenizer = self.context.tokenizer
-        encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.keep_end)
-        usage = TextUsage(len(ids) + 2, len(encoding))
-        self.add_encodings(at, [encoding], usage)
-        cut = usage.tokens - usage.used if self.keep_end else 0
-        if prompt:
-            self._leave_out(1, prompt_tokens)
-        return [(cut, cut + len(encoding) - 2)]
-
-    def _add_windows(
-        self, at: Location, ids: Sequence[int], text: str | None, prompt: str, prompt_tokens: int
-    ) -> Sequence[Bounds]:
-        """Add the windows of a text; each begins with the prompt's tokens. See `add`."""
-        tokenizer = self.context.tokenizer
-        needs_places = text is not None and (prompt or self.rule.report)
-        places = tokenizer.spans(text or "").offsets if needs_places else []
-        if text is not None:
-            prompt_tokens = sum(start < len(prompt) for start, _ in places)
-        prefix = ids[:prompt_tokens]
-        own, room = ids[len(prefix) :], self.max_tokens - 2 - len(prefix)
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt of {len(prefix)} tokens leaves no room; "
-                f"the model reads {self.max_tokens}"
-            )
-        bounds = self.divide(len(own), room, at, self.rule.stride)
+        tokenizer, repeated = self.context.tokenizer, 0
+        places: Sequence[tuple[int, int]] = ()
+        if self.rule.choice == "window" and len(ids) + TEXT_TOKENS > self.max_tokens:
+            if text is not None and (prompt or self.rule.report):
+                places = tokenizer.spans(text).offsets
+                prompt_tokens = sum(start < len(prompt) for start, _ in places)
+            repeated = prompt_tokens
+        prefix, own = ids[:repeated], ids[repeated:]
+        bounds = self.divide(at, len(own), TEXT_TOKENS + repeated)
         encodings = [
             tokenizer.encode([*prefix, *own[first:end]], self.max_tokens) for first, end in bounds
         ]
         windows = None
         if places:
-            read = characters(bounds, places[len(prefix) :])
+            read = characters(bounds, places[repeated:])
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
-        self.add_encodings(at, encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
+        tokens = len(ids) + TEXT_TOKENS
+        used = tokens if len(bounds) > 1 else len(encodings[0])
+        self.add_encodings(encodings, TextUsage(tokens, used, windows))
         if prompt:
             self._leave_out(len(encodings), prompt_tokens)
         return bounds
@@ -297,40 +247,32 @@ class TextEncoder:
     def add_pair(
         self, at: Location, first: Sequence[int], second: Sequence[int], text: str
     ) -> None:
-        """Add a pair of texts by their tokens, without special tokens, and by its second text."""
-        tokenizer = self.context.tokenizer
-        tokens = len(first) + len(second) + tokenizer.special.pair_tokens
+        """Add a pair of texts by their tokens, without special tokens, and by its second text.
+
+        Of a pair that is cut, the longer text is cut first.
+        """
+        tokenizer, windows = self.context.tokenizer, None
+        around = len(first) + tokenizer.special.pair_tokens
+        tokens = used = around + len(second)
+        self.rule.check(at, tokens, self.max_tokens)
         if self.rule.choice == "window" and tokens > self.max_tokens:
-            if self.rule.divides_pairs:
-                self._add_pair_windows(at, first, second, text)
-                return
-            raise InvalidRequest(
-                f"is a pair of {tokens} tokens; the model reads {self.max_tokens}, and long_text "
-                "window divides only texts without a pair",
-                at,
-            )
-        encoding = tokenizer.pair(first, second, self.max_tokens, keep_end=self.keep_end)
-        self.add_encodings(at, [encoding], TextUsage(tokens, len(encoding)))
+            if not self.rule.divides_pairs:
+                raise InvalidRequest(
+                    f"is a pair of {tokens} tokens; the model reads {self.max_tokens}, and "
+                    "long_text window divides only texts without a pair",
+                    at,
+                )
+            bounds = self.divide(at, len(second), around)
+            encodings = [tokenizer.pair(first, second[a:b], self.max_tokens) for a, b in bounds]
+            if self.rule.report:
+                windows = characters(bounds, tokenizer.spans(text).offsets)
+        else:
+            pair = tokenizer.pair(first, second, self.max_tokens, keep_end=self.keep_end)
+            encodings, used = [pair], len(pair)
+        self.add_encodings(encodings, TextUsage(tokens, used, windows))
 
-    def _add_pair_windows(
-        self, at: Location, first: Sequence[int], second: Sequence[int], text: str
-    ) -> None:
-        """Add a pair for each window of its second text. See `add_pair`."""
-        tokenizer, around = self.context.tokenizer, len(first)
-        around += tokenizer.special.pair_tokens
-        if (room := self.max_tokens - around) < 1:
-            problem = f"has no room beside the {len(first)} tokens of the query"
-            raise InvalidRequest(f"{problem}; the model reads {self.max_tokens} tokens", at)
-        bounds = self.divide(len(second), room, at, self.rule.stride, around)
-        encodings = [tokenizer.pair(first, second[a:b], self.max_tokens) for a, b in bounds]
-        windows = characters(bounds, tokenizer.spans(text).offsets) if self.rule.report else None
-        tokens = around + len(second)
-        self.add_encodings(at, encodings, TextUsage(tokens, tokens, windows))
-
-    def add_encodings(self, at: Location, encodings: Sequence[Encoding], usage: TextUsage) -> None:
+    def add_encodings(self, encodings: Sequence[Encoding], usage: TextUsage) -> None:
         """Add the encodings of one text or pair."""
-        if usage.used < usage.tokens:
-            self.rule.check(at, usage.tokens, self.max_tokens)
         if self.requests is not None:
             for encoding in encodings:
                 encoding.requests = self.requests
@@ -338,20 +280,11 @@ class TextEncoder:
         self.windows.append(len(encodings))
         self.usage.append(usage)
 
-    def divide(
-        self, tokens: int, room: int, at: Location, stride: int | None = None, around: int = 2
-    ) -> list[Bounds]:
-        """Return the bounds of a text's windows, of at most ``room`` of its tokens each.
-
-        Neighbouring windows share ``stride`` tokens, by default a quarter. A window has ``around``
-        tokens besides those of the text.
-        """
-        step = room - (room // _OVERLAP if stride is None else stride)
-        count = 1 + max(0, -(-(tokens - room) // step))
-        self.window_tokens += count * (room + around)
-        self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
-        firsts = range(0, count * step, step)
-        return [(first, min(first + room, tokens)) for first in firsts]
+    def places(self, text: str, read: int) -> Sequence[tuple[int, int]]:
+        """Return the places of the ``read`` tokens of a text at the end that the model reads."""
+        places = self.context.tokenizer.spans(text, None if self.keep_end else read).offsets
+        first = len(places) - read if self.keep_end else 0
+        return places[first : first + read]
 
     def prepared(self, state: S, vectors: VectorRecipe | None = None) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""
@@ -360,16 +293,9 @@ class TextEncoder:
             state,
             truncated=sum([usage.used < usage.tokens for usage in self.usage]),
             usage=self.usage if self.rule.report else None,
-            texts=len(self.windows),
+            texts=len(self.usage),
             vectors=vectors,
         )
-
-
-def characters(
-    bounds: Sequence[Bounds], offsets: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return the (start, end) characters of windows, by the characters of each token."""
-    return [(offsets[first][0], offsets[end - 1][1]) for first, end in bounds]
 
 
 def encode_pairs(
@@ -445,11 +371,7 @@ def offsets(
     skipped = len(prompt)
     places: list[Offsets] = []
     for (_, text), encoding in zip(texts, encoder.encodings, strict=True):
-        read = len(encoding) - 2
-        enough = None if encoder.keep_end else read
-        places_of_text = encoder.context.tokenizer.spans(prompt + text, enough).offsets
-        first = len(places_of_text) - read if encoder.keep_end else 0
-        kept = places_of_text[first : first + read]
+        kept = encoder.places(prompt + text, len(encoding) - TEXT_TOKENS)
         own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in kept]
         places.append([None, *own, None])
     return places

@@ -30,7 +30,8 @@ from cloze.service.tasks.task import (
     check_range,
     softmax,
 )
-from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
+from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
 from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]

@@ -34,13 +34,8 @@ from cloze.service.tasks.text_classification import (
     means,
     sequence_labels,
 )
-from cloze.service.tasks.texts import (
-    LongText,
-    TextEncoder,
-    TruncationParameters,
-    UsageParameters,
-    characters,
-)
+from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
+from cloze.service.tasks.windows import LongText, characters
 
 _TEMPLATE: Final = "This example is {}."
 _PLACE: Final = "{}"
@@ -57,7 +52,7 @@ Ids = Sequence[int]
 class ZeroShotParameters(TruncationParameters, UsageParameters):
     """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts."""
 
-    long_text: LongText | None = Field(  # type: ignore[assignment]  # one more choice
+    long_text: LongText | None = Field(
         None,
         description="error refuses a long text, truncate cuts it, window divides it and returns "
         "the mean of its windows' scores; the label is never cut; the default is truncate",
@@ -128,18 +123,30 @@ def prepare(
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     limits.check_results(len(texts) * len(hypotheses), "the request asks for", "scores")
+    around = [len(hypothesis) + tokenizer.special.pair_tokens for hypothesis in hypotheses]
     tokens, windows = 0, []
     for (at, text), ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
         check_has_tokens(ids, at)
-        parts, usage = _parts(text, ids, at, hypotheses, encoder)
-        tokens += _pair_tokens(parts, hypotheses, encoder)
+        # Windows have room beside the longest hypothesis. A cut is made for each hypothesis.
+        parts = encoder.divide(at, len(ids), max(around))
+        if len(parts) > 1:
+            parts_of = [parts] * len(around)
+            tokens += len(around) * sum(end - first for first, end in parts)
+        else:
+            parts_of = [encoder.divide(at, len(ids), others) for others in around]
+            tokens += sum(end - first for [(first, end)] in parts_of)
+        tokens += len(parts) * sum(around)
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
         encodings = [
-            tokenizer.pair(_cut(part, h, encoder), h, limits.max_tokens)
-            for part in parts
-            for h in hypotheses
+            tokenizer.pair(ids[slice(*own[part])], hypothesis, limits.max_tokens)
+            for part in range(len(parts))
+            for own, hypothesis in zip(parts_of, hypotheses, strict=True)
         ]
-        encoder.add_encodings(at, encodings, usage)
+        whole, places = len(ids) + TEXT_TOKENS, None
+        if len(parts) > 1 and rule.report:
+            places = characters(parts, tokenizer.spans(text).offsets)
+        used = whole if len(parts) > 1 else parts[0][1] - parts[0][0] + TEXT_TOKENS
+        encoder.add_encodings(encodings, TextUsage(whole, used, places))
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
@@ -181,46 +188,6 @@ def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContex
                 _LABELS.below(number),
             )
     return hypotheses
-
-
-def _room(hypothesis: Ids, encoder: TextEncoder) -> int:
-    """Return the most tokens of a text beside a hypothesis."""
-    special = encoder.context.tokenizer.special
-    return encoder.max_tokens - special.pair_tokens - len(hypothesis)
-
-
-def _cut(ids: Ids, hypothesis: Ids, encoder: TextEncoder) -> Ids:
-    """Return the tokens of a text, or of a part of one, that the model reads with a hypothesis."""
-    room = _room(hypothesis, encoder)
-    return ids[-room:] if encoder.keep_end else ids[:room]
-
-
-def _pair_tokens(parts: Sequence[Ids], hypotheses: Sequence[Ids], encoder: TextEncoder) -> int:
-    """Return the tokens of all pairs of a part of a text and a hypothesis."""
-    around = encoder.context.tokenizer.special.pair_tokens
-    of_parts, of_hypotheses = map(len, parts), map(len, hypotheses)
-    pairs = np.add.outer([*of_parts], [*of_hypotheses]) + around
-    return int(np.minimum(pairs, encoder.max_tokens).sum())
-
-
-def _parts(
-    text: str, ids: Ids, at: Location, hypotheses: Sequence[Ids], encoder: TextEncoder
-) -> tuple[list[Ids], TextUsage]:
-    """Return a text as one part, or as windows that have room beside the longest hypothesis."""
-    rule, longest = encoder.rule, max(hypotheses, key=len)
-    room = _room(longest, encoder)
-    read = len(ids) + TEXT_TOKENS
-    if len(ids) <= room:
-        return [ids], TextUsage(read, read)
-    rule.check(at, len(ids), room)
-    if rule.choice != "window":
-        return [ids], TextUsage(read, room + TEXT_TOKENS)
-    around = encoder.max_tokens - room
-    bounds = encoder.divide(len(ids), room, at, around=around)
-    windows = None
-    if rule.report:
-        windows = characters(bounds, encoder.context.tokenizer.spans(text).offsets)
-    return [ids[first:end] for first, end in bounds], TextUsage(read, read, windows)
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:

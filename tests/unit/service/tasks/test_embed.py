@@ -167,7 +167,9 @@ def test_windows_begin_with_the_prompt() -> None:
     short = prepared("embed", "a b", long_text="window", prompt_name="query", return_usage=True)
     assert tokens(short) == ["[CLS] ask : a b [SEP]"]
     assert short.usage == [TextUsage(6, 6)]
-    with pytest.raises(InvalidRequest, match="the prompt of 10 tokens leaves no room"):
+    with pytest.raises(
+        InvalidRequest, match="no room for a text beside 12 tokens; the model reads 10"
+    ):
         prepared("embed", "a", long_text="window", prompt_name="long")
     by_ids = prepared("embed", ids(NINE), long_text="window", return_usage=True)
     assert by_ids.usage == [TextUsage(11, 11)]

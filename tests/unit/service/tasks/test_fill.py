@@ -252,7 +252,7 @@ def test_a_long_text_is_cut_at_its_end() -> None:
 
 def test_a_mask_that_would_be_cut_is_refused() -> None:
     prepared("fill-mask", f"{NINE} [MASK] j")
-    with pytest.raises(InvalidRequest, match=r"mask token at token 11, but .* only the first 10"):
+    with pytest.raises(InvalidRequest, match=r"mask token at token 11, but .* only tokens 1 to 10"):
         prepared("fill-mask", f"{NINE} j [MASK] k")
 
 
@@ -273,7 +273,7 @@ def test_masks_farther_apart_than_a_window_are_refused() -> None:
     apart = "[MASK] a b c d e f g h [MASK]"
     prepared("fill-mask", f"x x {apart} x", long_text="window")
     with pytest.raises(
-        InvalidRequest, match="has 11 tokens from its first to its last mask; a window has 10"
+        InvalidRequest, match="mask token at token 13, but the model reads only tokens 3 to 12"
     ):
         prepared("fill-mask", f"x x {apart.replace('h', 'h i')} x", long_text="window")
 
@@ -290,9 +290,13 @@ def test_a_long_text_is_refused_if_asked() -> None:
 def test_the_longest_target_takes_room() -> None:
     words = {"targets": ["reds", "sun"], "targets_as": "words"}
     prepared("fill-mask", "[MASK] a b c d e f g h", **words)
-    with pytest.raises(InvalidRequest, match=r"has 13 tokens with its longest target; .* reads 12"):
+    with pytest.raises(
+        InvalidRequest, match=r"has 13 tokens; the model reads 12, and long_text is error"
+    ):
         prepared("fill-mask", f"[MASK] {NINE}", **words)
-    with pytest.raises(InvalidRequest, match=r"the longest target has 11 tokens; .* reads 12"):
+    with pytest.raises(
+        InvalidRequest, match=r"leaves no room for a text beside 12 tokens; .* reads 12"
+    ):
         prepared("fill-mask", "[MASK]", targets=["qwtzuiopxyv"], targets_as="words")
     prepared("fill-mask", "[MASK]", targets=["qwtzuiopxy"], targets_as="words")
 

@@ -145,9 +145,10 @@ def test_a_request_is_limited() -> None:
     prepared("qa", [pair("a")] * 4, top_k=15)
     with pytest.raises(InvalidRequest, match="asks for 64 answers; the limit is 60"):
         prepared("qa", [pair("a")] * 4, top_k=16)
-    prepared("qa", [pair("a")] * 2, limited(max_request_tokens=24))
-    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the windows hold 24 tokens"):
-        prepared("qa", [pair("a")] * 2, limited(max_request_tokens=23))
+    long = [pair(f"{SEVEN} h")] * 2  # two windows of 12 tokens each
+    prepared("qa", long, limited(max_request_tokens=48))
+    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the windows hold 48 tokens"):
+        prepared("qa", long, limited(max_request_tokens=47))
 
 
 def test_texts_without_tokens_are_refused() -> None:
@@ -159,7 +160,9 @@ def test_texts_without_tokens_are_refused() -> None:
         prepared("qa", pair(""))
     with pytest.raises(EmptyRequest, match=r"inputs.question is empty"):
         prepared("qa", pair("a", ""))
-    with pytest.raises(InvalidRequest, match=r"inputs.question leaves no room for the context"):
+    with pytest.raises(
+        InvalidRequest, match=r"inputs.question leaves no room for a text beside 12"
+    ):
         prepared("qa", pair("a", "a b c d e f g h i"))
     prepared("qa", pair("a", "a b c d e f g h"))
 

@@ -1,0 +1,108 @@
+"""Which tokens of a long text are read: windows, one end, or none."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloze.service.core import InvalidRequest, Location
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.windows import Divider, LongText, LongTextRule, centred, characters
+from tests.unit.service.tasks.model import CONTEXT, context, limited, manifest
+
+WIDE = limited(max_request_tokens=10_000)
+
+
+def divider(choice: LongText, **rule: Any) -> Divider:
+    return Divider(LongTextRule(choice, **rule), WIDE, 12)
+
+
+def divided(tokens: int, room: int, stride: int | None) -> list[tuple[int, int]]:
+    return divider("window").divide(INPUTS, tokens, 12 - room, stride)
+
+
+def test_windows_overlap_by_the_stride_and_end_with_the_text() -> None:
+    assert divided(10, 4, 1) == [(0, 4), (3, 7), (6, 10)]
+    assert divided(11, 4, 1) == [(0, 4), (3, 7), (6, 10), (9, 11)]
+    assert divided(4, 4, 3) == [(0, 4)]
+    assert divided(5, 4, 0) == [(0, 4), (4, 5)]
+    assert divided(2, 4, 1) == [(0, 2)]
+
+
+def test_the_stride_is_that_of_the_text_or_of_the_rule_or_a_quarter() -> None:
+    assert divider("window").divide(INPUTS, 25) == [(0, 10), (8, 18), (16, 25)]
+    assert divider("window", stride=0).divide(INPUTS, 25) == [(0, 10), (10, 20), (20, 25)]
+    assert divider("window", stride=0).divide(INPUTS, 11, stride=9) == [(0, 10), (1, 11)]
+
+
+@given(st.integers(0, 60), st.integers(1, 12), st.data())
+def test_windows_are_as_many_as_the_text_needs(tokens: int, size: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(0, size - 1))
+    expected = [(0, min(size, tokens))]
+    while expected[-1][1] < tokens:
+        first = expected[-1][0] + size - stride
+        expected.append((first, min(first + size, tokens)))
+    assert divided(tokens, size, stride) == expected
+
+
+def test_windows_of_all_texts_are_counted_whole() -> None:
+    one = Divider(LongTextRule("window"), CONTEXT, 12)  # 400 tokens per request
+    assert one.divide(INPUTS, 20, around=4) == [(0, 8), (6, 14), (12, 20)]  # 3 windows x 12
+    assert one.divide(INPUTS, 8, around=4) == [(0, 8)]  # no window
+    one.divide(INPUTS, 30 * 8, around=4, stride=0)  # 360 more
+    last = Location(("last",))
+    with pytest.raises(InvalidRequest, match=r"up to last .* hold 420 tokens; .* is 400"):
+        one.divide(last, 9, around=4, stride=0)
+
+
+@pytest.mark.parametrize("choice", ["error", "truncate", "window"])
+def test_a_text_that_fits_is_read_as_a_whole(choice: LongText) -> None:
+    for tokens in (0, 1, 10):
+        assert divider(choice, side="left").divide(INPUTS, tokens) == [(0, tokens)]
+
+
+def test_a_cut_text_has_one_end_of_its_tokens() -> None:
+    assert divider("truncate").divide(INPUTS, 11) == [(0, 10)]
+    assert divider("truncate", side="left").divide(INPUTS, 11, around=5) == [(4, 11)]
+    left = context(tokenizer=manifest().tokenizer.model_dump() | {"truncation_side": "left"})
+    by_model = Divider(LongTextRule("truncate"), left, 12)
+    assert by_model.divide(INPUTS, 11) == [(1, 11)]
+    by_request = Divider(LongTextRule("truncate", side="right"), left, 12)
+    assert by_request.divide(INPUTS, 11) == [(0, 10)]
+
+
+def test_a_refusal_names_the_tokens_the_limit_and_the_parameter() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        divider("error").divide(INPUTS, 11, around=3)
+    assert str(error.value) == "inputs has 14 tokens; the model reads 12, and long_text is error"
+    rule = TruncationParameters(truncate=False).rule()
+    with pytest.raises(InvalidRequest, match="and truncate is false"):
+        Divider(rule, WIDE, 12).divide(INPUTS, 11)
+    with pytest.raises(InvalidRequest, match=r"has 5 tokens; max_question_len is 4, and"):
+        LongTextRule("error").check(INPUTS, 5, 4, "max_question_len is")
+    LongTextRule("error").check(INPUTS, 4, 4)
+    LongTextRule("truncate").check(INPUTS, 5, 4)
+
+
+@pytest.mark.parametrize("choice", ["error", "truncate", "window"])
+def test_a_text_needs_room(choice: LongText) -> None:
+    assert divider(choice).divide(INPUTS, 1, around=11) == [(0, 1)]
+    with pytest.raises(InvalidRequest, match=r"leaves no room for a text beside 12 tokens; .* 12"):
+        divider(choice).divide(INPUTS, 1, around=12)
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.data())
+def test_a_part_has_its_middle_and_as_many_tokens_as_fit(
+    tokens: int, room: int, data: st.DataObject
+) -> None:
+    middle = data.draw(st.integers(0, tokens - 1))
+    first, end = centred(middle, tokens, room)
+    assert 0 <= first <= middle < end <= tokens
+    assert end - first == min(room, tokens)
+    assert first in (0, tokens - room, middle - room // 2)
+
+
+def test_characters_of_windows() -> None:
+    assert characters([(0, 2), (1, 3)], [(0, 3), (4, 6), (7, 12)]) == [(0, 6), (4, 12)]

@@ -26,8 +26,8 @@ from cloze.service.http.routes import GateModel, Recorder
 _BYTES_PER_TOKEN = 5.0
 """Bytes of a body per token of its texts before an answer says more: English words."""
 
-_MOST_BYTES_PER_TOKEN = 16.0
-"""What one answer may say at most: a text that is cut has bytes without tokens."""
+_BYTES_OF_A_TOKEN = (2.0, 16.0)
+"""What one answer may say at least and at most: a text that is cut has bytes without tokens."""
 
 _PER_TURN = 4
 """Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
@@ -223,8 +223,11 @@ class Gate:
         the gate that the queue refuses.
         """
         route, cost = request.route, request.cost
-        if route is not None and cost is not None and cost.tokens and request.length:
-            one = min(request.length / cost.tokens, _MOST_BYTES_PER_TOKEN)
+        if route is None or cost is None or not cost.tokens or not request.length:
+            return
+        if b"content-encoding" not in request.first:
+            least, most = _BYTES_OF_A_TOKEN
+            one = min(max(request.length / cost.tokens, least), most)
             mean = self._bytes_per_token.get(route, one)
             self._bytes_per_token[route] = mean + 0.05 * (one - mean)
 

@@ -188,6 +188,20 @@ def test_an_answer_without_tokens_or_from_a_cut_text_says_little(clock: Clock) -
     assert [tokens for _, tokens, *_ in queue.asked] == [321, 321, 101], "16 bytes at most"
 
 
+def test_no_answer_says_that_a_token_has_less_than_two_bytes(clock: Clock) -> None:
+    """Else a client of compressed or odd bodies would let those of others look long."""
+    queue = Waiting(0.0)
+    gated = Gated(queue)
+    gated.ask(100, content_encoding="gzip")
+    gated.record.cost = RequestCost(1, 5000, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.gate.answered(gated.record)
+    gated.ask(100)
+    gated.record.cost = RequestCost(1, 5000, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.gate.answered(gated.record)
+    gated.ask(100)
+    assert [tokens for _, tokens, *_ in queue.asked] == [21, 21, 51]
+
+
 def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
     gated = Gated(Waiting(3.25))
     headers, body = parts(gated.ask(x_request_id="mine"))

@@ -123,7 +123,7 @@ class Head:
         ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
         options: the type of the head's section in a manifest, under `heads`; None: no section.
         per_token: whether a result has one row per token of its sequence.
-        rows: request -> rows of its result, unless they are per token.
+        rows: request -> rows of its result, unless they are per token; None: one row.
         model_sizes: sizes -> the letters in shapes of the head's tensors that stand for sizes
             of the model, with their sizes. The other letters differ per batch.
     """
@@ -141,4 +141,4 @@ class Head:
     options: type[Frozen] | None = None
     model_sizes: Callable[[ModelSizes], Mapping[str, int]] = lambda _: {}
     per_token: bool = False
-    rows: Callable[[Any], int] = lambda _: 1
+    rows: Callable[[Any], int] | None = None

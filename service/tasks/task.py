@@ -301,8 +301,8 @@ class PreparedRequest(NamedTuple, Generic[S]):
             tokens = len(encoding)
             for name, asked in encoding.requests.items():
                 head = HEADS[name]
-                shown = max(1, tokens // _SHOWN_TOKENS)
-                rows += tokens if head.per_token else head.rows(asked) * shown
+                own = 1 if head.rows is None else head.rows(asked)
+                rows += tokens if head.per_token else own * max(1, tokens // _SHOWN_TOKENS)
         return rows
 
 

@@ -208,15 +208,16 @@ class TextEncoder(Divider):
         `prompt_tokens` is the number of tokens of the prompt alone; a text needs it only if the
         pooling leaves out prompts.
         """
-        tokenizer, repeated = self.context.tokenizer, 0
+        tokenizer, repeated, tokens = self.context.tokenizer, 0, len(ids) + TEXT_TOKENS
         places: Sequence[tuple[int, int]] = ()
-        if self.rule.choice == "window" and len(ids) + TEXT_TOKENS > self.max_tokens:
+        is_short = tokens <= self.max_tokens
+        if self.rule.choice == "window" and not is_short:
             if text is not None and (prompt or self.rule.report):
                 places = tokenizer.spans(text).offsets
                 prompt_tokens = sum(start < len(prompt) for start, _ in places)
             repeated = prompt_tokens
         prefix, own = ids[:repeated], ids[repeated:]
-        bounds = self.divide(at, len(own), TEXT_TOKENS + repeated)
+        bounds = [(0, len(ids))] if is_short else self.divide(at, len(own), TEXT_TOKENS + repeated)
         encodings = [
             tokenizer.encode([*prefix, *own[first:end]], self.max_tokens) for first, end in bounds
         ]
@@ -224,7 +225,6 @@ class TextEncoder(Divider):
         if places:
             read = characters(bounds, places[repeated:])
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
-        tokens = len(ids) + TEXT_TOKENS
         used = tokens if len(bounds) > 1 else len(encodings[0])
         self.add_encodings(encodings, TextUsage(tokens, used, windows))
         if prompt:

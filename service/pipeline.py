@@ -97,10 +97,6 @@ async def _at_once() -> None:
     """Return at once."""
 
 
-def _free_of_charge(_: int) -> None:
-    """Count no tokens."""
-
-
 class Completions:
     """Passes the ends of requests from worker threads to the event loop.
 
@@ -180,7 +176,7 @@ class Pipeline:
         terms: Submission,
         before_large: Callable[[], Awaitable[None]] = _at_once,
         expected_space: str | None = None,
-        charge: Callable[[int], None] = _free_of_charge,
+        charge: Callable[[int], None] | None = None,
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
@@ -210,7 +206,8 @@ class Pipeline:
         # A drain began later than the request, if it has begun.
         submission = terms._replace(encodings=prepared.encodings, accepted=True)
         tokens, rows, last = submission.tokens, prepared.answer_rows, prepared
-        charge(tokens)
+        if charge is not None:
+            charge(tokens)
         batch = await self._outputs(submission)
         while last.advance is not None:
             following = await run_on_thread(last.advance, batch.outputs, self.context)
@@ -220,7 +217,8 @@ class Pipeline:
             submission = submission._replace(encodings=last.encodings, later_round=True)
             tokens += submission.tokens
             rows += last.answer_rows
-            charge(submission.tokens)
+            if charge is not None:
+                charge(submission.tokens)
             outputs, queue_s, inference_s = await self._outputs(submission)
             batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
         if expected_space is not None:  # an engine that ran has a precision

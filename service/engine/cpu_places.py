@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -45,13 +46,9 @@ class LinuxAffinity:
         # Unlike CDLL, PyDLL keeps the interpreter's lock during the call.
         self.current_cpu: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
         self.allow = os.sched_setaffinity
-
-    def allowed(self) -> set[int]:
-        """Return the CPUs of the first thread, which this module never changes.
-
-        So they are what `taskset` or a change of the cgroup left at this moment.
-        """
-        return os.sched_getaffinity(os.getpid())
+        # The CPUs of the first thread, which this module never changes. So they are what `taskset`
+        # or a change of the cgroup left at the moment of the call.
+        self.allowed = partial(os.sched_getaffinity, os.getpid())
 
 
 class CpuPlaces:

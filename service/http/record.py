@@ -102,9 +102,9 @@ class RequestRecord:
 
     def charge(self, tokens: int) -> None:
         """Take tokens from the limit of its key; a negative number gives them back."""
-        if self.key is not None:
-            self.charged += tokens
-            self.key.take_tokens(tokens, time.monotonic())
+        assert self.key is not None  # else nobody is charged
+        self.charged += tokens
+        self.key.take_tokens(tokens, time.monotonic())
 
 
 class Callers:

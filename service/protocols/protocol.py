@@ -293,7 +293,8 @@ async def answer_task(
         if route.check is not None:
             route.check(request)
         call = await run_anywhere(size, route.to_call, body)
-        space = watched.record.first.get(_EXPECTED_SPACE)
+        record = watched.record
+        space = record.first.get(_EXPECTED_SPACE)
         try:
             result = await pipeline.run(
                 route.task,
@@ -302,7 +303,7 @@ async def answer_task(
                 terms=watched.terms,
                 before_large=watched.begin_answer,
                 expected_space=space.decode("latin-1") if space is not None else None,
-                charge=watched.record.charge,
+                charge=record.charge if record.key is not None else None,
             )
         except RequestError as error:
             raise error.moved(route.place(error.at, body)) from None

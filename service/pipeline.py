@@ -223,7 +223,7 @@ class Pipeline:
             batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
         if expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, expected_space)
-        is_large = takes_long or size > _REPEATED_BYTES or rows > _INLINE_ROWS
+        is_large = size > _REPEATED_BYTES or rows > _INLINE_ROWS
         if is_large:
             await before_large()
         if inline and not is_large:

@@ -130,7 +130,7 @@ def prepare(
         encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
         state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
         vectors = _recipe(parameters, state, context)
-        return encoder.prepared(state, vectors)
+        return encoder.prepared(state, vectors)._replace(others=len(parameters.spans))
     texts = context.limits.listed(inputs)
     encoder = encode_texts(texts, parameters, context, request)
     windows = None

@@ -169,9 +169,12 @@ def _part(
         [(first, end)] = encoder.divide(at, tokens, around)
     if masks[0] < first or masks[-1] >= end:
         outside = masks[-1] if masks[-1] >= end else masks[0]
+        hint = f"long_text window reads {room} tokens around the masks"
+        if encoder.rule.choice == "window":
+            hint = "the masks are too far apart for one window"
         raise InvalidRequest(
             f"has a mask token at token {outside + 1}, but the model reads only tokens "
-            f"{first + 1} to {end}; long_text window reads {room} tokens around the masks",
+            f"{first + 1} to {end}; {hint}",
             at,
         )
     return first, end

@@ -43,6 +43,9 @@ _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_questio
 
 _DEFAULT_STRIDE = 128
 
+_CHARACTERS_OF_A_ROW: Final = 1_000
+"""Characters of a context, which each answer may repeat, that are written as fast as one row."""
+
 _REQUEST: Final = {span.HEAD.name: HeadRequest()}
 
 
@@ -105,7 +108,9 @@ def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> Prep
     rule = LongTextRule(options.long_text, side="right", report=options.return_usage)
     encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
-    return encoder.prepared((questions, options))
+    contexts = sum(1 + len(question.context) // _CHARACTERS_OF_A_ROW for question in questions)
+    prepared = encoder.prepared((questions, options))
+    return prepared._replace(others=options.top_k * contexts)
 
 
 def _add(
@@ -126,6 +131,8 @@ def _add(
     most = options.max_question_len
     encoder.rule.check(at.below("question"), len(ids), most, "max_question_len is")
     bounds = encoder.divide(at, len(spans.ids), around, stride)
+    if len(bounds) == 1:
+        encoder.count(at, around + bounds[0][1] - bounds[0][0])
     read = spans.first(bounds[-1][1])
     ends = first_ends(text, read)
     if ends[0] == len(ends):

@@ -278,6 +278,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
             follows; None if there is one round.
         texts: number of texts, pairs or questions of the request.
         vectors: how the result's vectors are made; None: the result has no vectors.
+        others: rows of the answer that are no rows of a head's results, such as spans of a context.
     """
 
     encodings: list[Encoding]
@@ -288,15 +289,16 @@ class PreparedRequest(NamedTuple, Generic[S]):
     advance: "Advance | None" = None
     texts: int = 1
     vectors: VectorRecipe | None = None
+    others: int = 0
 
     @property
     def answer_rows(self) -> int:
-        """The rows of head results that the answer is made of; decoding one takes up to 10 us.
+        """The rows that the answer is made of; decoding one takes up to 10 us.
 
         A row of a sequence, such as a prediction of a mask, may be shown with the text of the
         sequence. With 320 tokens, such a row counts as 20.
         """
-        rows = 0
+        rows = self.others
         for encoding in self.encodings:
             tokens = len(encoding)
             for name, asked in encoding.requests.items():
@@ -333,7 +335,7 @@ class Task:
         alone: types of inputs that clients may send without a list; `decode` then returns a list
             of one result, and the native protocol writes the result without the list.
         takes_long: parameters -> whether a short body may take milliseconds, because one text
-            becomes many encodings, or the answer has more than the rows of head results.
+            becomes many encodings, or is searched.
         scores: (manifest, parameters) -> what the scores in the results are; None: the results
             have no scores.
         vectors: whether clients may request the result as bytes.

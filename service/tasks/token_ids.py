@@ -121,7 +121,7 @@ def prepare_texts(
         ids = np.array(spans.ids, np.int32)
         offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
         tokenized.append(TokenizedText(prompt + text, ids, offsets, around))
-    return PreparedRequest([], tokenized, texts=len(tokenized))
+    return PreparedRequest([], tokenized, texts=len(tokenized), others=tokens)
 
 
 TOKENIZE: Final = Task(

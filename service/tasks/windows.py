@@ -101,10 +101,18 @@ class Divider:
         shared = self.rule.stride if stride is None else stride
         step = room - (room // _OVERLAP if shared is None else shared)
         count = 1 - (room - tokens) // step  # rounded up
-        self.window_tokens += count * self.max_tokens
-        self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
+        self.count(at, count * self.max_tokens)
         firsts = range(0, count * step, step)
         return [(first, min(first + room, tokens)) for first in firsts]
+
+    def count(self, at: Location, tokens: int) -> None:
+        """Add tokens to those of all windows.
+
+        Raises:
+            InvalidRequest: a request may have fewer.
+        """
+        self.window_tokens += tokens
+        self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
 
 
 def centred(middle: int, tokens: int, room: int) -> Bounds:

@@ -172,6 +172,9 @@ def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
     assert service.seen.hold is None
 
 
+PAIR = {"question": "the", "context": "the the"}
+
+
 def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     many = {"inputs": [[109] * 8] * 290}
     for client in ("x", "x", "y"):
@@ -199,10 +202,11 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
             {"inputs": "the", "spans": [[0, 3]] * 65, "normalize": False},
             {"inputs": "the", "normalize": False},
         ),
+        ("/tokenize", {"inputs": ["the"] * 22}, {"inputs": ["the"] * 21}),
         (
-            "/redact",
-            {"inputs": "the", "parameters": {"patterns": ["PHONE"], "region": "DE"}},
-            {"inputs": "the"},
+            "/qa",
+            {"inputs": [PAIR] * 4, "parameters": {"top_k": 20}},
+            {"inputs": [PAIR] * 2, "parameters": {"top_k": 20}},
         ),
         # Texts that the answer repeats: 1,200 bytes of JSON each.
         (

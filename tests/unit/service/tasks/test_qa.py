@@ -38,6 +38,18 @@ def test_a_short_context_is_one_window() -> None:
     assert list(request.encodings[0].requests) == ["span"]
 
 
+def test_contexts_of_one_window_count_towards_the_tokens_of_a_request() -> None:
+    assert len(prepared("qa", [pair(SEVEN)] * 2, limited(max_request_tokens=24)).encodings) == 2
+    with pytest.raises(InvalidRequest, match="the windows hold 36 tokens"):
+        prepared("qa", [pair(SEVEN)] * 3, limited(max_request_tokens=35))
+
+
+def test_an_answer_may_repeat_its_context() -> None:
+    wide = limited(max_text_characters=10_000)
+    short, long = (prepared("qa", pair(f"a{' ' * spaces}"), wide) for spaces in (10, 5000))
+    assert long.answer_rows == short.answer_rows + 5
+
+
 def test_a_long_context_is_divided() -> None:
     # The stride is half the sequence, 6 tokens.
     request = prepared("qa", [pair(f"{SEVEN} h i")], return_usage=True)

@@ -160,7 +160,7 @@ def test_a_short_text_is_not_refused() -> None:
         ("embed", "a", {"layers": "concat-last-four"}, 4),
         ("embed-all", ["a", "b c"], {}, 3 + 4),  # one row per token
         ("token-classification", ["a", "b c"], {}, 3 + 4),
-        ("qa", QaPair(question="a", context="b c"), {}, 6),
+        ("qa", QaPair(question="a", context="b c"), {"top_k": 2}, 6 + 2),
         ("embed-sparse", ["a", "b"], {"top_k": 3}, 6),
         ("fill-mask", ["[MASK]", "[MASK] a [MASK]"], {"top_k": 2}, 6),  # one row per prediction
         ("fill-mask", ["[MASK]", "[MASK] a [MASK]"], {"targets": ["sun", "moon", "red"]}, 9),

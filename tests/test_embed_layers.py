@@ -129,8 +129,8 @@ def test_windows_are_pooled_like_texts(server: Server) -> None:
     [
         ("plain", {"pooling": "max"}, 424, "pooling and layers need vectors of layers; export plain@1 with --task embed-layers too"),
         ("two", {"layers": "sum-last-four"}, 422, "layers sum-last-four needs 4 layers; the model has 2"),
-        ("four", {"layers": "third"}, 422, "layers: Input should be 'first', 'second-to-last', 'last', 'sum-last-four', 'concat-last-four' or 'sum-all'"),
-        ("four", {"pooling": "median"}, 422, "pooling: Input should be 'cls', 'mean' or 'max'"),
+        ("four", {"layers": "third"}, 422, "layers: Input should be 'first', 'second-to-last', 'last', 'sum-last-four', 'concat-last-four' or 'sum-all', got 'third'"),
+        ("four", {"pooling": "median"}, 422, "pooling: Input should be 'cls', 'mean' or 'max', got 'median'"),
         ("four", {"pooling": "cls", "spans": [[0, 3]], "inputs": "the king"}, 422, "spans have the mean of the last layer; leave out pooling, layers"),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ USED: Final = {
     "flow": {"read_paused", "write_paused"},
     "server": {"config", "lifespan", "server_state", "servers"},
     "config": {"timeout_graceful_shutdown"},
-    "state": {"connections", "tasks"},
+    "state": {"tasks"},
     "lifespan": {"state"},
 }
 """The attributes that the service uses, by the object that has them: `HttpToolsProtocol`,

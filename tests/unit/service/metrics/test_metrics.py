@@ -19,7 +19,9 @@ def answered(status: int = 200, **fields: Any) -> AccessRecord:
 def values(metrics: Metrics) -> dict[str, float]:
     """Return the counts that are not zero, by series; without the buckets of histograms."""
     lines = metrics.exposition("")[0].decode().splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("cloze_")]
+    others = ("cloze_build_info", "cloze_memory_")  # of the machine
+    ours = [line for line in lines if line.startswith("cloze_") and not line.startswith(others)]
+    pairs = [line.rsplit(" ", 1) for line in ours]
     return {
         name.removeprefix("cloze_").replace('model="m",', "").replace(',version="1"', ""): number
         for name, value in pairs

@@ -335,7 +335,7 @@ def engine_fork(path: Path, make_engine: Any, *, listener: socket.socket, **sett
         "engine-0",
         (path,),
         writer,
-        (listener.fileno(),),
+        listener.fileno(),
         3,
         os.getpid(),
         Settings(model_store=path.parent / "store", **settings),

@@ -508,7 +508,7 @@ def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
     ):
         stopped_engine(server)
         waiting = pool.submit(timed_embed, server, "paris", 50_000)
-        wait_until(lambda: metric(server, "cloze_requests_in_flight") >= 1)
+        wait_until(lambda: metric(server, "cloze_requests_in_flight") > 1)  # one of them asks this
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert waiting.result().status_code == 503

@@ -1,6 +1,7 @@
 """Fixtures that several files share: tiny checkpoints, stores of their bundles, a server, data."""
 
 import ctypes
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -34,6 +35,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-seconds", type=float, default=45.0, help="time of the slow fuzz tests, per target"
     )
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """End the log of a server that a test began in this process.
+
+    Else the root logger stays at INFO, every request of a client is logged, and a fork may wait for
+    ever for the lock of the log.
+    """
+    yield
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if type(handler).__module__ == "cloze.service.logs":
+            root.removeHandler(handler)
+            root.setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,10 @@ from cloze.service.core import (
 )
 from cloze.service.http import gate as gate_module
 from cloze.service.http import record as record_module
-from cloze.service.http import returns as returns_module
 from cloze.service.http.gate import Gate, GateModel, Paths, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import Callers, RequestRecord
-from cloze.service.http.returns import RefusedLine, Returns
+from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
 from cloze.service.logs import AccessLog, RequestCost
 from cloze.service.metrics import Metrics
@@ -403,107 +402,3 @@ def test_requests_that_wait_to_start_count(clock: Clock) -> None:
         assert headers["retry-after-ms"] == "101", "rounded up"
 
     asyncio.run(run())
-
-
-# ---- when refused requests come back -------------------------------------------------------------
-
-LINE = RefusedLine(Rejection.WAIT, "m@1", "a", 0, False)
-
-
-class Told:
-    """What requests are told, and how long their refusals are held."""
-
-    def __init__(self, processes: int = 1) -> None:
-        self.returns = Returns(processes)
-
-    def refuse(
-        self,
-        connection: Open,
-        now: float,
-        room_s: float = 2.0,
-        each_s: float = 0.5,
-        line: RefusedLine = LINE,
-    ) -> tuple[float, float]:
-        return self.returns.refuse(self.asked(connection, now), line, now, room_s, each_s)
-
-    def admit(self, connection: Open, now: float) -> None:
-        self.returns.admitted(self.asked(connection, now))
-
-    @staticmethod
-    def asked(connection: Open, now: float) -> RequestRecord:
-        record = connected("a")
-        record.connection, record.arrived = connection, now
-        return record
-
-
-def test_refused_requests_come_back_one_after_another() -> None:
-    made = Told()
-    assert [made.refuse(Open(), 100.0)[0] for _ in range(3)] == [2.0, 2.5, 3.0]
-    assert made.refuse(Open(), 101.0, 0.1)[0] == 2.5, "half a second after 103"
-    assert made.refuse(Open(), 101.0, 9.0)[0] == 9.0
-    other = LINE._replace(client="b")
-    assert made.refuse(Open(), 101.0, 0.1, line=other)[0] == pytest.approx(0.1)
-
-
-def test_each_of_several_processes_tells_its_part_of_the_rate() -> None:
-    made = Told(4)
-    assert [made.refuse(Open(), 100.0)[0] for _ in range(3)] == [2.0, 4.0, 6.0]
-
-
-def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
-    made, first, second = Told(), Open(), Open()
-    for connection in (first, second):
-        made.refuse(connection, 100.0)
-    made.admit(second, 101.0)
-    made.returns.closed(second, 101.0)
-    assert made.refuse(Open(), 101.0, 0.1)[0] == pytest.approx(1.5), "at 102.5 again"
-    made.returns.closed(Open(), 101.0)
-
-
-def test_who_was_admitted_begins_anew() -> None:
-    made, connection = Told(), Open()
-    made.refuse(connection, 100.0, 10.0)
-    made.admit(connection, 101.0)
-    assert made.refuse(connection, 102.0, 3.0) == (3.0, 0.0)
-
-
-def test_a_request_that_is_refused_after_the_gate_did_not_come_back_as_told() -> None:
-    made, connection = Told(), Open()
-    made.refuse(connection, 100.0)
-    for number in range(3):
-        now = 100.1 + number / 10
-        made.admit(connection, now)
-        assert made.refuse(connection, now)[1] == pytest.approx(0.25 * 2**number)
-
-
-def test_other_lines_of_a_client_are_no_way_around_the_holds() -> None:
-    made, connection = Told(), Open()
-    lines = [LINE._replace(patience=number % 2) for number in range(4)]
-    told = [made.refuse(connection, 100.0 + n / 10, line=line) for n, line in enumerate(lines)]
-    assert [held for _, held in told] == [0.0, 0.25, 0.5, 1.0]
-    assert {after for after, _ in told} == {2.0}, "a connection has one time in all"
-    proxied = LINE._replace(client="b")
-    assert made.refuse(connection, 100.5, line=proxied)[1] == 0.0, "another client behind a proxy"
-
-
-def test_a_time_that_has_passed_delays_nobody() -> None:
-    made = Told()
-    made.refuse(Open(), 100.0, 50.0)
-    assert made.refuse(Open(), 154.0, 1.0, 30.0)[0] == 1.0
-
-
-def test_no_time_is_later_than_a_minute_or_sooner_than_a_twentieth_of_a_second() -> None:
-    made = Told()
-    assert made.refuse(Open(), 100.0, 0.001, 0.001)[0] == pytest.approx(0.05)
-    for _ in range(100):
-        latest, _ = made.refuse(Open(), 100.0, 1.0, 1.0)
-    assert latest == 60.0
-    assert made.refuse(Open(), 100.0, 250.0)[0] == 60.0
-
-
-def test_the_lines_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returns_module, "_MOST_LINES", 3)
-    made = Told()
-    for number in range(10):
-        made.refuse(Open(), 100.0, line=LINE._replace(client=str(number)))
-    assert len(made.returns._last) <= 3

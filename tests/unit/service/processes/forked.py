@@ -1,5 +1,6 @@
 """Processes for tests: forks of the test process, small children, and bundles without weights."""
 
+import faulthandler
 import logging
 import os
 import signal
@@ -47,6 +48,9 @@ while os.getppid() == child["parent"]:
 """A child that notes what happens to it. Files of its folder say what it does: ``fail-NAME`` holds
 the exit code of its start, with ``wait-NAME`` it is not ready, and with ``beats`` it goes on to
 report unless there is ``silent-NAME``."""
+
+_LONGEST_S = 60
+"""A fork that lives for longer hangs; it writes where, and ends."""
 
 COMMAND = (sys.executable, "-S", "-c", CHILD)
 
@@ -119,6 +123,7 @@ def _run(run: Callable[[], int], output: Path) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        faulthandler.dump_traceback_later(_LONGEST_S, exit=True, file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s", force=True)
         code = run()
     except StartupError as error:

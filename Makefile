@@ -47,9 +47,14 @@ lint: install  ## Run ruff, mypy --strict, import-linter, codespell and the budg
 
 # Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
 # these tests skip. Three files run side by side, since many tests wait for servers. The servers
-# start sooner with compiled modules, also where the environment forbids to write them.
+# start sooner with compiled modules, also where the environment forbids to write them. The tests that
+# fork come first: a fork of a process in which other tests have left threads may hang.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 3 --dist loadfile
+FORKING := tests/unit/service/processes
+
 test: lint  ## Run the linters and all tests except the slow ones.
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 3 --dist loadfile
+	$(PYTEST) $(FORKING)
+	$(PYTEST) --ignore=$(FORKING)
 
 test-slow: install  ## Run the tests that take minutes.
 	$(BIN)/pytest -m slow

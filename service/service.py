@@ -6,6 +6,7 @@
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,17 +33,17 @@ from cloze.service.core import (
     StartupError,
 )
 from cloze.service.engine.freed_memory import return_freed_memory
+from cloze.service.http.body import RequestLimits
+from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.certificate import Certificate
+from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import STATUSES_FROM_ZERO
-from cloze.service.http.gate import Gate, Paths, Refusal, Starts
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys, Permission, read_entries
-from cloze.service.http.memory_limit import MemoryLimit, Reader, UnreadAnswers
-from cloze.service.http.record import RECORD, Access, Callers, accepted_hosts
+from cloze.service.http.record import RECORD, Access, Callers, Connection, accepted_hosts
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import Recorder, Route
+from cloze.service.http.routes import Paths, Recorder, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
-from cloze.service.http.watch import RequestWatch
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline, task_limits
 from cloze.service.models.served_models import (
@@ -238,24 +239,28 @@ class Service:
         self._settings, self._registries, self._metrics = settings, registries, metrics
         self._opener, self._tracing = opener, tracing
         keys = Keys(settings.keys_file) if settings.keys_file else None
-        self._callers = Callers(settings.trusted_proxies, keys, settings.max_timeout_s)
+        self._callers = Callers(
+            settings.trusted_proxies,
+            keys,
+            settings.max_timeout_s,
+            settings.request_timeout_ms / 1000,
+        )
         self._access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
-        self.answers = UnreadAnswers(settings.max_answers_bytes)
         self._waits = WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms)
-        self._watch = RequestWatch(
-            settings.request_timeout_ms / 1000,
-            MemoryLimit("bodies", settings.max_bodies_bytes, self._waits.longest_s),
-            self.answers,
+        self._limits = RequestLimits(
+            ByteBudget("bodies", settings.max_bodies_bytes, self._waits.longest_s),
+            ByteBudget("unread answers", settings.max_answers_bytes),
         )
-        self.starts = Starts()
-        self.returns = Returns(max(1, settings.frontends))
+        self._starts, self._returns = Starts(), Returns(max(1, settings.frontends))
         self._responder = ErrorResponder(registries.protocols, settings.request_timeout_ms / 1000)
-        self._recorder = Recorder(metrics, self._access_log, tracing, self.answers, self._respond)
+        self._recorder = Recorder(
+            metrics, self._access_log, tracing, self._limits, self._respond, lambda: self.draining
+        )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
         self.reopens = opener is not None
@@ -292,17 +297,15 @@ class Service:
                 settings.max_request_tokens,
             ),
             settings.max_request_texts,
-            self._watch,
+            self._limits,
             has_keys,
         )
         routes = [route for protocol in registries.protocols for route in protocol.routes(context)]
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
-            error_bytes=self._responder.body,
             limits=self._waits,
-            starts=self.starts,
-            returns=self.returns,
-            recorder=self._recorder,
+            starts=self._starts,
+            returns=self._returns,
         )
         access = Access(
             needs_keys=has_keys,
@@ -311,7 +314,7 @@ class Service:
             hosts=accepted_hosts(settings.host, settings.allowed_hosts),
             by_address=operations.QUIET_ROUTES,
         )
-        app = create_app(routes, access, self._respond, settings.cors_origins)
+        app = create_app(routes, access, gate, self._respond, settings.cors_origins)
         paths = Paths([*PAGES, *(route.path for route in routes)])
         return Snapshot(models, gate, app, routes, paths)
 
@@ -331,10 +334,9 @@ class Service:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
-        if RECORD not in scope:  # uvicorn's protocol is not ours
-            scope[RECORD] = self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
+        scope["path"] = scope["raw_path"].decode("ascii")  # never decoded; see `Paths`
         snapshot = self.snapshot
-        self.starts.begun(scope[RECORD])
+        scope[RECORD] = self._callers.record(scope, snapshot.paths.route(scope["path"]))
         snapshot.running += 1
         try:
             await self._recorder.answer(snapshot.app, scope, receive, send)
@@ -345,18 +347,14 @@ class Service:
                 self._keep(self._end(snapshot))
 
     async def _respond(self, request: Request, error: Exception) -> Response:
-        """Return the response to an error in the shape of the protocol; see `Gate.spread`."""
+        """Return the response to an error in the shape of the protocol; see `Gate.refused`."""
         if isinstance(error, Overloaded):
-            await self.snapshot.gate.spread(request.scope[RECORD], error)
+            await self.snapshot.gate.refused(request.scope[RECORD], error)
         return await self._responder.respond(request, error)
 
-    def admit(self, scope: Scope, connection: Reader) -> Refusal | None:
-        """Make the record of a request, and return the refusal if its gate refuses the request."""
-        snapshot = self.snapshot
-        record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
-        record.connection = connection
-        scope[RECORD] = record
-        return snapshot.gate.refusal(record) if record.method == "POST" else None
+    def connection_closed(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._returns.closed(connection, time.monotonic())
 
     # ---- begin and end --------------------------------------------------------------------------
 

@@ -4,49 +4,25 @@ A thread cannot be cancelled. A long function therefore calls `check_awaited` be
 request may have timed out, or the client may have closed the connection.
 """
 
-import asyncio
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextlib import suppress
 from typing import TypeVar
 
+from anyio import from_thread, to_thread
+
 T = TypeVar("T")
-
-
-class Abandoned(Exception):
-    """Nobody waits for the result of this work; nobody sees this error."""
-
-
-class _Work:
-    __slots__ = ("is_abandoned",)
-
-    def __init__(self) -> None:
-        self.is_abandoned = False
-
-
-_current: ContextVar[_Work | None] = ContextVar("work", default=None)
 
 
 async def run_on_thread(function: Callable[..., T], *arguments: object) -> T:
     """Return the result of a function that runs on a thread.
 
-    If this coroutine is cancelled, `check_awaited` raises in the function from then on. A function
-    that still waits for a thread is not called.
+    If a cancel scope around this coroutine is cancelled, the coroutine does not wait for the
+    function, and `check_awaited` raises in it.
     """
-    work = _Work()
-
-    def run() -> T:
-        _current.set(work)  # in the thread's copy of the context
-        return function(*arguments)
-
-    try:
-        return await asyncio.to_thread(run)
-    except asyncio.CancelledError:
-        work.is_abandoned = True
-        raise
+    return await to_thread.run_sync(function, *arguments, abandon_on_cancel=True)
 
 
 def check_awaited() -> None:
-    """Raise `Abandoned` if nobody waits for the current work of this thread."""
-    work = _current.get()
-    if work is not None and work.is_abandoned:
-        raise Abandoned
+    """Raise if nobody waits for the current work of this thread; nobody sees that error."""
+    with suppress(RuntimeError):  # this is the event loop, or a thread of another kind
+        from_thread.check_cancelled()

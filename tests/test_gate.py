@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from cloze.service.http.gate import Gate, GateModel, Starts
+from cloze.service.http.memory_limit import UnreadAnswers
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
-from cloze.service.http.gate import Gate, GateModel, Starts
-from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RequestRecord, timeout_s
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder

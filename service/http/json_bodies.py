@@ -185,7 +185,6 @@ def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any
     Raises:
         MalformedRequest: the body is not JSON.
         RequestTooLarge: the body has too many values.
-        Abandoned: nobody waits for the value any more.
     """
     if data.startswith(BOM_UTF8):
         data = b"   " + data[3:]  # spaces, so that places in errors are those of the body

@@ -5,18 +5,18 @@ import logging
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final
+from typing import Final, Protocol
 
+from anyio import CancelScope
 from starlette.types import Scope
 
-from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
+from cloze.service.http.bytes_held import Hold
 from cloze.service.http.keys import Key, Keys, Permission
-from cloze.service.http.memory_limit import Hold, Reader
 from cloze.service.observe.logs import RequestCost
 from cloze.service.observe.tracing import RequestTrace
 
@@ -45,8 +45,28 @@ _MOST_TOLD: Final = 8
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
+CONNECTION: Final = "connection"
+"""Key of the state of an ASGI scope: the `Connection` of the request."""
+
 Headers = list[tuple[bytes, bytes]]
 """The headers of a request, with names in lower case."""
+
+
+class Connection(Protocol):
+    """The connection by which a request came.
+
+    Attributes:
+        address: the address of its client; "" if it is unknown.
+        is_lost: whether its client has closed it.
+        on_lost: called when that happens; None: nobody asks.
+    """
+
+    address: str
+    is_lost: bool
+    on_lost: Callable[[], None] | None
+
+    def end(self, reason: str) -> None:
+        """Close the connection, even if its client does not read."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,14 +85,18 @@ class RequestRecord:
         is_bulk: whether it takes only what others leave.
         terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
         arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
+        limit_s: the time limit of each of its two phases, in seconds; see `RequestLimits`.
+        deadline: `time.monotonic` time at which the current phase ends.
 
-        connection: the connection that it came by; None if that is closed.
-        unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
-            its handler.
+        connection: the connection that it came by; None: unknown.
+        scope: ends its work early; None before and after its work.
+        received: bytes of its body that have arrived; None when the body is complete.
+        body: what its body holds of the memory of bodies.
+        answer: what its answer holds of the memory of answers.
+        is_writing: whether it has a turn to write a large answer.
         model: full name of the model; "" if none was chosen.
         error: the kind of error; "" for a result.
         rejection: why the server's own state let it fail.
-        hold: the memory that its answer holds.
         charged: tokens that were taken from the limit of its key.
     """
 
@@ -89,15 +113,20 @@ class RequestRecord:
     is_bulk: bool
     terms_problem: str
     arrived: float
+    limit_s: float
+    deadline: float
 
-    connection: Reader | None = None
-    unstarted: tuple[LineKey, int] | None = None
+    connection: Connection | None = None
+    scope: CancelScope | None = None
+    received: int | None = 0
+    body: Hold | None = None
+    answer: Hold | None = None
+    is_writing: bool = False
     trace: RequestTrace | None = None
     model: str = ""
     cost: RequestCost | None = None
     error: str = ""
     rejection: Rejection | None = None
-    hold: Hold | None = None
     charged: int = 0
 
     def charge(self, tokens: int) -> None:
@@ -114,6 +143,7 @@ class Callers:
         trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
         keys: the API keys; None: there are none.
         max_timeout_s: largest time limit that a request may state.
+        timeout_s: time limit of a request that states none.
 
     Raises:
         ValueError: a string is neither an address nor a network.
@@ -124,9 +154,10 @@ class Callers:
         trusted_proxies: Sequence[str] = (),
         keys: Keys | None = None,
         max_timeout_s: float = 300.0,
+        timeout_s: float = 30.0,
     ) -> None:
         self.keys = keys
-        self._max_timeout_s = max_timeout_s
+        self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
         self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
         self._trusts = lru_cache(1024)(self._is_trusted)
         self._told: set[str] = set()
@@ -156,6 +187,7 @@ class Callers:
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
+        arrived, limit_s = time.monotonic(), self._timeout_s if stated_s is None else stated_s
         return RequestRecord(
             method=scope["method"],
             path=scope["path"],
@@ -169,7 +201,10 @@ class Callers:
             stated_s=stated_s,
             is_bulk=stated_class == b"bulk",
             terms_problem=terms_problem,
-            arrived=time.monotonic(),
+            arrived=arrived,
+            limit_s=limit_s,
+            deadline=arrived + limit_s,
+            connection=scope.get("state", {}).get(CONNECTION),
         )
 
     def _tell_of_proxy(self, address: str) -> None:

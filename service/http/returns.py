@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cloze.service.core import Rejection
-from cloze.service.http.memory_limit import Reader
-from cloze.service.http.record import RequestRecord
+from cloze.service.http.record import Connection, RequestRecord
 
 _SHARE_OF_NEW = 0.5
 """Share of the limits for new requests while refused ones are due to come back.
@@ -87,9 +86,9 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self._refused: dict[Reader, _Refused] = {}
+        self._refused: dict[Connection, _Refused] = {}
 
-    def share(self, connection: Reader | None, line: RefusedLine, now: float) -> float:
+    def share(self, connection: Connection | None, line: RefusedLine, now: float) -> float:
         """Return the share of the limits that a request may use; all if it comes back as told."""
         if self._last.get(line, 0.0) <= now:
             return 1.0
@@ -148,12 +147,12 @@ class Returns:
             self._give_back(request.connection, request.arrived)
             refused.over = request.arrived
 
-    def closed(self, connection: Reader, now: float) -> None:
+    def closed(self, connection: Connection, now: float) -> None:
         """Forget a connection, and give its time back."""
         self._give_back(connection, now)
         self._refused.pop(connection, None)
 
-    def _give_back(self, connection: Reader | None, now: float) -> None:
+    def _give_back(self, connection: Connection | None, now: float) -> None:
         refused = None if connection is None else self._refused.get(connection)
         if refused is not None and refused.at > now and refused.line in self._last:
             self._last[refused.line] -= refused.moved_s

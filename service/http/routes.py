@@ -1,7 +1,9 @@
 """Routes, and how their requests are answered and recorded."""
 
+import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloze.service.core import Queue, ServiceError
-from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RECORD, Access, RequestRecord
+from cloze.service.core import Queue
+from cloze.service.http.body import RequestLimits
+from cloze.service.http.bytes_held import SMALL_BYTES
+from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.observe.logs import AccessLog, AccessRecord
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing
@@ -51,6 +54,28 @@ class BytesResponse(Response):
             (b"content-type", media_type),
             *headers,
         ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; a large body in parts, each when the client has read the others.
+
+        The connection of a client ends that does not read a part within the time limit of its
+        request.
+        """
+        if len(self.body) <= SMALL_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        record: RequestRecord = scope[RECORD]
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        try:
+            for first in range(0, len(self.body), SMALL_BYTES):
+                part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+                message = {"body": part, "more_body": end < len(self.body)}
+                async with asyncio.timeout(record.limit_s):
+                    await send({"type": "http.response.body", **message})
+        except TimeoutError:
+            if record.connection is not None:
+                record.connection.end("it reads its answer too slowly")
 
 
 class GateModel(NamedTuple):
@@ -106,36 +131,30 @@ class Route:
     models: Sequence[GateModel] | None = None
 
 
-class DirectRoutes:
-    """The ASGI application of all routes, which calls the handlers of POST routes without a router.
+class Paths:
+    """The paths of a set of routes.
 
-    `docs/decisions/0007` has the measured difference.
+    A path is never decoded: ``/%65mbed`` is another path than ``/embed``, and no route. So whatever
+    reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
+    before them) reads the same one.
 
     Args:
-        router: answers all other requests.
-        handlers: the handlers of POST routes by path.
-        respond: returns the response to a `ServiceError` of a handler.
+        routes: paths of routes. A part in braces stands for any text without a slash.
     """
 
-    def __init__(
-        self, router: ASGIApp, handlers: Mapping[str, Handler], access: Access, respond: Respond
-    ) -> None:
-        self._router, self._handlers = router, handlers
-        self._access, self._respond = access, respond
+    def __init__(self, routes: Iterable[str]) -> None:
+        self._routes = frozenset(routes)
+        self._patterns = {
+            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
+            for route in self._routes
+            if "{" in route
+        }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        request = Request(scope, receive)
-        handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
-        try:
-            self._access.check(scope[RECORD])
-            if handler is None:
-                await self._router(scope, receive, send)
-                return
-            response = await handler(request)
-        except ServiceError as error:
-            response = await self._respond(request, error)
-        await response(scope, receive, send)
+    def route(self, path: str) -> str | None:
+        """Return the route of a path; None if there is none."""
+        if path in self._routes:
+            return path
+        return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
 
 
 class Recorder:
@@ -143,7 +162,9 @@ class Recorder:
 
     Args:
         tracing: makes the spans of requests; None: there are none.
+        limits: the limits of the requests.
         respond: returns the response to an error that nothing else has handled.
+        is_ending: returns whether each connection is to end with its next answer.
     """
 
     def __init__(
@@ -151,11 +172,12 @@ class Recorder:
         metrics: Metrics,
         access_log: AccessLog,
         tracing: Tracing | None,
-        answers: UnreadAnswers,
+        limits: RequestLimits,
         respond: Respond,
+        is_ending: Callable[[], bool],
     ) -> None:
         self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
-        self._answers, self._respond = answers, respond
+        self._limits, self._respond, self._is_ending = limits, respond, is_ending
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an application answer a request, add its id and its model, and record the answer."""
@@ -173,6 +195,9 @@ class Recorder:
                 message["headers"] = [*message["headers"], (b"x-request-id", record.identity)]
                 if record.model:
                     message["headers"].append((b"x-model", record.model.encode("ascii")))
+                # A client that asks whether to send its body may send it or not after a refusal.
+                if self._is_ending() or (record.received == 0 and b"expect" in record.first):
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         self._metrics.in_flight += 1
@@ -186,9 +211,7 @@ class Recorder:
             raise  # so that uvicorn logs the traceback
         finally:
             self._metrics.in_flight -= 1
-            if record.hold is not None:
-                self._answers.sent(record.connection, record.hold)
-                record.hold = None
+            self._limits.sent(record)
             self.add(record, status or 500)
 
     def add(self, record: RequestRecord, status: int) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
+from cloze.service.http.door import Door, Gate
 from cloze.service.http.pages import (
     ASSETS,
     answer_headers,
@@ -26,7 +27,7 @@ from cloze.service.http.pages import (
     part_handlers,
 )
 from cloze.service.http.record import Access
-from cloze.service.http.routes import JSON, DirectRoutes, Handler, Respond, Route
+from cloze.service.http.routes import JSON, Handler, Respond, Route
 
 _TITLE: Final = "Cloze"
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
@@ -39,14 +40,18 @@ OPEN_PAGES: Final = frozenset({"/", "/openapi.json", *docs_paths(), *part_handle
 
 
 def create_app(
-    routes: Sequence[Route], access: Access, respond: Respond, cors_origins: Sequence[str]
+    routes: Sequence[Route],
+    access: Access,
+    gate: Gate,
+    respond: Respond,
+    cors_origins: Sequence[str],
 ) -> ASGIApp:
     """Return the application that answers the routes and the pages to those who may ask.
 
     `respond` writes the response to an error.
     """
     direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
-    app: ASGIApp = DirectRoutes(_router(routes, respond), direct, access, respond)
+    app: ASGIApp = Door(access, gate, _router(routes, respond), direct, respond)
     if not cors_origins:
         return app
     return CORSMiddleware(

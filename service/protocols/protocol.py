@@ -16,13 +16,19 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
+from cloze.service.core import (
+    Changes,
+    Forbidden,
+    Location,
+    RequestError,
+    ServiceError,
+    Submission,
+)
+from cloze.service.http.body import RequestLimits
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
-from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.record import RequestRecord
 from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
-from cloze.service.http.watch import RequestWatch
 from cloze.service.models.pipeline import Models, Pipeline, TaskResult
 from cloze.service.observe.logs import RequestCost
 from cloze.service.observe.metrics import Metrics
@@ -70,7 +76,7 @@ class ProtocolContext:
     state: ServerState
     body_limits: BodyLimits
     max_request_texts: int
-    watch: RequestWatch
+    limits: RequestLimits
     has_keys: bool
 
     def models_of(self, record: RequestRecord) -> Models:
@@ -278,38 +284,35 @@ async def answer_task(
     Raises:
         ServiceError: the request gets no result.
     """
-    with context.watch.request(request) as watched:
-        data = await watched.read_body(context.body_limits.max_bytes)
+    with context.limits.request(request) as record:
+        data = await context.limits.read(request, context.body_limits.max_bytes)
         size = len(data)
         route, body = await run_anywhere(size, parse, request, data)
         del data  # a large body would otherwise stay in memory until the answer
         if pipeline is None:
             models, serving = context.models, route.models
-            if watched.record.key is not None:
-                models = context.models_of(watched.record)
+            if record.key is not None:
+                models = context.models_of(record)
                 serving = serving if models is context.models else route.serving(models)
             pipeline = models.choose(route.task, body.model, serving)
-        watched.record.model = pipeline.reference
+        record.model = pipeline.reference
         if route.check is not None:
             route.check(request)
         call = await run_anywhere(size, route.to_call, body)
-        record = watched.record
         space = record.first.get(_EXPECTED_SPACE)
         try:
             result = await pipeline.run(
                 route.task,
                 call,
                 size=size,
-                terms=watched.terms,
-                before_large=watched.begin_answer,
+                terms=_terms(record),
+                before_large=partial(context.limits.begin_answer, record),
                 expected_space=space.decode("latin-1") if space is not None else None,
                 charge=record.charge if record.key is not None else None,
             )
         except RequestError as error:
             raise error.moved(route.place(error.at, body)) from None
-        watched.record.cost = RequestCost(
-            result.texts, result.tokens, result.timings, result.truncated
-        )
+        record.cost = RequestCost(result.texts, result.tokens, result.timings, result.truncated)
         if result.is_large:
             response = await run_on_thread(route.respond, request, body, result)
         else:
@@ -318,9 +321,19 @@ async def answer_task(
         _add_headers(response, result, warnings)
         if (kind := route.task.scores(pipeline.manifest, call.parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
-        if len(response.body) > SMALL_BYTES:
-            await watched.hold_answer(len(response.body))
+        context.limits.hold_answer(record, len(response.body))
         return response
+
+
+def _terms(record: RequestRecord) -> Submission:
+    """Return what a request submits, without its encodings."""
+    return Submission(
+        record.deadline,
+        client=record.client,
+        timeout_s=record.stated_s,
+        trace=record.trace.parent if record.trace is not None else "",
+        is_bulk=record.is_bulk,
+    )
 
 
 def in_body(at: Location | None, names: Names) -> Location | None:

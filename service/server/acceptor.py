@@ -13,8 +13,7 @@ from random import getrandbits
 from ssl import SSLContext
 from typing import Final
 
-from cloze.service.http.memory_limit import Reader
-from cloze.service.http.record import is_accepted, is_address
+from cloze.service.http.record import Connection, is_accepted, is_address
 from cloze.service.observe.logs import LineLimit
 
 log = logging.getLogger("cloze")
@@ -64,7 +63,6 @@ class ConnectionTable:
     Attributes:
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
-        ends_after_answer: whether each connection ends with its next answer, which says so.
         closed_count: number of connections that have closed; the owner may reset it.
         idle: the connections without a request; the one that is idle for longest is first.
     """
@@ -72,13 +70,13 @@ class ConnectionTable:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._refusals = LineLimit()
-        self.is_draining = self.ends_after_answer = False
+        self.is_draining = False
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
-        self.idle: dict[Reader, None] = {}
+        self.idle: dict[Connection, None] = {}
 
-    def opened(self, connection: Reader) -> str | None:
+    def opened(self, connection: Connection) -> str | None:
         """Count a new connection, which may end an idle one; return why it is refused, or None.
 
         The log has a few refusals per second.
@@ -91,7 +89,7 @@ class ConnectionTable:
                 log.warning("a connection was refused: %s%s", reason, others)
         return reason
 
-    def _refusal(self, connection: Reader) -> str | None:
+    def _refusal(self, connection: Connection) -> str | None:
         self._open += 1
         address = connection.address
         self._by_address[address] += 1
@@ -107,7 +105,7 @@ class ConnectionTable:
             oldest.end("it made room for a new one")
         return None
 
-    def closed(self, connection: Reader) -> None:
+    def closed(self, connection: Connection) -> None:
         """Forget a connection."""
         self._open -= 1
         self.closed_count += 1

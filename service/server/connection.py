@@ -1,40 +1,21 @@
 """uvicorn's HTTP protocol with limits: on headers, on time, and on connections.
 
 uvicorn limits neither the size of headers nor the time in which they arrive, and ends no connection
-that has sent nothing. The class also asks the gate, as soon as the headers of a request have
-arrived, whether a full server refuses the request.
+that has sent nothing.
 """
 
 import asyncio
-import fcntl
 import logging
-import math
-import termios
-import time
-from array import array
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
 import orjson
-from starlette.types import Scope
 
-from cloze.service.http.gate import Refusal, Starts
-from cloze.service.http.memory_limit import Reader, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
-from cloze.service.http.returns import Returns
+from cloze.service.http.record import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
-from cloze.service.server.uvicorn_internals import (
-    ASGI3Application,
-    FlowControl,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from cloze.service.server.uvicorn_internals import FlowControl, HttpToolsProtocol
 
 log = logging.getLogger("cloze")
 
@@ -47,61 +28,53 @@ _SLICE_BYTES = 8_192
 uvloop passes up to 256,000 bytes at once: 40,000 chunks of a body, or 14,000 requests.
 """
 
-_DRAIN_BODY_S = 5.0
+_DRAIN_BODY_S: Final = 5.0
 """Longest time in which the rest of a body arrives after SIGTERM."""
 
 _LARGE: Final = 65_536
 """A body of more bytes is not copied behind its head."""
 
 
-class State(Enum):
-    """What a connection waits for. The value says why it ends if that takes too long.
-
-    The time of a running request has its limits elsewhere; see `watch`.
-    """
-
-    IDLE = "it sent no request in time"
-    HEADERS = "the headers of its request did not arrive in time"
-    RUNNING = ""
-    DRAINING = "its body did not arrive during the drain"
-    DISCARDING = "the body of its refused request did not arrive in time"
-
-
-@dataclass(slots=True, eq=False)
-class OneWrite:
-    """The transport of one request; it holds the head of its answer until the body follows.
+class _OneWrite:
+    """A transport that holds the head of an answer until the body follows, or the answer ends.
 
     uvicorn writes them one after the other: two system calls and two packets for each small answer.
     A process that was killed between them left half an answer, which a balancer cannot send again
-    to another replica. Not for HEAD: no body follows.
+    to another replica.
     """
 
-    transport: asyncio.Transport
-    head: bytes | None = None  # None: not written yet; empty: written
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None  # None: not written yet; empty: written
+        self.get_extra_info, self.is_closing = transport.get_extra_info, transport.is_closing
+        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
+        self.get_write_buffer_size, self.abort = transport.get_write_buffer_size, transport.abort
 
     def write(self, data: bytes) -> None:
         """Hold the head, or write a part of the body; see `asyncio.WriteTransport`."""
-        if self.head is None and not data.startswith(b"HTTP/1.1 100 "):
-            self.head = data
+        if self._head is None and not data.startswith(b"HTTP/1.1 100 "):
+            self._head = data
             return
-        if self.head:
-            if len(data) <= _LARGE:
-                data = self.head + data
-            else:
-                self.transport.write(self.head)
-            self.head = b""
-        self.transport.write(data)
+        if self._head and len(data) <= _LARGE:
+            data, self._head = self._head + data, b""
+        self.flush()
+        self._transport.write(data)
 
-    def is_closing(self) -> bool:
-        """Whether the connection is closed; see `asyncio.BaseTransport`."""
-        return self.transport.is_closing()
+    def flush(self) -> None:
+        """Write a held head."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def answered(self) -> None:
+        """Note the end of an answer."""
+        self.flush()
+        self._head = None
 
     def close(self) -> None:
         """Write a held head and close the connection; see `asyncio.BaseTransport`."""
-        if self.head:
-            self.transport.write(self.head)
-            self.head = b""
-        self.transport.close()
+        self.flush()
+        self._transport.close()
 
 
 class _Flow(FlowControl):
@@ -119,129 +92,72 @@ class _Flow(FlowControl):
 
 
 class ServerProtocol(HttpToolsProtocol):
-    """One connection; see the module.
+    """One connection, which its requests know as `http.record.Connection`.
 
     Args:
-        admit: makes the record of a request whose turn has come, by its scope and connection;
-            returns the refusal of the request, or None.
+        table: counts the connections, and has their limits.
+        closed: called when the connection is closed.
         arguments: those of uvicorn's protocol.
     """
 
     def __init__(
-        self,
-        *,
-        admit: Callable[[Scope, Reader], Refusal | None],
-        table: ConnectionTable,
-        answers: UnreadAnswers,
-        starts: Starts,
-        returns: Returns,
-        **arguments: Any,
+        self, *, table: ConnectionTable, closed: Callable[[Connection], None], **arguments: Any
     ) -> None:
         super().__init__(**arguments)
-        self._admit, self._table = admit, table
-        self._answers, self._starts, self._returns = answers, starts, returns
-        self._record: RequestRecord | None = None  # of the last request whose turn has come
-        self._held: Refusal | None = None  # of that request, if it is answered later
+        self.app_state = {CONNECTION: self}
+        self.timeout_keep_alive = table.limits.idle_timeout_s  # type: ignore[assignment]
+        self._table, self._closed = table, closed
         self._unparsed = b""
         self._header_bytes = 0
         self._progress = False  # whether received bytes have caused a parser event
-        self._state = State.IDLE
-        self._since = 0.0  # `loop.time` at which the state began
-        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = False
+        self._timer: asyncio.TimerHandle | None = None  # ends the connection
+        self.is_lost = False
+        self.on_lost: Callable[[], None] | None = None
         self.address = ""
 
     # ---- the connection -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, or refuse it; see `asyncio.Protocol`."""
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _OneWrite(transport)))
         self.flow = _Flow(self)
         self.address = self.client[0] if self.client else ""
         if (reason := self._table.opened(self)) is not None:
-            self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
-            return
-        if self._table.is_draining:
+            self._answer_and_close(503, reason, "retry-after: 1\r\n")
+        elif self._table.is_draining:
             self.shutdown()
-            return
-        self._enter(State.IDLE)
-        self._check_time()
+        else:
+            self._end_after(self._table.limits.idle_timeout_s, "it sent no request in time")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
         self._stop_timer()
         self._table.closed(self)
-        self._answers.was_read(self)
-        self._returns.closed(self, time.monotonic())
-        if self._record is not None:
-            self._record.connection = None  # else a cycle
         super().connection_lost(exc)
+        self.is_lost = True
+        if self.on_lost is not None:
+            self.on_lost()
+        self._closed(self)
+        self.scope = self.cycle = None  # type: ignore[assignment]  # they refer to the connection
 
     def end(self, reason: str) -> None:
-        """Close the connection."""
+        """Close the connection, even if its client does not read."""
         log.debug("a connection was closed: %s", reason)
         self._stop_timer()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # the client does not read, so a close would wait for ever
+            self.transport.abort()
         elif not self.transport.is_closing():
             self.transport.close()
 
-    def unread_bytes(self) -> int:
-        """Return the bytes of answers that wait for the client; 0 below the low-water mark."""
-        return self.transport.get_write_buffer_size() if self.flow.write_paused else 0
-
-    def unsent_bytes(self) -> int:
-        """Return the bytes of answers that the client's machine has not acknowledged.
-
-        The kernel takes megabytes at once from this process, even for a client that reads steadily.
-        """
-        kernel = array("i", [0])
-        with suppress(OSError, ValueError):  # the socket is closed, or the system lacks this
-            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernel)
-        return self.transport.get_write_buffer_size() + kernel[0]
-
-    def resume_writing(self) -> None:
-        """Note that the client has read its answers; see `asyncio.Protocol`."""
-        super().resume_writing()
-        self._answers.was_read(self)
-
-    def _enter(self, state: State) -> None:
-        """Enter a state, from which its time begins."""
-        self._state, self._since = state, self.loop.time()
-        if state is State.IDLE:
-            self._table.idle[self] = None
-        elif state is not State.HEADERS:
-            self._table.idle.pop(self, None)
-
-    def _check_time(self) -> None:
-        """End the connection if its state has lasted for too long, else look again.
-
-        A timer per wait would cost more than the other work of a refusal. This one runs at least
-        as often as the shortest wait, so that no end is late.
-        """
-        limits, now = self._table.limits, self.loop.time()
-        longest_s = {
-            State.IDLE: limits.idle_timeout_s,
-            State.RUNNING: math.inf,
-            State.DRAINING: _DRAIN_BODY_S,
-        }.get(self._state, limits.header_timeout_s)
-        if self._since + longest_s <= now:
-            if not self._answers.is_reading(self):
-                self.end(self._state.value)
-                return
-            self._since = now  # it is not idle
-        seconds = min(self._since + longest_s - now, limits.header_timeout_s, _DRAIN_BODY_S)
-        self._timer = self.loop.call_later(seconds, self._check_time)
+    def _end_after(self, seconds: float, reason: str) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self.end, reason)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def shutdown(self) -> None:
-        """End the connection after its request. The drain waits for a body, but not for long."""
-        super().shutdown()
-        if not self.transport.is_closing() and self.cycle.more_body:
-            self._enter(State.DRAINING)
 
     # ---- received bytes -------------------------------------------------------------------------
 
@@ -257,8 +173,12 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.read_paused or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
+        self._unset_keepalive_if_required()
         self._progress = False
         self._feed(data)
+        if self._in_head and self._timer is None:
+            reason = "the headers of its request did not arrive in time"
+            self._end_after(self._table.limits.header_timeout_s, reason)
         self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
@@ -305,139 +225,65 @@ class ServerProtocol(HttpToolsProtocol):
         return b"\r\n".join((first, *fields, b"", b""))
 
     def on_message_begin(self) -> None:
-        """Note the first byte of a request, whose headers must arrive in time."""
-        self._progress = True
-        self._enter(State.HEADERS)
+        """Note the first byte of a request."""
+        self._progress = self._in_head = True
+        self._stop_timer()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Refuse the request if its turn has come and the server is full, else go on."""
+        """Begin a request, or queue it behind others of a pipeline."""
         self._progress = True
         if self.parser.should_upgrade():  # its head comes again; see `_feed`
             return
-        is_next = self.cycle is None or self.cycle.response_complete
-        if is_next and self.parser.get_method() == b"POST":
-            scope, path = cast(Scope, self.scope), httptools.parse_url(self.url).path
-            scope["method"], scope["path"] = "POST", path.decode("ascii")
-            if (refusal := self._ask(scope)) is not None and not refusal.hold_s:
-                self._refuse(refusal.answer)
-                return
-        self._enter(State.RUNNING)
+        self._in_head = False
+        self._stop_timer()
+        self._table.idle.pop(self, None)
         super().on_headers_complete()
 
-    def _ask(self, scope: Scope) -> Refusal | None:
-        """Ask the gate for a request whose turn has come."""
-        refusal = self._admit(scope, self)
-        self._record = scope[RECORD]
-        self._held = refusal
-        return refusal
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Start a request, or let it wait behind others; see `Starts`."""
-        scope = cast(Scope, cycle.scope)
-        scope["path"] = scope["raw_path"].decode("ascii")  # uvicorn's is decoded; see `Paths`
-        if self._table.ends_after_answer:
-            cycle.keep_alive = False  # uvicorn says so in the answer
-        refusal, self._held = self._held if RECORD in scope else self._ask(scope), None
-        if refusal is not None:
-            super()._start_asgi_task(cycle, partial(self._refuse_later, cycle, refusal))
-            return
-        record: RequestRecord = scope[RECORD]
-        if record.method != "HEAD":  # whose answer is a head alone
-            cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
-        if record.unstarted is None:  # not a request of the gate's
-            super()._start_asgi_task(cycle, app)
-        else:
-            self._starts.start(record, partial(super()._start_asgi_task, cycle, app))
-
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body, or discard it if the request was refused."""
+        """Take a part of the body."""
         self._progress = True
-        if self._state is not State.DISCARDING:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note the end of the request."""
         self._progress = True
-        if self.parser.should_upgrade():
-            return
-        if self._state is not State.DISCARDING:
-            super().on_message_complete()
-            if self._state is State.DRAINING:
-                self._enter(State.RUNNING)
-        elif self._keeps_alive:
-            self._enter(State.IDLE)
-        else:
-            self.transport.close()
+        self._stop_timer()
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Begin to wait for the next request, or until the client has read the last answer."""
+        cast(_OneWrite, self.transport).answered()
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # one timer serves all waits of the connection
-        if self.transport.is_closing() or not self.cycle.response_complete:
-            return  # the next request of a pipeline has begun
-        if self._state is State.RUNNING:
-            self._enter(State.IDLE)
-        elif self._state is State.HEADERS:
-            self._table.idle[self] = None
+        if self.transport.is_closing():
+            self._end_after(self._table.limits.idle_timeout_s, "it does not read its answer")
+        elif self.cycle.response_complete:
+            self._table.idle[self] = None  # else the next request of a pipeline has begun
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End the connection, which has sent no further request in time."""
+        self.end("it sent no request in time")
+
+    def shutdown(self) -> None:
+        """End the connection after its request. The drain waits for a body, but not for long."""
+        super().shutdown()
+        if not self.transport.is_closing() and self.cycle.more_body:
+            self._end_after(_DRAIN_BODY_S, "its body did not arrive during the drain")
 
     # ---- refusals -------------------------------------------------------------------------------
-
-    @property
-    def _keeps_alive(self) -> bool:
-        """Whether the connection stays open after a refusal of the current request.
-
-        A client that waits for "100 Continue" may send its body or not.
-        """
-        keeps = self.parser.should_keep_alive() and self.parser.get_http_version() == "1.1"
-        ends = self.expect_100_continue or self._table.ends_after_answer
-        return bool(keeps and not ends)
-
-    def _refuse(self, answer: bytes) -> None:
-        """Refuse the current request, whose body may still arrive."""
-        self._enter(State.DISCARDING)  # a close before the body has arrived discards the answer
-        if self.flow.write_paused:
-            self.end("it does not read the answers")
-            return
-        self.transport.write(answer if self._keeps_alive else _with_close(answer))
-        if self.expect_100_continue:
-            self.transport.close()
-
-    async def _refuse_later(
-        self, cycle: RequestResponseCycle, refusal: Refusal, *_: object
-    ) -> None:
-        """Refuse a request of a pipeline, or one whose refusal is held, as an application."""
-        await asyncio.sleep(refusal.hold_s)
-        if self.transport.is_closing():
-            return
-        if self.flow.write_paused:
-            self.end("it does not read the answers")
-            return
-        keeps_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
-        self.transport.write(refusal.answer if keeps_alive else _with_close(refusal.answer))
-        cycle.response_started = cycle.response_complete = True  # uvicorn discards its body
-        cycle.body = bytearray()
-        if not keeps_alive:
-            self.transport.close()
-        self.on_response_complete()
 
     def _refuse_unread(self, status: int, message: str, headers: str = "") -> None:
         """Refuse bytes that are no request, or none of this server's, and close the connection."""
         log.warning("a request was refused: %s", message)
-        self._answer_and_close(status, HTTPStatus(status).phrase, message, headers)
+        self._answer_and_close(status, message, headers)
 
-    def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
+    def _answer_and_close(self, status: int, message: str, headers: str = "") -> None:
         body = orjson.dumps({"error": message, "error_type": "Validation"})
         head = (
-            f"HTTP/1.1 {status} {phrase}\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(body)}\r\n"
             f"{headers}connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
-
-
-def _with_close(answer: bytes) -> bytes:
-    """Return an answer that says that its connection ends."""
-    return answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)

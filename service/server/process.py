@@ -47,8 +47,8 @@ With Python's values and 4,000 busy connections, full collections take 150 ms ea
 _COLLECT_AFTER_CLOSED = 256
 """Number of closed connections after which an idle server collects their reference cycles."""
 
-_TICKS_PER_LOOK = 10
-"""uvicorn's ticks, of 0.1 s, between looks at the files of keys and certificate."""
+_LOOK_EVERY_S = 0.5
+"""Seconds between looks at the engines, and at the files of keys and certificate."""
 
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
@@ -199,11 +199,8 @@ class _Server(uvicorn.Server):
 
         def make_protocol() -> asyncio.Protocol:
             return ServerProtocol(
-                admit=service.admit,
                 table=self._table,
-                answers=service.answers,
-                starts=service.starts,
-                returns=service.returns,
+                closed=service.connection_closed,
                 config=self.config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
@@ -214,6 +211,7 @@ class _Server(uvicorn.Server):
         acceptors = [Acceptor(each, make_protocol, tls, self._probes) for each in sockets or ()]
         if service.reopens:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
+        self._watching = asyncio.create_task(self._watch())
         self._before_accepting()
         for acceptor in acceptors:
             acceptor.begin()
@@ -237,7 +235,6 @@ class _Server(uvicorn.Server):
         """Let balancers send their requests elsewhere, and drain later."""
         log.info("readiness fails; requests are served for another %g s", self._drain_s)
         self._service.announce_drain()
-        self._table.ends_after_answer = True
         loop = asyncio.get_running_loop()
         self._drain_timer = loop.call_later(self._drain_s, self._drain, signal.SIGTERM, None)
 
@@ -254,15 +251,16 @@ class _Server(uvicorn.Server):
         self._table.is_draining = True
         await super().shutdown(sockets)
 
-    async def on_tick(self, counter: int) -> bool:
-        """Return whether to shut down: a local engine is dead, or uvicorn stops the server."""
-        if self._service.reopens and self._service.dead is not None:
-            # A client that sends its request more slowly gets no answer.
-            self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
-            return True
-        if counter % _TICKS_PER_LOOK == 0:
-            self._service.look_at_files()
-        if self._table.closed_count >= _COLLECT_AFTER_CLOSED and not self.server_state.tasks:
-            self._table.closed_count = 0
-            gc.collect()
-        return await super().on_tick(counter)
+    async def _watch(self) -> None:
+        """End the server when a local engine is dead, and look at the files of an operator."""
+        service = self._service
+        while not self.should_exit:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if service.reopens and service.dead is not None:
+                # A client that sends its request more slowly gets no answer.
+                self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
+                self.should_exit = True
+            service.look_at_files()
+            if self._table.closed_count >= _COLLECT_AFTER_CLOSED and not self.server_state.tasks:
+                self._table.closed_count = 0
+                gc.collect()

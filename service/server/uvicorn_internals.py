@@ -6,38 +6,29 @@ No other module imports uvicorn's inner modules. `tests/test_uvicorn.py` has a t
 
 from typing import Final
 
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-__all__ = ["ASGI3Application", "FlowControl", "HttpToolsProtocol", "RequestResponseCycle"]
+__all__ = ["FlowControl", "HttpToolsProtocol"]
 
 USED: Final = {
     "protocol": {
         "_unset_keepalive_if_required",
+        "app_state",
         "client",
         "cycle",
-        "expect_100_continue",
         "flow",
         "headers",
         "loop",
         "parser",
         "pipeline",
         "scope",
+        "timeout_keep_alive",
         "transport",
         "url",
     },
-    "cycle": {
-        "body",
-        "keep_alive",
-        "more_body",
-        "response_complete",
-        "response_started",
-        "scope",
-        "transport",
-        "waiting_for_100_continue",
-    },
-    "flow": {"read_paused", "write_paused"},
+    "cycle": {"more_body", "response_complete"},
+    "flow": {"read_paused"},
     "server": {"config", "lifespan", "server_state", "servers"},
     "config": {"timeout_graceful_shutdown"},
     "state": {"tasks"},
@@ -48,8 +39,8 @@ USED: Final = {
 """
 
 OVERRIDDEN: Final = {
-    "protocol": {"_start_asgi_task", "on_response_complete", "shutdown"},
+    "protocol": {"on_response_complete", "shutdown", "timeout_keep_alive_handler"},
     "flow": {"resume_reading"},
-    "server": {"handle_exit", "on_tick", "shutdown", "startup"},
+    "server": {"handle_exit", "shutdown", "startup"},
 }
 """The methods of uvicorn that the service overrides, and that uvicorn calls."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cloze.service.http.gate import Starts
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded
 from cloze.service.http import gate as starts_module
-from cloze.service.http.gate import Starts
 from cloze.service.http.keys import Keys, Permission
 from cloze.service.http.record import (
     Access,

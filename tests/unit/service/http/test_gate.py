@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cloze.service.http.gate import Gate, GateModel, Paths, Starts
+from cloze.service.http.memory_limit import UnreadAnswers
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
@@ -21,8 +23,6 @@ from cloze.service.core import (
 )
 from cloze.service.http import gate as gate_module
 from cloze.service.http import record as record_module
-from cloze.service.http.gate import Gate, GateModel, Paths, Starts
-from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import Callers, RequestRecord
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cloze.service.http.gate import Paths
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -17,7 +18,6 @@ from cloze.service.http.errors import (
     describe_service_error,
     rejection,
 )
-from cloze.service.http.gate import Paths
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, timeout_s
 from tests.records import recorded

@@ -5,12 +5,12 @@ import logging
 from typing import Any, cast
 
 import pytest
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded, Rejection, Timings
 from cloze.service.http import routes as routes_module
-from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from cloze.service.http.record import RECORD, Access
 from cloze.service.http.routes import OTHER_ROUTE, DirectRoutes, Recorder
 from cloze.service.observe.logs import AccessLog, AccessRecord, RequestCost

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
+from cloze.service.http.watch import RequestWatch, WatchedRequest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.types import Message
@@ -34,9 +36,7 @@ from cloze.service.http.json_bodies import (
     run_anywhere,
     validate,
 )
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
-from cloze.service.http.watch import RequestWatch, WatchedRequest
 from cloze.service.observe.tracing import RequestTrace
 from tests.leaping_loop import LeapingLoop
 from tests.records import recorded, scope_of

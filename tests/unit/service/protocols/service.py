@@ -12,6 +12,8 @@ from typing import Any, Self
 
 import httpx
 import numpy as np
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
+from cloze.service.http.watch import RequestWatch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as Path_
@@ -29,10 +31,8 @@ from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.routes import Route
-from cloze.service.http.watch import RequestWatch
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from cloze.service.http.memory_limit import Hold
 
 from cloze.service.core import Rejection
-from cloze.service.http.memory_limit import Hold
 from cloze.service.http.routes import NPY, RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS

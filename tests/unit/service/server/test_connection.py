@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from cloze.service.http.gate import Refusal, Starts
+from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
-from cloze.service.http.gate import Refusal, Starts
-from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.returns import Returns
 from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import ExpectedWait, Overloaded, Rejection, ServiceError
-from cloze.service.http.record import RequestRecord
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import GateModel, Recorder
+from cloze.service.request import ServedRequest
 
 _BYTES_PER_TOKEN = 5.0
 """Bytes of a body per token of its texts before an answer says more: English words."""
@@ -35,7 +35,7 @@ _PER_TURN = 4
 _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
 
-_Start = tuple[RequestRecord, Callable[[], None]]
+_Start = tuple[ServedRequest, Callable[[], None]]
 """A request that waits, and the function that starts it."""
 
 
@@ -61,7 +61,7 @@ class Starts:
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
 
-    def begun(self, request: RequestRecord) -> None:
+    def begun(self, request: ServedRequest) -> None:
         """Note that the handler of a request begins, or that its client has gone."""
         if request.unstarted is not None:
             line, tokens = request.unstarted
@@ -73,7 +73,7 @@ class Starts:
             if not self.requests[request.client]:
                 del self.requests[request.client]
 
-    def start(self, request: RequestRecord, begin: Callable[[], None]) -> None:
+    def start(self, request: ServedRequest, begin: Callable[[], None]) -> None:
         """Start a request in this turn or later.
 
         Its tokens count until its handler begins, and submits them: the headers of hundreds of
@@ -170,10 +170,10 @@ class Gate:
 
         self._answer = answer
 
-    def refusal(self, request: RequestRecord) -> Refusal | None:
+    def refusal(self, request: ServedRequest) -> Refusal | None:
         """Return the refusal of a POST request; None admits the request."""
         route, client, stated_s = request.route, request.client, request.stated_s
-        if route is None or not (served := self._routes.get(route)):
+        if not (served := self._routes.get(route)):
             return None
         each = self._bytes_per_token.get(route, _BYTES_PER_TOKEN)
         tokens = 1 + int((request.length or 0) / each)
@@ -216,22 +216,22 @@ class Gate:
         filled = headers % (math.ceil(after_s * 1000), request.identity)
         return Refusal(answer.replace(b"\r\n\r\n", filled, 1), hold_s)
 
-    def answered(self, request: RequestRecord) -> None:
+    def answered(self, request: ServedRequest) -> None:
         """Learn from an answer how many bytes of a body there are per token.
 
         A wrong number leads to the wrong class of size, whose line may be empty. Then requests pass
         the gate that the queue refuses.
         """
-        route, cost = request.route, request.cost
-        if route is None or cost is None or not cost.tokens or not request.length:
+        route = request.route
+        if not request.tokens or not request.length:
             return
         if b"content-encoding" not in request.first:
             least, most = _BYTES_OF_A_TOKEN
-            one = min(max(request.length / cost.tokens, least), most)
+            one = min(max(request.length / request.tokens, least), most)
             mean = self._bytes_per_token.get(route, one)
             self._bytes_per_token[route] = mean + 0.05 * (one - mean)
 
-    async def spread(self, request: RequestRecord, error: Overloaded) -> None:
+    async def spread(self, request: ServedRequest, error: Overloaded) -> None:
         """Set when a request may come back that was refused later, and hold its refusal."""
         patience = LineKey.of(0, request.stated_s).patience
         client, is_bulk = request.client, request.is_bulk

@@ -13,9 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloze.service.core import Queue, ServiceError
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RECORD, Access, RequestRecord
-from cloze.service.logs import AccessLog, AccessRecord
+from cloze.service.http.record import RECORD, Access
+from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
+from cloze.service.request import ServedRequest
 from cloze.service.tracing import Tracing
 
 JSON = "application/json"
@@ -23,9 +24,6 @@ RAW = "application/octet-stream"
 NPY = "application/x-npy"
 TEXT = "text/plain"
 HTML = "text/html"
-
-OTHER_ROUTE = "other"
-"""Metric label of requests to unknown routes, so that the number of labels is bounded."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -159,7 +157,7 @@ class Recorder:
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an application answer a request, add its id and its model, and record the answer."""
-        record: RequestRecord = scope[RECORD]
+        record: ServedRequest = scope[RECORD]
         status = 0
         if self._tracing is not None:
             record.trace = self._tracing.begin(
@@ -191,29 +189,20 @@ class Recorder:
                 record.hold = None
             self.add(record, status or 500)
 
-    def add(self, record: RequestRecord, status: int) -> None:
+    def add(self, request: ServedRequest, status: int) -> None:
         """Record a request that is answered with a status.
 
         A request without a result costs its key no tokens, as it adds none to the metrics.
         """
-        if record.cost is None and record.charged:
-            record.charge(-record.charged)
-        answered = AccessRecord(
-            time.time(),
-            record.identity.decode("ascii"),
-            record.method,
-            record.route or OTHER_ROUTE,
-            record.model,
-            status,
-            time.monotonic() - record.arrived,
-            record.cost,
-            record.error,
-            record.rejection,
-            record.is_bulk,
-            record.client,
-            record.key.name if record.key is not None else "",
-        )
-        self._metrics.observe_request(answered)
-        if record.trace is not None:
-            record.trace.end(answered)
-        self._access_log.add(answered)
+        if request.tokens and not request.texts:
+            if request.key is not None:
+                request.key.take_tokens(-request.tokens, time.monotonic())
+            request.tokens = 0
+        request.status = status
+        request.ended, request.seconds = time.time(), time.monotonic() - request.arrived
+        self._metrics.observe_request(request)
+        if request.trace is not None:
+            request.trace.end(request)
+        # The access log keeps the request for longer than its connection and its span.
+        request.trace = request.usage = request.connection = None
+        self._access_log.add(request)

@@ -27,7 +27,7 @@ from starlette.types import Scope
 from cloze.service.http.acceptor import ConnectionTable
 from cloze.service.http.gate import Refusal, Starts
 from cloze.service.http.memory_limit import Reader, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD
 from cloze.service.http.returns import Returns
 from cloze.service.http.uvicorn_internals import (
     ASGI3Application,
@@ -35,6 +35,7 @@ from cloze.service.http.uvicorn_internals import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from cloze.service.request import ServedRequest
 
 log = logging.getLogger("cloze")
 
@@ -140,7 +141,7 @@ class ServerProtocol(HttpToolsProtocol):
         super().__init__(**arguments)
         self._admit, self._table = admit, table
         self._answers, self._starts, self._returns = answers, starts, returns
-        self._record: RequestRecord | None = None  # of the last request whose turn has come
+        self._record: ServedRequest | None = None  # of the last request whose turn has come
         self._held: Refusal | None = None  # of that request, if it is answered later
         self._unparsed = b""
         self._header_bytes = 0
@@ -342,7 +343,7 @@ class ServerProtocol(HttpToolsProtocol):
         if refusal is not None:
             super()._start_asgi_task(cycle, partial(self._refuse_later, cycle, refusal))
             return
-        record: RequestRecord = scope[RECORD]
+        record: ServedRequest = scope[RECORD]
         if record.method != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         if record.unstarted is None:  # not a request of the gate's

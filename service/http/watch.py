@@ -22,7 +22,6 @@ from cloze.service.core import (
     RequestTooLarge,
     ServiceError,
     SlowRequest,
-    Submission,
     UnsupportedEncoding,
 )
 from cloze.service.http.gunzip import Gunzip
@@ -35,7 +34,8 @@ from cloze.service.http.memory_limit import (
     Pace,
     UnreadAnswers,
 )
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD
+from cloze.service.request import ServedRequest
 
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
@@ -52,9 +52,9 @@ class WatchedRequest:
     """A request in progress, with the time and the memory that it takes.
 
     Attributes:
+        record: the request; its deadline is the end of the current phase. The first phase reads
+            the body. The second phase begins when the body is complete.
         timeout_s: longest time of each phase, in seconds.
-        deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
-            body. The second phase begins when the body is complete.
         received_bytes: number of bytes of the body that have arrived.
         error: why the request ends early; None if it does not.
         hold: what its body holds of the memory of bodies.
@@ -64,10 +64,9 @@ class WatchedRequest:
 
     watch: "RequestWatch"
     receive: Receive
-    record: RequestRecord
+    record: ServedRequest
     task: asyncio.Task[object]
     timeout_s: float
-    deadline: float
     received_bytes: int = 0
     error: ServiceError | None = None
     hold: Hold | None = None
@@ -78,18 +77,6 @@ class WatchedRequest:
     _reading: bool = True
     timer: asyncio.TimerHandle | None = None
     watcher: asyncio.Task[None] | None = None
-
-    @property
-    def terms(self) -> Submission:
-        """What the request submits, without its encodings."""
-        record = self.record
-        return Submission(
-            self.deadline,
-            client=record.client,
-            timeout_s=record.stated_s,
-            trace=record.trace.parent if record.trace is not None else "",
-            is_bulk=record.is_bulk,
-        )
 
     async def begin_answer(self) -> None:
         """Wait until a large answer may be decoded; see `UnreadAnswers.begin`."""
@@ -143,10 +130,13 @@ class WatchedRequest:
             self.release_body(self.received_bytes)
         if self.timer is not None:  # the time limit starts anew, and the client may disconnect
             self.watch.arriving.remove(self)
-            self.deadline = time.monotonic() + self.timeout_s
+            self.record.deadline = time.monotonic() + self.timeout_s
             self._start_timers()
         data = b"".join(chunks)
-        return await self._decompress(data, limit) if encoding == b"gzip" else data
+        if encoding == b"gzip":
+            data = await self._decompress(data, limit)
+        self.record.body_bytes = len(data)
+        return data
 
     async def _decompress(self, data: bytes, limit: int) -> bytes:
         """Return the content of gzip data, of ``limit`` bytes at most.
@@ -226,7 +216,7 @@ class WatchedRequest:
     def _start_timers(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
-        left_s = max(0.0, self.deadline - time.monotonic())
+        left_s = max(0.0, self.record.deadline - time.monotonic())
         self.timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
         if not self._reading:
             self.watcher = asyncio.create_task(self._watch_client())
@@ -278,14 +268,14 @@ class RequestWatch:
             DeadlineExceeded: the request has a body, but no answer in time.
             ClientGone: the client closed its connection after it had sent its body.
         """
-        record: RequestRecord = request.scope[RECORD]
+        record: ServedRequest = request.scope[RECORD]
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
         task = asyncio.current_task()
         assert task is not None
         limit_s = self.timeout_s if record.stated_s is None else record.stated_s
-        deadline = record.arrived + limit_s
-        watched = WatchedRequest(self, request.receive, record, task, limit_s, deadline)
+        record.deadline = record.arrived + limit_s
+        watched = WatchedRequest(self, request.receive, record, task, limit_s)
         if limit_s < 2 * _TICK_S:  # the next tick would be too late
             watched.grow_old()
         else:

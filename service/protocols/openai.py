@@ -14,7 +14,7 @@ from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     Names,
@@ -23,7 +23,8 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
     json_response,
 )
-from cloze.service.tasks import TaskCall, embed
+from cloze.service.request import ServedRequest
+from cloze.service.tasks import embed
 from cloze.service.tasks.task import Count, WireModel
 from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 
@@ -178,7 +179,7 @@ class _Embeddings(TaskRoute):
         errors=STATUSES_WITHOUT_422,
     )
 
-    def to_call(self, body: OpenAiEmbeddingsBody) -> TaskCall:
+    def to_call(self, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
         if isinstance(body.truncate, bool):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
@@ -189,16 +190,18 @@ class _Embeddings(TaskRoute):
             normalize=body.normalized,
             **truncation,
         )
-        return TaskCall(body.input, parameters)
+        return body.input, parameters
 
-    def respond(self, _: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> BytesResponse:
-        vectors: Iterable[Any] = result.value.astype("<f4", copy=False)
+    def respond(
+        self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any
+    ) -> BytesResponse:
+        vectors: Iterable[Any] = value.astype("<f4", copy=False)
         if body.encoding_format == "base64":
             vectors = [b64encode(vector).decode() for vector in vectors]
         rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
-        usage = Usage(result.tokens, result.tokens)
+        usage = Usage(request.tokens, request.tokens)
         answer = EmbeddingList("list", rows, body.model, usage)
-        return json_response(answer, in_parts=result.is_large)
+        return json_response(answer, in_parts=request.is_large)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

@@ -21,13 +21,12 @@ from cloze.service.core import Changes, Forbidden, Location, RequestError, Servi
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
 from cloze.service.http.memory_limit import SMALL_BYTES
-from cloze.service.http.record import RequestRecord
 from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import RequestWatch
-from cloze.service.logs import RequestCost
 from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline, TaskResult
-from cloze.service.tasks import Task, TaskCall
+from cloze.service.pipeline import Models, Pipeline
+from cloze.service.request import ServedRequest
+from cloze.service.tasks import Task
 from cloze.service.tasks.task import WireModel
 
 _PART_NUMBERS = 65_536
@@ -73,18 +72,18 @@ class ProtocolContext:
     watch: RequestWatch
     has_keys: bool
 
-    def models_of(self, record: RequestRecord) -> Models:
+    def models_of(self, request: ServedRequest) -> Models:
         """Return the models that exist for a request: those that its API key names, or all.
 
         Raises:
             Forbidden: none of the models that the key names is served.
         """
-        if record.key is None or (names := record.key.entry.models) is None:
+        if request.key is None or (names := request.key.entry.models) is None:
             return self.models
         models = self.models.within(frozenset(names))
         if not models.pipelines:
             raise Forbidden(
-                f"the key {record.key.name} is limited to models that are not served: "
+                f"the key {request.key.name} is limited to models that are not served: "
                 f"{', '.join(names)[:200]}"
             )
         return models
@@ -202,7 +201,7 @@ Names = Mapping[tuple[str | int, ...], str]
 
 
 class TaskRoute(ABC):
-    """A route of a task: how a body becomes a task call, and a task result a response.
+    """A route of a task: how a body becomes a call of the task, and a value a response.
 
     Attributes:
         task: the task that the route serves.
@@ -218,19 +217,22 @@ class TaskRoute(ABC):
     body: type[BaseModel]
     doc: RouteDoc
     names: ClassVar[Names] = {}
-    check: Callable[[Request], object] | None = None
+    check: Callable[[ServedRequest], object] | None = None
 
     def __init__(self, context: ProtocolContext) -> None:
         self.context = context
         self.models = self.serving(context.models)
 
     @abstractmethod
-    def to_call(self, body: Any) -> TaskCall:
-        """Return the call of the task that a body asks for."""
+    def to_call(self, body: Any) -> tuple[Any, Any]:
+        """Return the inputs and the parameters of the task that a body asks for."""
 
-    def respond(self, _: Request, __: Any, result: TaskResult) -> BytesResponse:
-        """Return the response to a request with a body, without timing headers."""
-        return json_response(result.value)
+    def respond(self, _: ServedRequest, __: Any, value: Any) -> BytesResponse:
+        """Return the response to a request with a body, without timing headers.
+
+        The value is that of `Task.decode`.
+        """
+        return json_response(value)
 
     def serving(self, models: Models) -> Sequence[Pipeline]:
         """Return the models that may answer, the default first."""
@@ -240,7 +242,7 @@ class TaskRoute(ABC):
         """Return the place in a body of the route of what the native protocol has at ``at``."""
         return in_body(at, self.names)
 
-    def parse(self, _: Request, data: bytes) -> tuple["TaskRoute", Any]:
+    def parse(self, _: ServedRequest, data: bytes) -> tuple["TaskRoute", Any]:
         """Return the route that a body is for, this one, and the parsed body."""
         return self, validate(self.body, load(data, self.context.body_limits))
 
@@ -263,8 +265,8 @@ def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
 
 async def answer_task(
     context: ProtocolContext,
-    parse: Callable[[Request, bytes], tuple[TaskRoute, Any]],
-    request: Request,
+    parse: Callable[[ServedRequest, bytes], tuple[TaskRoute, Any]],
+    http_request: Request,
     pipeline: Pipeline | None = None,
 ) -> Response:
     """Read the body of a request, choose the model, run the task, and return the response.
@@ -272,51 +274,43 @@ async def answer_task(
     Args:
         context: the parts of the service that the route uses.
         parse: (request, data) -> the route that a body is for, and the parsed body.
-        request: the request.
+        http_request: the request, whose `ServedRequest` is in its scope.
         pipeline: the model to use; None selects the one that the body names, or the default.
 
     Raises:
         ServiceError: the request gets no result.
     """
-    with context.watch.request(request) as watched:
+    with context.watch.request(http_request) as watched:
+        request = watched.record
         data = await watched.read_body(context.body_limits.max_bytes)
-        size = len(data)
+        size = request.body_bytes
         route, body = await run_anywhere(size, parse, request, data)
         del data  # a large body would otherwise stay in memory until the answer
         if pipeline is None:
             models, serving = context.models, route.models
-            if watched.record.key is not None:
-                models = context.models_of(watched.record)
+            if request.key is not None:
+                models = context.models_of(request)
                 serving = serving if models is context.models else route.serving(models)
             pipeline = models.choose(route.task, body.model, serving)
-        watched.record.model = pipeline.reference
+        request.model = pipeline.reference
         if route.check is not None:
             route.check(request)
-        call = await run_anywhere(size, route.to_call, body)
-        record = watched.record
-        space = record.first.get(_EXPECTED_SPACE)
+        inputs, parameters = await run_anywhere(size, route.to_call, body)
+        if (space := request.first.get(_EXPECTED_SPACE)) is not None:
+            request.expected_space = space.decode("latin-1")
         try:
-            result = await pipeline.run(
-                route.task,
-                call,
-                size=size,
-                terms=watched.terms,
-                before_large=watched.begin_answer,
-                expected_space=space.decode("latin-1") if space is not None else None,
-                charge=record.charge if record.key is not None else None,
+            value = await pipeline.run(
+                route.task, inputs, parameters, request, watched.begin_answer
             )
         except RequestError as error:
             raise error.moved(route.place(error.at, body)) from None
-        watched.record.cost = RequestCost(
-            result.texts, result.tokens, result.timings, result.truncated
-        )
-        if result.is_large:
-            response = await run_on_thread(route.respond, request, body, result)
+        if request.is_large:
+            response = await run_on_thread(route.respond, request, body, value)
         else:
-            response = route.respond(request, body, result)
+            response = route.respond(request, body, value)
         warnings = ignored_fields(body) if isinstance(body, LenientModel) else ()
-        _add_headers(response, result, warnings)
-        if (kind := route.task.scores(pipeline.manifest, call.parameters)) is not None:
+        _add_headers(response, request, warnings)
+        if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
         if len(response.body) > SMALL_BYTES:
             await watched.hold_answer(len(response.body))
@@ -331,23 +325,22 @@ def in_body(at: Location | None, names: Names) -> Location | None:
     return at
 
 
-def _add_headers(response: BytesResponse, result: TaskResult, warnings: Sequence[str]) -> None:
-    timings = result.timings
-    total_ms = 1000 * (timings.tokenize_s + timings.queue_s + timings.inference_s)
+def _add_headers(response: BytesResponse, request: ServedRequest, warnings: Sequence[str]) -> None:
+    total_ms = 1000 * (request.tokenize_s + request.queue_s + request.inference_s)
     # The clients of text-embeddings-inference expect whole numbers.
     response.raw_headers += [
         (b"x-compute-time", b"%.0f" % total_ms),
         (b"x-total-time", b"%.0f" % total_ms),
-        (b"x-tokenization-time", b"%.0f" % (1000 * timings.tokenize_s)),
-        (b"x-queue-time", b"%.0f" % (1000 * timings.queue_s)),
-        (b"x-inference-time", b"%.0f" % (1000 * timings.inference_s)),
-        (b"x-compute-tokens", b"%d" % result.tokens),
-        (b"x-truncated", b"%d" % result.truncated),
+        (b"x-tokenization-time", b"%.0f" % (1000 * request.tokenize_s)),
+        (b"x-queue-time", b"%.0f" % (1000 * request.queue_s)),
+        (b"x-inference-time", b"%.0f" % (1000 * request.inference_s)),
+        (b"x-compute-tokens", b"%d" % request.tokens),
+        (b"x-truncated", b"%d" % request.truncated),
     ]
-    if result.embedding_space is not None:
-        response.raw_headers.append((b"x-embedding-space", result.embedding_space.encode()))
-    if result.warnings or warnings:
-        warning = "; ".join((*warnings, *result.warnings))[:2000].encode("ascii")
+    if request.embedding_space is not None:
+        response.raw_headers.append((b"x-embedding-space", request.embedding_space.encode()))
+    if request.warnings or warnings:
+        warning = "; ".join((*warnings, *request.warnings))[:2000].encode("ascii")
         response.raw_headers.append((b"x-warning", warning))
 
 

@@ -17,9 +17,10 @@ from cloze.service.batching.fair_queue import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.http.gate import Refusal, Starts
 from cloze.service.http.memory_limit import Reader, UnreadAnswers
-from cloze.service.http.record import RECORD, Callers, RequestRecord
+from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.returns import Returns
 from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
+from cloze.service.request import ServedRequest
 from tests.leaping_loop import run_leaping
 
 LIMITS = ConnectionLimits(header_timeout_s=10.0, idle_timeout_s=60.0, max_connections=100)
@@ -85,7 +86,7 @@ class World:
     """
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
-        self.refuses: Callable[[RequestRecord], bool] = lambda _: False
+        self.refuses: Callable[[ServedRequest], bool] = lambda _: False
         self.hold_s = 0.0
         self.returns = Returns()
         self.asked: list[str] = []

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -23,7 +23,6 @@ from cloze.service.core import (
     Rejection,
     RequestTooLarge,
     SlowRequest,
-    Submission,
     UnsupportedEncoding,
 )
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
@@ -37,7 +36,6 @@ from cloze.service.http.json_bodies import (
 from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch, WatchedRequest
-from cloze.service.tracing import RequestTrace
 from tests.leaping_loop import LeapingLoop
 from tests.records import recorded, scope_of
 
@@ -241,18 +239,17 @@ def test_the_first_reason_counts_and_a_cancel_from_outside_stays_one(play: Any) 
     play(run())
 
 
-def test_terms_of_a_request(play: Any) -> None:
+def test_the_deadline_of_a_request(play: Any) -> None:
     async def run() -> None:
         asked = request(x_request_timeout_ms="2000")
         record = asked.scope[RECORD]
         record.arrived = 3.0
-        record.trace = RequestTrace(cast(Any, None), cast(Any, None), "00-a-b-01")
         await asyncio.sleep(5)
         with watch_of().request(asked) as watched:
-            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01")
             assert watched.record is record
+            assert record.deadline == 5.0
         with watch_of(40.0).request(request()) as watched:
-            assert watched.terms == Submission(45.0, client="a")
+            assert watched.record.deadline == 45.0
             assert watched.timeout_s == 40.0
 
     play(run())

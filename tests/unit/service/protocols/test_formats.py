@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from starlette.requests import Request
 
 from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
-from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.routes import JSON, NPY
 from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
 from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
@@ -32,9 +31,9 @@ def packed(*texts: bytes) -> bytes:
 
 
 def test_the_json_ends_where_the_header_says() -> None:
-    head, rest = tensors.split(b'{"a":1}xyz', "7")
+    head, rest = tensors.split(b'{"a":1}xyz', b"7")
     assert (head, bytes(rest)) == (b'{"a":1}', b"xyz")
-    head, rest = tensors.split(b"{}", "2")
+    head, rest = tensors.split(b"{}", b"2")
     assert (head, bytes(rest)) == (b"{}", b"")
     head, rest = tensors.split(b"{}", None)
     assert (head, bytes(rest)) == (b"{}", b"")
@@ -43,7 +42,7 @@ def test_the_json_ends_where_the_header_says() -> None:
 @pytest.mark.parametrize("length", ["0", "3", "-1", "x", "", "1" * 16, "\u00b2", "1.0"])
 def test_lengths_outside_the_body(length: str) -> None:
     with pytest.raises(MalformedRequest, match="a whole number from 1 to the 2 bytes of the body"):
-        tensors.split(b"{}", length)
+        tensors.split(b"{}", length.encode("latin-1"))
 
 
 def test_texts_are_their_bytes() -> None:
@@ -200,11 +199,8 @@ def test_vectors_and_their_counts() -> None:
 # ---- vectors -----------------------------------------------------------------------------------
 
 
-def asking(accept: str | None = None) -> Request:
-    headers = [] if accept is None else [(b"accept", accept.encode())]
-    scope: Any = {"type": "http", "method": "POST", "path": "/embed", "headers": headers}
-    scope[RECORD] = Callers().record(scope, "/embed")
-    return Request(scope)
+def asking(accept: str | None = None) -> ServedRequest:
+    return ServedRequest(first={} if accept is None else {b"accept": accept.encode()})
 
 
 RAW = "application/octet-stream"

@@ -15,7 +15,7 @@ from typing import Any
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
-from cloze.service.abandonment import run_on_thread
+from cloze.service.abandonment import run_anywhere, run_on_thread
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
@@ -168,10 +168,7 @@ class Pipeline:
             raise ShuttingDown("the server is shutting down")
         request.began = time.monotonic()
         inline = request.body_bytes <= _INLINE_BYTES and not task.takes_long(parameters)
-        if inline:
-            prepared = task.prepare(inputs, parameters, self.context)
-        else:
-            prepared = await run_on_thread(task.prepare, inputs, parameters, self.context)
+        prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
         request.tokenize_s = time.monotonic() - request.began
         if request.expected_space is not None and self.model.precision():
             self._check_space(prepared.vectors, request.expected_space)
@@ -208,10 +205,8 @@ class Pipeline:
         request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
         if request.is_large:
             await before_large()
-        if inline and not request.is_large:
-            value = task.decode(last.state, outputs, self.context)
-        else:
-            value = await run_on_thread(task.decode, last.state, outputs, self.context)
+        inline = inline and not request.is_large
+        value = await run_anywhere(inline, task.decode, last.state, outputs, self.context)
         request.texts, request.truncated = prepared.texts, prepared.truncated
         request.warnings, request.usage = prepared.warnings, prepared.usage
         request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)

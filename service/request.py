@@ -47,6 +47,7 @@ class ServedRequest:
         hold: the memory that its answer holds.
         deadline: `time.monotonic` time after which nothing of it starts.
         body_bytes: the size of its body, decompressed.
+        vector_format: the media type and the dtype of vectors in its answer; None: JSON.
         expected_space: name of the embedding space that its vectors must have; None: any.
 
         model: full name of the model; "" if none was chosen.
@@ -90,6 +91,7 @@ class ServedRequest:
     hold: Any = None
     deadline: float = math.inf
     body_bytes: int = 0
+    vector_format: tuple[str, str] | None = None
     expected_space: str | None = None
 
     model: str = ""

@@ -9,7 +9,7 @@ Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's AP
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -23,18 +23,11 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    in_body,
     json_response,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
-from cloze.service.tasks.task import (
-    Count,
-    NotEmpty,
-    Text,
-    Texts,
-    WireModel,
-)
+from cloze.service.tasks.task import INPUTS, Count, NotEmpty, Text, Texts, WireModel
 from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
 
 _PATH: Final = "/v2/embed"
@@ -152,6 +145,10 @@ class _Embed(TaskRoute):
 
     task = embed.TASK
     body = CohereEmbedBody
+    names: ClassVar[Mapping[Location, str]] = {
+        Location(("dimensions",)): "output_dimension",
+        INPUTS: "texts",
+    }
     doc = RouteDoc(
         "One vector per text, in Cohere's shape",
         "Cohere",
@@ -168,7 +165,7 @@ class _Embed(TaskRoute):
         errors=STATUSES_WITHOUT_422,
     )
 
-    def to_call(self, body: CohereEmbedBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: CohereEmbedBody) -> tuple[Any, Any]:
         if (body.texts is None) == (body.inputs is None):
             given = "neither" if body.texts is None else "both"
             raise InvalidRequest(f"the request has {given} of texts and inputs; send one of them")
@@ -179,10 +176,9 @@ class _Embed(TaskRoute):
         )
         return _texts(body), parameters
 
-    def place(self, at: Location | None, body: CohereEmbedBody) -> Location | None:
-        """Return the place in the body, whose texts are in ``texts`` or in ``inputs``."""
-        texts = "inputs" if body.texts is None else "texts"
-        return in_body(at, {("dimensions",): "output_dimension", ("inputs",): texts})
+    def in_body(self, at: Location, body: CohereEmbedBody) -> Location:
+        """Return where the body has a place; the texts are in ``texts`` or in ``inputs``."""
+        return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
     def respond(
         self, request: ServedRequest, body: CohereEmbedBody, value: Float32

@@ -89,7 +89,6 @@ class _NativeRoute(TaskRoute):
 
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.body = task, body_type(task)
-        self.check = accepted if task.vectors else None
         self.doc = RouteDoc(
             summary=task.summary,
             tag="tasks",
@@ -101,7 +100,9 @@ class _NativeRoute(TaskRoute):
         )
         super().__init__(context)
 
-    def to_call(self, body: Any) -> tuple[Any, Any]:
+    def to_call(self, request: ServedRequest, body: Any) -> tuple[Any, Any]:
+        if self.task.vectors and (accept := request.first.get(b"accept", b"")) not in _ANY:
+            request.vector_format = vector_format(accept)
         if self.task.name in _PARAMETERS_AT_ROOT:
             return body.inputs, body
         parameters = getattr(body, "parameters", None) or self.task.parameters()
@@ -113,11 +114,9 @@ class _NativeRoute(TaskRoute):
         if request.usage is not None:
             value = {"result": value, "usage": request.usage}
             return json_response(value, in_parts=request.is_large)
-        is_vectors = self.task.vectors and not getattr(body, "return_offsets", None)
-        kind, dtype = accepted(request) if is_vectors else (JSON, "")
-        if kind == JSON:
+        if request.vector_format is None or getattr(body, "return_offsets", None):
             return json_response(value, in_parts=request.is_large)
-        return vector_bytes(value, kind, dtype)
+        return vector_bytes(value, *request.vector_format)
 
 
 def body_type(task: Task) -> type[BaseModel]:
@@ -188,17 +187,14 @@ DTYPES: Final[Mapping[str, Convert]] = {
 filled up with zeros: [n, ceil(D / 8)]."""
 
 
-def accepted(request: ServedRequest) -> tuple[str, str]:
-    """Return the media type that a request prefers, JSON, raw bytes or NumPy, and its dtype.
+def vector_format(accept: bytes) -> tuple[str, str] | None:
+    """Return the media type that a client prefers, raw bytes or NumPy, and its dtype; None: JSON.
 
     The type is JSON unless another type has a higher weight (RFC 9110, section 12.5.1).
 
     Raises:
         InvalidRequest: there is no such dtype, or the header is too long.
     """
-    accept = request.first.get(b"accept", b"")
-    if accept in _ANY:
-        return JSON, "float32"
     if len(accept) > _LONGEST_ACCEPT:
         raise InvalidRequest(f"Accept has {len(accept)} bytes; the limit is {_LONGEST_ACCEPT}")
     best, best_weight = (JSON, "float32"), 0.0
@@ -215,7 +211,7 @@ def accepted(request: ServedRequest) -> tuple[str, str]:
     kind, dtype = best
     if dtype not in DTYPES:
         raise InvalidRequest(f"Accept asks for dtype {dtype[:40]!a}; there are {', '.join(DTYPES)}")
-    return kind, dtype
+    return (kind, dtype) if kind != JSON else None
 
 
 def _weight(text: str) -> float:

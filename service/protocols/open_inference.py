@@ -145,9 +145,9 @@ class _TaskModel(TaskRoute):
         self.task, self.tensors = task, TaskTensors(task)
         super().__init__(context)
 
-    def place(self, at: Location | None, _: Any) -> Location | None:
+    def in_body(self, at: Location, _: Any) -> Location:
         """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""
-        if not at or at[:1] != INPUTS:
+        if at[:1] != INPUTS:
             return at
         fields = [part for part in at[1:] if isinstance(part, str)]
         numbers = [part for part in at[1:] if isinstance(part, int)]
@@ -180,7 +180,7 @@ class _TaskModel(TaskRoute):
             raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
         return self, body.model_copy(update={"inputs": tensors})
 
-    def to_call(self, body: InferBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: InferBody) -> tuple[Any, Any]:
         known = [tensor.name for tensor in self.tensors.outputs]
         for output in body.outputs or ():
             if output.name not in known:

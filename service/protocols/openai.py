@@ -1,7 +1,7 @@
 """OpenAI's protocol: ``/v1/embeddings`` and ``/v1/models``, with OpenAI's errors."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -10,14 +10,13 @@ from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import UnknownModel
+from cloze.service.core import Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
-    Names,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
@@ -25,7 +24,7 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
-from cloze.service.tasks.task import Count, WireModel
+from cloze.service.tasks.task import INPUTS, Count, WireModel
 from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 
 _ALIAS: Final = "/embeddings"
@@ -167,7 +166,7 @@ class _Embeddings(TaskRoute):
 
     task = embed.TASK
     body = OpenAiEmbeddingsBody
-    names: ClassVar[Names] = {("inputs",): "input"}
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
     doc = RouteDoc(
         "One vector per text, in OpenAI's shape",
         "OpenAI",
@@ -179,7 +178,7 @@ class _Embeddings(TaskRoute):
         errors=STATUSES_WITHOUT_422,
     )
 
-    def to_call(self, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
         if isinstance(body.truncate, bool):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:

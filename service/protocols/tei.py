@@ -6,7 +6,7 @@ these in ``x-warning``.
 Source: the routes of text-embeddings-inference 1.9, as it answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from typing import Annotated, Any, ClassVar, Final
@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Final
 import orjson
 from pydantic import Field
 
+from cloze.service.core import Location
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
     LenientModel,
-    Names,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
@@ -35,7 +35,7 @@ from cloze.service.tasks import (
     text_classification,
     token_ids,
 )
-from cloze.service.tasks.task import NotEmpty, Text, Texts, TokenIds
+from cloze.service.tasks.task import INPUTS, NotEmpty, Text, Texts, TokenIds
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 from cloze.service.tasks.texts import TruncationParameters
 
@@ -110,7 +110,7 @@ class _Predict(TaskRoute):
         },
     )
 
-    def to_call(self, body: PredictBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: PredictBody) -> tuple[Any, Any]:
         function: text_classification.Function | None = "none" if body.raw_scores else None
         truncation = body.model_dump(include=set(TruncationParameters.model_fields))
         parameters = TextClassificationParameters(function_to_apply=function, **truncation)
@@ -142,10 +142,10 @@ class _Rerank(TaskRoute):
 
     task = rerank.TASK
     body = RerankBody
-    names: ClassVar[Names] = {
-        ("inputs", "source_sentence"): "query",
-        ("inputs", "sentences"): "texts",
-        ("inputs",): "texts",
+    names: ClassVar[Mapping[Location, str]] = {
+        INPUTS.below("source_sentence"): "query",
+        INPUTS.below("sentences"): "texts",
+        INPUTS: "texts",
     }
     doc = _doc(
         "Texts in the order of their relevance to a query",
@@ -156,18 +156,15 @@ class _Rerank(TaskRoute):
         headers={"x-ranked-by": ("string", _RANKED_BY)},
     )
 
-    def serving(self, models: Models) -> Sequence[Pipeline]:
-        """Return the models that rank: classifiers with one label are first.
-
-        Those of late interaction follow, then those that embed.
-        """
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
+        """Return classifiers with one label, models of late interaction, and those that embed."""
         classifying = models.serving(text_classification.TASK)
         ranking = [p for p in classifying if rerank.classifies(p.manifest)]
         ranking += [p for p in models.serving(embed_all.TASK) if rerank.interacts(p.manifest)]
         ranking += models.serving(similarity.TASK)
         return list(dict.fromkeys(ranking))
 
-    def to_call(self, body: RerankBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: RerankBody) -> tuple[Any, Any]:
         return body, body
 
     def respond(
@@ -195,7 +192,7 @@ class _Rerank(TaskRoute):
 class _TokenizerRoute(TaskRoute):
     """A route that needs a tokenizer only, which every model has."""
 
-    def serving(self, models: Models) -> Sequence[Pipeline]:
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
         """Return all models; those that embed are first."""
         embedding = models.serving(embed.TASK)
         return [*embedding, *(p for p in models.pipelines if p not in embedding)]
@@ -210,7 +207,7 @@ class _Tokenize(_TokenizerRoute):
         examples={"One text": {"inputs": "A house."}},
     )
 
-    def to_call(self, body: TokenizeBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: TokenizeBody) -> tuple[Any, Any]:
         return body.inputs, body
 
     def respond(
@@ -231,14 +228,14 @@ class _Tokenize(_TokenizerRoute):
 class _Decode(_TokenizerRoute):
     task = token_ids.DECODE
     body = DecodeBody
-    names: ClassVar[Names] = {("inputs",): "ids"}
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "ids"}
     doc = _doc(
         "The texts of token ids",
         result=list[str],
         examples={"One text": {"ids": [2, 43, 1596, 18, 3]}},
     )
 
-    def to_call(self, body: DecodeBody) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: DecodeBody) -> tuple[Any, Any]:
         return body.ids, body
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.types import Message
 
+from cloze.service.abandonment import run_anywhere
 from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
@@ -27,10 +28,8 @@ from cloze.service.core import (
 )
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
 from cloze.service.http.json_bodies import (
-    SHORT_BYTES,
     BodyLimits,
-    parse,
-    run_anywhere,
+    load,
     validate,
 )
 from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
@@ -538,14 +537,13 @@ def test_members_of_gzip_data() -> None:
         content(gzip.compress(b"abc" * 99) + gzip.compress(b"d")[:-1])
 
 
-def test_small_bodies_run_on_the_loop_and_large_ones_on_threads() -> None:
+def test_what_takes_long_runs_on_a_thread() -> None:
     async def run() -> None:
         own = threading.get_ident()
-        assert SHORT_BYTES == 65_536
-        assert await run_anywhere(SHORT_BYTES, threading.get_ident) == own
-        assert await run_anywhere(SHORT_BYTES + 1, threading.get_ident) != own
-        assert await run_anywhere(1, max, 3, 4) == 4
-        assert await run_anywhere(SHORT_BYTES + 1, max, 3, 4) == 4
+        assert await run_anywhere(True, threading.get_ident) == own
+        assert await run_anywhere(False, threading.get_ident) != own
+        assert await run_anywhere(True, max, 3, 4) == 4
+        assert await run_anywhere(False, max, 3, 4) == 4
 
     on_threads(run())
 
@@ -574,12 +572,12 @@ LIMITS = BodyLimits(1000, 100, 100)
 def test_a_body_is_received_parsed_and_validated(play: Any) -> None:
     async def run() -> None:
         data = await read(watch_of(), request(b'{"part": {"name": "a"}, "number": 3}'))
-        body = await run_anywhere(len(data), parse, Whole, data, LIMITS)
+        body = validate(Whole, load(data, LIMITS))
         assert (body.part.name, body.number) == ("a", 3)
 
     play(run())
     with pytest.raises(MalformedRequest):
-        parse(Whole, b"{", LIMITS)
+        load(b"{", LIMITS)
 
 
 @pytest.mark.parametrize(

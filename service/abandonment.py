@@ -45,11 +45,6 @@ async def run_on_thread(function: Callable[..., T], *arguments: object) -> T:
         raise
 
 
-async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
-    """Return the result of a function; it runs on a thread unless it takes a short time."""
-    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
-
-
 def check_awaited() -> None:
     """Raise `Abandoned` if nobody waits for the current work of this thread."""
     work = _current.get()

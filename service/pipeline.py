@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
-from cloze.service.abandonment import run_anywhere, run_on_thread
+from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
@@ -33,6 +33,8 @@ from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
 from cloze.service.tasks.task import Outputs
 from cloze.service.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.
@@ -67,6 +69,11 @@ def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
         max_text_characters=settings.max_text_characters,
         max_request_texts=settings.max_request_texts,
     )
+
+
+async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread unless it takes a short time."""
+    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
 
 
 async def _at_once() -> None:

@@ -308,21 +308,6 @@ class QueueState(NamedTuple):
 NO_WAIT: Final = ExpectedWait(0.0, 0.0)
 
 
-class Timings(NamedTuple):
-    """The time of each part of a request, in seconds.
-
-    Attributes:
-        queue_s: from then until a worker takes the first encoding, summed over all rounds.
-        inference_s: from then until the last output, summed over all rounds.
-        began: `time.monotonic` time at which the tokenization began.
-    """
-
-    tokenize_s: float
-    queue_s: float
-    inference_s: float
-    began: float = 0.0
-
-
 class BatchFill(StrEnum):
     """What kept further encodings out of a batch."""
 

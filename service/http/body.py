@@ -20,7 +20,8 @@ from cloze.service.core import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD
+from cloze.service.request import ServedRequest
 from cloze.service.threads import run_on_thread
 
 _QUICKLY_S = 0.05
@@ -56,7 +57,7 @@ class RequestLimits:
     writers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WRITERS))
 
     @contextmanager
-    def request(self, request: Request) -> Iterator[RequestRecord]:
+    def request(self, request: Request) -> Iterator[ServedRequest]:
         """Limit the time of a request of the current task, and raise why it ends early.
 
         Raises:
@@ -65,7 +66,7 @@ class RequestLimits:
             DeadlineExceeded: the request has a body, but no answer in time.
             ClientGone: the client closed its connection.
         """
-        record: RequestRecord = request.scope[RECORD]
+        record: ServedRequest = request.scope[RECORD]
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
         left_s = record.deadline - time.monotonic()
@@ -100,7 +101,7 @@ class RequestLimits:
             Overloaded: the bodies of other requests need the memory.
             ClientGone: the client closed its connection.
         """
-        record: RequestRecord = request.scope[RECORD]
+        record: ServedRequest = request.scope[RECORD]
         if (record.length or 0) > limit:
             raise RequestTooLarge(f"the body has {record.length} bytes; the limit is {limit}")
         encoding = record.first.get(b"content-encoding", b"identity").strip().lower()
@@ -132,25 +133,28 @@ class RequestLimits:
             record.scope.deadline = asyncio.get_running_loop().time() + record.limit_s
         data = b"".join(chunks)
         if encoding == b"identity":
+            record.body_bytes = len(data)
             return data
         # What the content may have at most is held until it is known.
         hold = await self._hold(record, len(data) + limit)
         content = await run_on_thread(gunzip, data, limit)
+        record.body_bytes = len(content)
         self.bodies.shrink(hold, len(content) if len(content) > SMALL_BYTES else 0)
         return content
 
-    async def _hold(self, record: RequestRecord, size: int) -> Hold:
+    async def _hold(self, record: ServedRequest, size: int) -> Hold:
         """Wait until the body of a request may hold so many bytes, within its time."""
-        record.body = record.body or Hold(record.client)
-        await self.bodies.grow(record.body, size, record.deadline - time.monotonic())
-        return record.body
+        hold: Hold = record.body or Hold(record.client)
+        record.body = hold
+        await self.bodies.grow(hold, size, record.deadline - time.monotonic())
+        return hold
 
-    async def begin_answer(self, record: RequestRecord) -> None:
+    async def begin_answer(self, record: ServedRequest) -> None:
         """Wait until a large answer may be decoded and written."""
         await self.writers.acquire()
         record.is_writing = True
 
-    def hold_answer(self, record: RequestRecord, size: int) -> None:
+    def hold_answer(self, record: ServedRequest, size: int) -> None:
         """Hold the bytes of an answer until `sent`.
 
         Raises:
@@ -160,14 +164,14 @@ class RequestLimits:
             record.answer = Hold(record.client)
             self.answers.take(record.answer, size)
 
-    def sent(self, record: RequestRecord) -> None:
+    def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""
         if record.answer is not None:
             self.answers.release(record.answer)
             record.answer = None
 
 
-def _why_ended(record: RequestRecord) -> ServiceError:
+def _why_ended(record: ServedRequest) -> ServiceError:
     """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:

@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import ExpectedWait, Overloaded, Rejection, ServiceError, ShuttingDown
-from cloze.service.http.record import RECORD, Access, RequestRecord
+from cloze.service.http.record import RECORD, Access
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import GateModel, Handler, Respond
+from cloze.service.request import ServedRequest
 
 _BYTES_PER_TOKEN: Final = 5.0
 """Bytes of a body per token of its texts before an answer says more: English words."""
@@ -138,20 +139,20 @@ class Gate:
         self._limits, self._starts, self._returns = limits, starts, returns
         self._bytes_per_token: dict[str, float] = {}  # by route, a moving average of answers
 
-    async def pass_through(self, request: RequestRecord) -> None:
+    async def pass_through(self, request: ServedRequest) -> None:
         """Let a request wait for its turn, or refuse it.
 
         Raises:
             Overloaded: the request would wait for too long, or others were refused before it.
             ShuttingDown: the server drains.
         """
-        served = self._routes.get(request.route or "")
+        served = self._routes.get(request.route)
         if not served:
             return
         if served[0].queue.draining:
             raise ShuttingDown("the server is shutting down")
         client, stated_s, is_bulk = request.client, request.stated_s, request.is_bulk
-        each = self._bytes_per_token.get(request.route or "", _BYTES_PER_TOKEN)
+        each = self._bytes_per_token.get(request.route, _BYTES_PER_TOKEN)
         tokens = 1 + int((request.length or 0) / each)
         line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
         if not request.terms_problem:  # else the handler writes that error
@@ -175,7 +176,7 @@ class Gate:
             wait.requests + starts.requests[client],
         )
 
-    def _check(self, request: RequestRecord, wait: ExpectedWait, line: RefusedLine) -> None:
+    def _check(self, request: ServedRequest, wait: ExpectedWait, line: RefusedLine) -> None:
         """Raise `Overloaded` if a request may not wait so long, or others come before it."""
         limits, stated_s = self._limits, request.stated_s
         excess_s = partial(limits.excess_s, wait, stated_s, is_bulk=request.is_bulk)
@@ -189,13 +190,13 @@ class Gate:
         raise Overloaded(message, max(0.0, room_s), Rejection.WAIT, wait.per_request_s)
 
     def _refused_line(
-        self, request: RequestRecord, reason: Rejection = Rejection.WAIT
+        self, request: ServedRequest, reason: Rejection = Rejection.WAIT
     ) -> RefusedLine:
         """Return the line of a request among those that were refused."""
         patience = LineKey.of(0, request.stated_s).patience
         return RefusedLine(reason, request.model, request.client, patience, request.is_bulk)
 
-    async def refused(self, request: RequestRecord, error: Overloaded) -> None:
+    async def refused(self, request: ServedRequest, error: Overloaded) -> None:
         """Set when a refused request may come back, and hold its refusal."""
         line = self._refused_line(request, error.reason)
         after_s, hold_s = self._returns.refuse(
@@ -207,20 +208,18 @@ class Gate:
             error.__traceback__ = error.__context__ = None
             await asyncio.sleep(hold_s)
 
-    def answered(self, request: RequestRecord) -> None:
+    def answered(self, request: ServedRequest) -> None:
         """Learn from an answer how many bytes of a body there are per token.
 
         A wrong number leads to the wrong class of size, whose line may be empty. Then requests pass
         the gate that the queue refuses.
         """
-        route, cost = request.route, request.cost
-        if route is None or cost is None or not cost.tokens or not request.length:
+        if not request.tokens or not request.length or b"content-encoding" in request.first:
             return
-        if b"content-encoding" not in request.first:
-            least, most = _BYTES_OF_A_TOKEN
-            one = min(max(request.length / cost.tokens, least), most)
-            mean = self._bytes_per_token.get(route, one)
-            self._bytes_per_token[route] = mean + 0.05 * (one - mean)
+        least, most = _BYTES_OF_A_TOKEN
+        one = min(max(request.length / request.tokens, least), most)
+        mean = self._bytes_per_token.get(request.route, one)
+        self._bytes_per_token[request.route] = mean + 0.05 * (one - mean)
 
 
 class Door:

@@ -1,4 +1,4 @@
-"""The record of a request: who sends it, what it asks for, and whether it may be sent."""
+"""What the headers of a request say: who sends it, on what terms, and whether it may be sent."""
 
 import ipaddress
 import logging
@@ -11,19 +11,16 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final, Protocol
 
-from anyio import CancelScope
 from starlette.types import Scope
 
-from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
-from cloze.service.http.bytes_held import Hold
+from cloze.service.core import Forbidden, InvalidRequest, Unauthorized
 from cloze.service.http.keys import Key, Keys, Permission
-from cloze.service.observe.logs import RequestCost
-from cloze.service.observe.tracing import RequestTrace
+from cloze.service.request import OTHER_ROUTE, Headers, ServedRequest
 
 log = logging.getLogger("cloze")
 
 RECORD: Final = "cloze.record"
-"""Key of an ASGI scope: the `RequestRecord` of the request."""
+"""Key of an ASGI scope: its `ServedRequest`."""
 
 TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
 
@@ -48,9 +45,6 @@ _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 CONNECTION: Final = "connection"
 """Key of the state of an ASGI scope: the `Connection` of the request."""
 
-Headers = list[tuple[bytes, bytes]]
-"""The headers of a request, with names in lower case."""
-
 
 class Connection(Protocol):
     """The connection by which a request came.
@@ -67,73 +61,6 @@ class Connection(Protocol):
 
     def end(self, reason: str) -> None:
         """Close the connection, even if its client does not read."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RequestRecord:
-    """What is noted of one request, from the end of its headers to the end of its answer.
-
-    The headers say the first part, and `Callers.record` fills it. The second part is noted later.
-
-    Attributes:
-        path: as it was sent; a path is never decoded, see `Paths`.
-        first: the first value of each header.
-        length: the bytes of its body that the headers announce.
-        client: the client, which has a fair share and limits: ``key:NAME`` or an address; "" if
-            it is unknown.
-        stated_s: the time limit that it states, in seconds.
-        is_bulk: whether it takes only what others leave.
-        terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
-        arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
-        limit_s: the time limit of each of its two phases, in seconds; see `RequestLimits`.
-        deadline: `time.monotonic` time at which the current phase ends.
-
-        connection: the connection that it came by; None: unknown.
-        scope: ends its work early; None before and after its work.
-        received: bytes of its body that have arrived; None when the body is complete.
-        body: what its body holds of the memory of bodies.
-        answer: what its answer holds of the memory of answers.
-        is_writing: whether it has a turn to write a large answer.
-        model: full name of the model; "" if none was chosen.
-        error: the kind of error; "" for a result.
-        rejection: why the server's own state let it fail.
-        charged: tokens that were taken from the limit of its key.
-    """
-
-    method: str
-    path: str
-    route: str | None
-    headers: Headers
-    first: Mapping[bytes, bytes]
-    length: int | None
-    identity: bytes
-    key: Key | None
-    client: str
-    stated_s: float | None
-    is_bulk: bool
-    terms_problem: str
-    arrived: float
-    limit_s: float
-    deadline: float
-
-    connection: Connection | None = None
-    scope: CancelScope | None = None
-    received: int | None = 0
-    body: Hold | None = None
-    answer: Hold | None = None
-    is_writing: bool = False
-    trace: RequestTrace | None = None
-    model: str = ""
-    cost: RequestCost | None = None
-    error: str = ""
-    rejection: Rejection | None = None
-    charged: int = 0
-
-    def charge(self, tokens: int) -> None:
-        """Take tokens from the limit of its key; a negative number gives them back."""
-        assert self.key is not None  # else nobody is charged
-        self.charged += tokens
-        self.key.take_tokens(tokens, time.monotonic())
 
 
 class Callers:
@@ -162,8 +89,8 @@ class Callers:
         self._trusts = lru_cache(1024)(self._is_trusted)
         self._told: set[str] = set()
 
-    def record(self, scope: Scope, route: str | None) -> RequestRecord:
-        """Return the record of a request whose headers have arrived."""
+    def record(self, scope: Scope, route: str | None) -> ServedRequest:
+        """Return the request of an ASGI scope, whose headers have arrived."""
         headers: Headers = scope["headers"]
         first = dict(reversed(headers))  # the first value of each header
         length = first.get(b"content-length", b"")
@@ -188,10 +115,10 @@ class Callers:
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
         arrived, limit_s = time.monotonic(), self._timeout_s if stated_s is None else stated_s
-        return RequestRecord(
+        return ServedRequest(
             method=scope["method"],
             path=scope["path"],
-            route=route,
+            route=route or OTHER_ROUTE,
             headers=headers,
             first=first,
             length=int(length) if length.isdigit() and len(length) <= 20 else None,
@@ -281,7 +208,7 @@ class Access:
     hosts: frozenset[bytes]
     by_address: frozenset[str] = frozenset()
 
-    def check(self, request: RequestRecord) -> None:
+    def check(self, request: ServedRequest) -> None:
         """Raise unless a request may go on, and count it for its key.
 
         Raises:
@@ -295,7 +222,8 @@ class Access:
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
                 )
-        key, path = request.key, request.path
+        key: Key | None = request.key
+        path = request.path
         is_open = request.method in ("GET", "HEAD") and path in self.open_routes
         if is_open or not self.needs_keys:
             return

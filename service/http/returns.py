@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cloze.service.core import Rejection
-from cloze.service.http.record import Connection, RequestRecord
+from cloze.service.http.record import Connection
+from cloze.service.request import ServedRequest
 
 _SHARE_OF_NEW = 0.5
 """Share of the limits for new requests while refused ones are due to come back.
@@ -98,7 +99,7 @@ class Returns:
         return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
 
     def refuse(
-        self, request: RequestRecord, line: RefusedLine, now: float, room_s: float, each_s: float
+        self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
     ) -> tuple[float, float]:
         """Return when a refused request may come back, and how long its refusal is to be held.
 
@@ -140,7 +141,7 @@ class Returns:
             self._refused[connection] = _Refused(line, at, moved_s, early)
         return at - now, hold_s
 
-    def admitted(self, request: RequestRecord) -> None:
+    def admitted(self, request: ServedRequest) -> None:
         """Note that the gate admits a request; if it comes early, its time is given back."""
         refused = None if request.connection is None else self._refused.get(request.connection)
         if refused is not None and refused.over is None:

@@ -16,19 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloze.service.core import Queue
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.bytes_held import SMALL_BYTES
-from cloze.service.http.record import RECORD, RequestRecord
-from cloze.service.observe.logs import AccessLog, AccessRecord
+from cloze.service.http.record import RECORD
+from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing
+from cloze.service.request import ServedRequest
 
 JSON = "application/json"
 RAW = "application/octet-stream"
 NPY = "application/x-npy"
 TEXT = "text/plain"
 HTML = "text/html"
-
-OTHER_ROUTE = "other"
-"""Metric label of requests to unknown routes, so that the number of labels is bounded."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -64,7 +62,7 @@ class BytesResponse(Response):
         if len(self.body) <= SMALL_BYTES:
             await super().__call__(scope, receive, send)
             return
-        record: RequestRecord = scope[RECORD]
+        record: ServedRequest = scope[RECORD]
         start = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **start})
         try:
@@ -181,7 +179,7 @@ class Recorder:
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an application answer a request, add its id and its model, and record the answer."""
-        record: RequestRecord = scope[RECORD]
+        record: ServedRequest = scope[RECORD]
         status = 0
         if self._tracing is not None:
             record.trace = self._tracing.begin(
@@ -214,29 +212,20 @@ class Recorder:
             self._limits.sent(record)
             self.add(record, status or 500)
 
-    def add(self, record: RequestRecord, status: int) -> None:
+    def add(self, request: ServedRequest, status: int) -> None:
         """Record a request that is answered with a status.
 
         A request without a result costs its key no tokens, as it adds none to the metrics.
         """
-        if record.cost is None and record.charged:
-            record.charge(-record.charged)
-        answered = AccessRecord(
-            time.time(),
-            record.identity.decode("ascii"),
-            record.method,
-            record.route or OTHER_ROUTE,
-            record.model,
-            status,
-            time.monotonic() - record.arrived,
-            record.cost,
-            record.error,
-            record.rejection,
-            record.is_bulk,
-            record.client,
-            record.key.name if record.key is not None else "",
-        )
-        self._metrics.observe_request(answered)
-        if record.trace is not None:
-            record.trace.end(answered)
-        self._access_log.add(answered)
+        if request.tokens and not request.texts:
+            if request.key is not None:
+                request.key.take_tokens(-request.tokens, time.monotonic())
+            request.tokens = 0
+        request.status = status
+        request.ended, request.seconds = time.time(), time.monotonic() - request.arrived
+        self._metrics.observe_request(request)
+        if request.trace is not None:
+            request.trace.end(request)
+        # The access log keeps the request for longer than its connection and its span.
+        request.trace = request.usage = request.connection = None
+        self._access_log.add(request)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, TypeVar
 
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
@@ -22,25 +22,25 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
     Submission,
-    Timings,
     UnknownModel,
     WrongTask,
     quoted,
 )
 from cloze.service.models.served_models import ServedModel
+from cloze.service.request import ServedRequest
 from cloze.service.settings import Settings
-from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
-from cloze.service.tasks.task import TextUsage
+from cloze.service.tasks import Task, TaskContext, TaskLimits
+from cloze.service.tasks.task import Outputs
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_on_thread
+
+T = TypeVar("T")
 
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.
 
 Tokenizing so few bytes takes at most about 1 ms, less than two thread switches under load.
 """
-
-_NOTHING_RUN: Final = BatchResult([], 0.0, 0.0)
 
 _INLINE_ROWS = 64
 """Most rows of an answer that is decoded on the event loop; see `PreparedRequest.answer_rows`."""
@@ -58,28 +58,6 @@ _SPACES = 128
 """Recipes of vectors whose spaces a model remembers."""
 
 
-class TaskResult(NamedTuple):
-    """The result of a task call, with its cost; see `PreparedRequest`.
-
-    Attributes:
-        value: the return value of `Task.decode`.
-        tokens: number of tokens that the engine ran, special tokens included.
-        is_large: whether writing the value may take milliseconds.
-        embedding_space: name of the space of the value's vectors; None: it has none, or the bundle
-            does not say enough.
-    """
-
-    value: Any
-    tokens: int
-    truncated: int
-    warnings: tuple[str, ...]
-    timings: Timings
-    texts: int = 1
-    is_large: bool = False
-    usage: Sequence[TextUsage] | None = None
-    embedding_space: str | None = None
-
-
 def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
     """Return the limits of a request to a model."""
     return TaskLimits(
@@ -91,6 +69,11 @@ def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
         max_text_characters=settings.max_text_characters,
         max_request_texts=settings.max_request_texts,
     )
+
+
+async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread unless it takes a short time."""
+    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
 
 
 async def _at_once() -> None:
@@ -143,7 +126,7 @@ class Completions:
 
 
 class Pipeline:
-    """Runs the task calls of one served model.
+    """Answers the requests of one served model.
 
     Models with one tokenizer may share it.
 
@@ -170,77 +153,71 @@ class Pipeline:
     async def run(
         self,
         task: Task,
-        call: TaskCall,
-        *,
-        size: int,
-        terms: Submission,
+        inputs: Any,
+        parameters: Any,
+        request: ServedRequest,
         before_large: Callable[[], Awaitable[None]] = _at_once,
-        expected_space: str | None = None,
-        charge: Callable[[int], None] | None = None,
-    ) -> TaskResult:
-        """Tokenize the texts, wait for the engine's outputs and decode them.
+    ) -> Any:
+        """Tokenize the texts, wait for the engine's outputs, and return the decoded value.
 
-        Cancelling this coroutine drops the encodings that have not run, and ends the work of its
-        threads at the next `check_awaited`.
+        What else the answer needs is noted in the request, which has a number of texts only if it
+        gets a result. The tokens of each round are charged before they wait for the engine.
+        Vectors are refused if they are not in the space that the request expects.
 
-        The terms are what the request submits, without its encodings. A request of many bytes (the
-        size) is tokenized and decoded on a thread, and `before_large` runs before a large result is
-        decoded. A result with vectors is refused if they are not in the expected space. The tokens
-        of each round are charged before they wait for the engine.
+        A request of many bytes is tokenized and decoded on a thread, and `before_large` runs before
+        a large result is decoded. Cancelling this coroutine drops the encodings that have not run,
+        and ends the work of its threads at the next `check_awaited`.
 
         Raises:
             ServiceError: the request gets no result.
         """
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
-        started = time.monotonic()
-        takes_long = task.takes_long(call.parameters)
-        inline = size <= _INLINE_BYTES and not takes_long
-        if inline:
-            prepared = task.prepare(*call, self.context)
-        else:
-            prepared = await run_on_thread(task.prepare, *call, self.context)
-        tokenized = time.monotonic()
-        if expected_space is not None and self.model.precision():
-            self._check_space(prepared.vectors, expected_space)
-        # A drain began later than the request, if it has begun.
-        submission = terms._replace(encodings=prepared.encodings, accepted=True)
-        tokens, rows, last = submission.tokens, prepared.answer_rows, prepared
-        if charge is not None:
-            charge(tokens)
-        batch = await self._outputs(submission)
-        while last.advance is not None:
-            following = await run_on_thread(last.advance, batch.outputs, self.context)
+        request.began = time.monotonic()
+        inline = request.body_bytes <= _INLINE_BYTES and not task.takes_long(parameters)
+        prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
+        request.tokenize_s = time.monotonic() - request.began
+        if request.expected_space is not None and self.model.precision():
+            self._check_space(prepared.vectors, request.expected_space)
+        submission = Submission(
+            request.deadline,
+            prepared.encodings,
+            request.client,
+            request.stated_s,
+            request.trace.parent if request.trace is not None else "",
+            accepted=True,  # a drain began later than the request, if it has begun
+            is_bulk=request.is_bulk,
+        )
+        rows, last = 0, prepared
+        while True:
+            rows += last.answer_rows
+            request.tokens += submission.tokens
+            if request.key is not None:
+                request.key.take_tokens(submission.tokens, time.monotonic())
+            outputs: Outputs = []
+            if submission.encodings:  # a task without the engine has none
+                batch = await self._completions.wait(self.model.queue.submit(submission))
+                outputs = batch.outputs
+                request.queue_s += batch.queue_s
+                request.inference_s += batch.inference_s
+            if last.advance is None:
+                break
+            following = await run_on_thread(last.advance, outputs, self.context)
             if following is None:
                 break
             last = following
             submission = submission._replace(encodings=last.encodings, later_round=True)
-            tokens += submission.tokens
-            rows += last.answer_rows
-            if charge is not None:
-                charge(submission.tokens)
-            outputs, queue_s, inference_s = await self._outputs(submission)
-            batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
-        if expected_space is not None:  # an engine that ran has a precision
-            self._check_space(prepared.vectors, expected_space)
-        is_large = size > _REPEATED_BYTES or rows > _INLINE_ROWS
-        if is_large:
+        if request.expected_space is not None:  # an engine that ran has a precision
+            self._check_space(prepared.vectors, request.expected_space)
+        request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
+        if request.is_large:
             await before_large()
-        if inline and not is_large:
-            value = task.decode(last.state, batch.outputs, self.context)
-        else:
-            value = await run_on_thread(task.decode, last.state, batch.outputs, self.context)
-        return TaskResult(
-            value=value,
-            tokens=tokens,
-            truncated=prepared.truncated,
-            warnings=prepared.warnings,
-            timings=Timings(tokenized - started, batch.queue_s, batch.inference_s, started),
-            texts=prepared.texts,
-            is_large=is_large,
-            usage=prepared.usage,
-            embedding_space=self._spaces(self.model.precision(), prepared.vectors),
-        )
+        inline = inline and not request.is_large
+        value = await run_anywhere(inline, task.decode, last.state, outputs, self.context)
+        request.texts, request.truncated = prepared.texts, prepared.truncated
+        request.warnings, request.usage = prepared.warnings, prepared.usage
+        request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)
+        return value
 
     def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
         """Return the name of the space of vectors, on the graph that runs; None for no vectors."""
@@ -258,16 +235,6 @@ class Pipeline:
                 f"the request expects vectors of the embedding space {expected[:80]!a}; those of "
                 f"{self.reference} are in {space or 'one that its bundle does not name'}"
             )
-
-    async def _outputs(self, submission: Submission) -> BatchResult:
-        """Return the outputs of one round; a task that needs no engine has no encodings.
-
-        Raises:
-            ServiceError: see `Queue.submit` and its future.
-        """
-        if not submission.encodings:
-            return _NOTHING_RUN
-        return await self._completions.wait(self.model.queue.submit(submission))
 
 
 class Models:

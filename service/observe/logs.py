@@ -1,7 +1,7 @@
 """The log lines of a server, as text or as JSON, on standard error.
 
 The access log has one line per answered request, never its content. The event loop only appends a
-record; a thread formats the records and writes them in batches.
+request; a thread formats the lines and writes them in batches.
 """
 
 import atexit
@@ -16,11 +16,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Hashable
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
-from cloze.service.core import LogFormat, Rejection, StartupError, Timings
+from cloze.service.core import LogFormat, StartupError
+from cloze.service.request import ServedRequest
 
 _STDERR = 2
 _CHUNK_BYTES = 4096
@@ -159,46 +160,6 @@ def _iso_time(seconds: float) -> str:
 # ---- the access log ------------------------------------------------------------------------------
 
 
-class RequestCost(NamedTuple):
-    """The cost of a result: texts, tokens, the parts of its time, and texts that were cut."""
-
-    texts: int
-    tokens: int
-    timings: Timings
-    truncated: int = 0
-
-
-class AccessRecord(NamedTuple):
-    """An answered request, as metrics, span and log line record it.
-
-    Attributes:
-        time: seconds since the epoch at its end.
-        route: its path if the server has such a route.
-        model: the full name of the model; "" if none was chosen.
-        seconds: seconds from the end of its headers to the end of its answer.
-        cost: the cost of a result; None for an error, or a request that runs no model.
-        error: the kind of error; "" for a result.
-        rejection: why the server's own state let it fail; None if that did not.
-        is_bulk: whether it took only what others left.
-        client: who sent it: ``key:NAME``, or an address; "" if unknown.
-        key: the name of its API key; "" if it has none.
-    """
-
-    time: float
-    request_id: str
-    method: str
-    route: str
-    model: str
-    status: int
-    seconds: float
-    cost: RequestCost | None
-    error: str
-    rejection: Rejection | None = None
-    is_bulk: bool = False
-    client: str = ""
-    key: str = ""
-
-
 class LineLimit:
     """Lets `_MOST_REFUSALS` lines per second and kind through, and counts the others."""
 
@@ -249,7 +210,7 @@ class AccessLog:
         logged_from = {logging.DEBUG: 0, logging.INFO: 0, logging.WARNING: 400}
         self._lowest_status = logged_from.get(level, 500)
         self._quiet = quiet_routes if level > logging.DEBUG else frozenset()
-        self._waiting: deque[tuple[AccessRecord, int]] = deque()
+        self._waiting: deque[tuple[ServedRequest, int]] = deque()
         self._refusals = LineLimit()
         self._formatting = threading.Lock()
 
@@ -258,22 +219,22 @@ class AccessLog:
         threading.Thread(target=self._write_often, name="access log", daemon=True).start()
         atexit.register(self.flush, _WRITE_EVERY_S)
 
-    def add(self, record: AccessRecord) -> None:
+    def add(self, request: ServedRequest) -> None:
         """Log a request. Call this method on the event loop."""
-        if record.status < self._lowest_status:
+        if request.status < self._lowest_status:
             return
-        if record.status < 400 and (
-            record.route in self._quiet or (self._share < 1 and random.random() >= self._share)
+        if request.status < 400 and (
+            request.route in self._quiet or (self._share < 1 and random.random() >= self._share)
         ):
             return
         left_out: int | None = 0
-        if record.status in _REFUSALS:
-            left_out = self._refusals.left_out(record.rejection or record.status, record.time)
+        if request.status in _REFUSALS:
+            left_out = self._refusals.left_out(request.rejection or request.status, request.ended)
         if left_out is not None:
-            self._waiting.append((record, left_out))
+            self._waiting.append((request, left_out))
 
     def flush(self, wait_s: float) -> None:
-        """Write the lines of all records; see `LineWriter.flush`."""
+        """Write the lines of all requests; see `LineWriter.flush`."""
         with self._formatting:
             while self._waiting:
                 self._writer.add(_line(self._form, *self._waiting.popleft()))
@@ -285,46 +246,46 @@ class AccessLog:
             self.flush(_WRITE_EVERY_S)
 
 
-def _line(form: LogFormat, record: AccessRecord, left_out: int = 0) -> str:
+def _line(form: LogFormat, request: ServedRequest, left_out: int = 0) -> str:
     """Return the line of a request, with its line end.
 
     Args:
         left_out: the number of refusals of its kind since the last one with a line.
     """
-    status, cost = record.status, record.cost
+    status = request.status
     level = "INFO" if status < 400 else "WARNING" if status < 500 else "ERROR"
-    ms = {"total": record.seconds}
-    if cost is not None:
-        parts = cost.timings
-        ms |= {"tokenize": parts.tokenize_s, "queue": parts.queue_s, "inference": parts.inference_s}
+    ms = {"total": request.seconds}
+    if request.texts:
+        parts = (request.tokenize_s, request.queue_s, request.inference_s)
+        ms |= zip(("tokenize", "queue", "inference"), parts, strict=True)
     rounded = {name: round(seconds * 1000, 2) for name, seconds in ms.items()}
-    fields: dict[str, Any] = {"id": record.request_id}
-    if record.client:
-        fields["client"] = record.client
-    if record.model:
-        fields["model"] = record.model
-    if cost is not None:
-        fields |= {"texts": cost.texts, "tokens": cost.tokens}
-    if record.error:
-        fields["error"] = record.error
+    fields: dict[str, Any] = {"id": request.identity.decode()}
+    if request.client:
+        fields["client"] = request.client
+    if request.model:
+        fields["model"] = request.model
+    if request.texts:
+        fields |= {"texts": request.texts, "tokens": request.tokens}
+    if request.error:
+        fields["error"] = request.error
     if left_out:
         fields["left_out"] = left_out
     if form == "json":
         values = {
-            "time": _iso_time(record.time),
+            "time": _iso_time(request.ended),
             "level": level.lower(),
             "message": "request",
-            "method": record.method,
-            "route": record.route,
+            "method": request.method,
+            "route": request.route,
             "status": status,
             **fields,
             "ms": rounded,
         }
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE).decode()
     shown = {**fields, **{f"{name}_ms": value for name, value in rounded.items()}}
-    if record.client:  # a name in the keys file may have spaces, as may a forwarded address
-        shown["client"] = _UNPRINTED.sub("?", record.client)
+    if request.client:  # a name in the keys file may have spaces, as may a forwarded address
+        shown["client"] = _UNPRINTED.sub("?", request.client)
     pairs = " ".join(f"{name}={value}" for name, value in shown.items())
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))  # as logging
-    milliseconds = int(record.time * 1000) % 1000
-    return f"{at},{milliseconds:03d} {level} {record.method} {record.route} {status} {pairs}\n"
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(request.ended))  # as logging
+    milliseconds = int(request.ended * 1000) % 1000
+    return f"{at},{milliseconds:03d} {level} {request.method} {request.route} {status} {pairs}\n"

@@ -33,8 +33,8 @@ from prometheus_client.samples import Exemplar
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.engine.graph_choice import memory_state
-from cloze.service.observe.logs import AccessRecord
 from cloze.service.observe.usage import used_by_all
+from cloze.service.request import ServedRequest
 
 # Two samples per series less; Prometheus does not need them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -271,34 +271,34 @@ class Metrics(Collector):
             for status in statuses:
                 self._series(self._families.requests, model, route, status)
 
-    def observe_request(self, answered: AccessRecord) -> None:
+    def observe_request(self, request: ServedRequest) -> None:
         """Record an answered request: a result or an error."""
         families, series, observed = self._families, self._series, self._observed
-        model = self.names.get(answered.model, answered.model)
-        requests = observed[series(families.requests, model, answered.route, answered.status)]
+        model = self.names.get(request.model, request.model)
+        requests = observed[series(families.requests, model, request.route, request.status)]
         if len(requests) >= _MAX_UNWRITTEN:
             self._write_observed()
         requests.append(1)
-        observed[families.classes[answered.is_bulk]].append(1)
-        if answered.key:
-            families.key_requests.labels(answered.key, answered.status).inc()
-            if answered.cost is not None:
-                families.key_tokens.labels(answered.key).inc(answered.cost.tokens)
-        if answered.rejection is not None:
-            families.rejected[answered.rejection].inc()
-        if answered.status != _OK:
+        observed[families.classes[request.is_bulk]].append(1)
+        if request.key is not None:
+            families.key_requests.labels(request.key.name, request.status).inc()
+            if request.texts:
+                families.key_tokens.labels(request.key.name).inc(request.tokens)
+        if request.rejection is not None:
+            families.rejected[request.rejection].inc()
+        if request.status != _OK:
             return
-        if not answered.is_bulk:  # which may take long
-            duration = series(families.durations, model, answered.route)
-            observed[duration].append(answered.seconds)
-            if len(_LABEL) + len(answered.request_id) <= _MAX_EXEMPLAR_CHARACTERS:
-                self._newest[duration] = answered.seconds, answered.request_id
-        cost = answered.cost
-        if cost is not None and cost.tokens:  # the histograms of batches have the same requests
-            for part, seconds in zip(_PARTS, cost.timings, strict=False):
+        if not request.is_bulk:  # which may take long
+            duration = series(families.durations, model, request.route)
+            observed[duration].append(request.seconds)
+            if len(_LABEL) + len(request.identity) <= _MAX_EXEMPLAR_CHARACTERS:
+                self._newest[duration] = request.seconds, request.identity.decode()
+        if request.tokens:  # the histograms of batches have the same requests
+            parts = (request.tokenize_s, request.queue_s, request.inference_s)
+            for part, seconds in zip(_PARTS, parts, strict=True):
                 observed[series(families.parts, model, part)].append(seconds)
-            if cost.truncated:
-                series(families.truncated, model).inc(cost.truncated)
+            if request.truncated:
+                series(families.truncated, model).inc(request.truncated)
 
     def observe_reload(self, *, ok: bool) -> None:
         """Record a reload of this process, or one that could not be served."""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.service.core import BatchReport, StartupError
-from cloze.service.observe.logs import AccessRecord
+from cloze.service.request import ServedRequest
 from cloze.service.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,30 +57,30 @@ class RequestTrace:
     def __init__(self, tracer: "Tracer", span: "Span", parent: str) -> None:
         self._tracer, self._span, self.parent = tracer, span, parent
 
-    def end(self, answered: AccessRecord) -> None:
+    def end(self, request: ServedRequest) -> None:
         """End the span, and add those of its parts."""
         from opentelemetry.trace import StatusCode
 
         span = self._span
-        span.update_name(f"{answered.method} {answered.route}")
+        span.update_name(f"{request.method} {request.route}")
         span.set_attributes(
             {
-                "http.request.method": answered.method,
-                "http.route": answered.route,
-                "http.response.status_code": answered.status,
-                "cloze.request_id": answered.request_id,
-                "cloze.model": answered.model,
-                "cloze.client": answered.client,
+                "http.request.method": request.method,
+                "http.route": request.route,
+                "http.response.status_code": request.status,
+                "cloze.request_id": request.identity.decode(),
+                "cloze.model": request.model,
+                "cloze.client": request.client,
             }
         )
-        if answered.error:
-            span.set_attribute("error.type", answered.error)
-        if answered.status >= 500:
+        if request.error:
+            span.set_attribute("error.type", request.error)
+        if request.status >= 500:
             span.set_status(StatusCode.ERROR)
-        if (cost := answered.cost) is not None:
-            span.set_attributes({"cloze.texts": cost.texts, "cloze.tokens": cost.tokens})
-            *parts, began = cost.timings
-            context = _context_of(span)
+        if request.texts:
+            span.set_attributes({"cloze.texts": request.texts, "cloze.tokens": request.tokens})
+            parts = (request.tokenize_s, request.queue_s, request.inference_s)
+            began, context = request.began, _context_of(span)
             for name, seconds in zip(("tokenize", "queue", "inference"), parts, strict=True):
                 part = self._tracer.start_span(name, context, start_time=_epoch_ns(began))
                 began += seconds

@@ -243,13 +243,6 @@ class TaskContext:
         return self.prompt(recipe.prompt_of(role) if recipe else None)
 
 
-class TaskCall(NamedTuple):
-    """A client's call of a task, independent of the protocol; the task has the types of both."""
-
-    inputs: Any
-    parameters: Any
-
-
 @dataclass(slots=True)  # not frozen: every request makes one; see `Submission`
 class TextUsage:
     """How much of one input the model read.

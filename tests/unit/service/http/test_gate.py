@@ -19,15 +19,16 @@ from cloze.service.core import (
     QueueState,
     Rejection,
     ServiceError,
-    Timings,
 )
 from cloze.service.http import gate as gate_module
 from cloze.service.http import record as record_module
-from cloze.service.http.record import Callers, RequestRecord
+from cloze.service.http.door import Gate, GateModel, Paths, Starts
+from cloze.service.http.record import Callers
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.observe.logs import AccessLog, RequestCost
+from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
+from cloze.service.request import ServedRequest
 from tests.records import Open, connected, pairs
 
 
@@ -116,7 +117,7 @@ class Gated:
         self, path: str, client: str = "a", connection: Open | None = None, **headers: str
     ) -> bytes | None:
         sent = {"path": path, "method": "POST", "client": (client, 1), "headers": pairs(headers)}
-        self.record: RequestRecord = CALLERS.record(sent, self.paths.route(path))
+        self.record: ServedRequest = CALLERS.record(sent, self.paths.route(path))
         self.record.connection = connection
         refusal = self.gate.refusal(self.record)
         self.hold_s = refusal.hold_s if refusal is not None else 0.0
@@ -166,7 +167,7 @@ def test_answers_say_how_many_bytes_a_token_has(clock: Clock) -> None:
     queue = Waiting(0.0)
     gated = Gated(queue)
     assert gated.ask(765) is None
-    gated.record.cost = RequestCost(1, 102, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.record.tokens = 102
     gated.gate.answered(gated.record)
     gated.ask(765)
     gated.ask(765, path="/of/x")
@@ -177,11 +178,9 @@ def test_an_answer_without_tokens_or_from_a_cut_text_says_little(clock: Clock) -
     queue = Waiting(0.0)
     gated = Gated(queue)
     gated.ask(1600)
-    for cost in (None, RequestCost(1, 0, Timings(0.0, 0.0, 0.0, 0.0))):
-        gated.record.cost = cost
-        gated.gate.answered(gated.record)
+    gated.gate.answered(gated.record)
     gated.ask(1600)
-    gated.record.cost = RequestCost(1, 1, Timings(0.0, 0.0, 0.0, 0.0), truncated=1)
+    gated.record.tokens, gated.record.truncated = 1, 1
     gated.gate.answered(gated.record)
     gated.ask(1600)
     assert [tokens for _, tokens, *_ in queue.asked] == [321, 321, 101], "16 bytes at most"
@@ -192,10 +191,10 @@ def test_no_answer_says_that_a_token_has_less_than_two_bytes(clock: Clock) -> No
     queue = Waiting(0.0)
     gated = Gated(queue)
     gated.ask(100, content_encoding="gzip")
-    gated.record.cost = RequestCost(1, 5000, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.record.tokens = 5000
     gated.gate.answered(gated.record)
     gated.ask(100)
-    gated.record.cost = RequestCost(1, 5000, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.record.tokens = 5000
     gated.gate.answered(gated.record)
     gated.ask(100)
     assert [tokens for _, tokens, *_ in queue.asked] == [21, 21, 51]
@@ -362,7 +361,7 @@ def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
     queue = Waiting()
     gated = Gated(queue)
 
-    def started(size: int = 100, client: str = "a") -> RequestRecord:
+    def started(size: int = 100, client: str = "a") -> ServedRequest:
         assert gated.ask(size, client=client) is None
         gated.starts.start(gated.record, lambda: None)
         return gated.record

@@ -460,7 +460,7 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     assert (record.identity, record.headers) == (b"mine", sent["headers"])
     assert record.model == record.error == ""
     wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
-    assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, None)
+    assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, "other")
     assert wrong.terms_problem == (
         "x-request-timeout-ms: a whole number from 1 to 30000, got '30001'"
     )

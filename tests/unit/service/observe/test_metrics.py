@@ -2,17 +2,18 @@
 
 from typing import Any
 
-from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection, Timings
-from cloze.service.observe.logs import AccessRecord, RequestCost
+from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.observe.metrics import Metrics
+from cloze.service.request import ServedRequest
 
-TIMINGS = Timings(0.25, 0.5, 0.75, began=1234.0)
 
-
-def answered(status: int = 200, **fields: Any) -> AccessRecord:
-    values: dict[str, Any] = {"model": "m@1", "cost": RequestCost(1, 7, TIMINGS), "error": ""}
-    return AccessRecord(
-        0.0, "id", "POST", "/embed", status=status, seconds=2.0, **(values | fields)
+def answered(status: int = 200, **fields: Any) -> ServedRequest:
+    noted: dict[str, Any] = {
+        "model": "m@1", "texts": 1, "tokens": 7,
+        "tokenize_s": 0.25, "queue_s": 0.5, "inference_s": 0.75,
+    }  # fmt: skip
+    return ServedRequest(
+        identity=b"id", route="/embed", status=status, seconds=2.0, **(noted | fields)
     )
 
 
@@ -31,7 +32,7 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def test_a_result_is_recorded_with_the_parts_of_its_time() -> None:
     metrics = Metrics(["m@1"])
-    metrics.observe_request(answered(cost=RequestCost(1, 7, TIMINGS, truncated=3)))
+    metrics.observe_request(answered(truncated=3))
     assert values(metrics) == {
         'requests_total{route="/embed",status="200"}': 1,
         'request_classes_total{class="none"}': 1,
@@ -64,8 +65,8 @@ def test_what_waits_for_a_scrape_stays_bounded() -> None:
 
 def test_requests_without_the_engine_are_not_in_its_histograms() -> None:
     metrics = Metrics(["m@1"])
-    metrics.observe_request(answered(cost=RequestCost(1, 0, TIMINGS)))
-    metrics.observe_request(answered(cost=None))
+    metrics.observe_request(answered(tokens=0))
+    metrics.observe_request(answered(texts=0, tokens=0))
     assert not any("part" in name for name in values(metrics))
     assert values(metrics)['request_duration_seconds_count{route="/embed"}'] == 2
 

@@ -31,12 +31,13 @@ from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.record import RECORD, Callers, RequestRecord
+from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.routes import Route
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
 
@@ -165,7 +166,7 @@ class Service:
             served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
             pipelines.append(Pipeline(served, LIMITS))
         self.state, self.scope = State(), dict[str, Any]()
-        self.seen: RequestRecord
+        self.seen: ServedRequest
         self._callers = callers or Callers(max_timeout_s=60.0)
         self.metrics = Metrics([pipeline.manifest.reference for pipeline in pipelines])
         self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), UnreadAnswers(1_000_000)

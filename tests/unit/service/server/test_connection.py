@@ -16,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
-from cloze.service.http.record import RECORD, Callers, RequestRecord
+from cloze.service.http.door import Refusal, Starts
+from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.returns import Returns
+from cloze.service.request import ServedRequest
 from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
@@ -85,7 +87,7 @@ class World:
     """
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
-        self.refuses: Callable[[RequestRecord], bool] = lambda _: False
+        self.refuses: Callable[[ServedRequest], bool] = lambda _: False
         self.hold_s = 0.0
         self.returns = Returns()
         self.asked: list[str] = []

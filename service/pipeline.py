@@ -194,8 +194,8 @@ class Pipeline:
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
-        takes_long = task.takes_long(call.parameters)
-        inline = size <= _INLINE_BYTES and not takes_long
+        needs_thread = task.needs_thread(call.parameters)
+        inline = size <= _INLINE_BYTES and not needs_thread
         if inline:
             prepared = task.prepare(*call, self.context)
         else:
@@ -405,6 +405,7 @@ class Models:
     def _missing(task: Task, pipelines: Iterable[Pipeline]) -> str:
         """Return why models with the heads of a task do not do it; "" if there is none."""
         for pipeline in pipelines:
-            if task.has_heads(pipeline.manifest) and (why := task.missing(pipeline.manifest)):
-                return f"{pipeline.reference} classifies, but {why}"
+            manifest = pipeline.manifest
+            if task.has_heads(manifest) and (reason := task.why_not_served(manifest)):
+                return f"{pipeline.reference} classifies, but {reason}"
         return ""

@@ -31,6 +31,7 @@ from cloze.service.tasks import (
     TaskCall,
     embed,
     embed_all,
+    late_interaction,
     rerank,
     similarity,
     text_classification,
@@ -143,11 +144,6 @@ class _Rerank(TaskRoute):
 
     task = rerank.TASK
     body = RerankBody
-    names: ClassVar[Names] = {
-        ("inputs", "source_sentence"): "query",
-        ("inputs", "sentences"): "texts",
-        ("inputs",): "texts",
-    }
     doc = _doc(
         "Texts in the order of their relevance to a query",
         result=list[rerank.Rank] | rerank.RankReport,
@@ -163,8 +159,9 @@ class _Rerank(TaskRoute):
         Those of late interaction follow, then those that embed.
         """
         classifying = models.serving(text_classification.TASK)
-        ranking = [p for p in classifying if rerank.classifies(p.manifest)]
-        ranking += [p for p in models.serving(embed_all.TASK) if rerank.interacts(p.manifest)]
+        ranking = [p for p in classifying if rerank.scorer_of(p.manifest) == "classifier"]
+        interacting = models.serving(embed_all.TASK)
+        ranking += [p for p in interacting if late_interaction.interaction(p.manifest) is not None]
         ranking += models.serving(similarity.TASK)
         return list(dict.fromkeys(ranking))
 

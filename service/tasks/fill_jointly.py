@@ -116,7 +116,7 @@ class JointFilling:
         return [text for text in self.texts if text.filled < len(text.masks)]
 
     def _encoding(self, text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Encoding:
-        encoding = tokenizer.encode(text.ids, len(text.ids) + 2)
+        encoding = tokenizer.encode(text.ids)
         positions = text.masks
         if self.method != "independent":
             encoding.input_ids[text.masks[: text.filled]] = hypothesis.tokens

@@ -25,7 +25,7 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_range,
 )
-from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
 
 _WRITTEN_TOKENS = 4
@@ -73,7 +73,7 @@ def prepare(
 ) -> PreparedRequest[Any]:
     """Tokenize texts that each hold at least one mask token."""
     tokenizer, limits = context.tokenizer, context.limits
-    texts = limits.listed(inputs)
+    texts = limits.checked(inputs)
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
     targets = _targets(parameters, limits)
@@ -94,7 +94,8 @@ def prepare(
         windows = None
         if rule.report and choice == "window" and end - first < len(ids):
             windows = characters([(first, end)], tokenizer.spans(text).offsets)
-        encoder.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
+        usage = TextUsage(len(ids) + TEXT_TOKENS, end - first + TEXT_TOKENS, windows)
+        encoder.texts.append(EncodedText([], usage))
         read.append((at, ids[first:end]))
         predictions += len(masks) * max(top_k, len(targets))
         written += len(masks) * max(top_k, len(targets)) * (end - first)
@@ -110,12 +111,13 @@ def prepare(
     else:
         tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
         prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
-    encoder.encodings = prepared.encodings
     described = encoder.prepared(prepared.state)
-    return described._replace(warnings=warnings, advance=prepared.advance)
+    return described._replace(
+        encodings=prepared.encodings, warnings=warnings, advance=prepared.advance
+    )
 
 
-def _takes_long(parameters: FillMaskParameters) -> bool:
+def _needs_thread(parameters: FillMaskParameters) -> bool:
     return (
         parameters.decode is not None
         or parameters.targets_as == "words"
@@ -209,7 +211,7 @@ TASK: Final = Task(
     prepare=prepare,
     decode=lambda filling, outputs, context: filling.decode(outputs, context),
     alone=(str,),
-    takes_long=_takes_long,
+    needs_thread=_needs_thread,
     scores=lambda *_: "probability",
     examples={
         "One text": {"inputs": "Paris is the [MASK] of France."},

@@ -155,7 +155,7 @@ def prepare_tokens(
     logits_of = targets if originals is None else list(range(tokenizer.vocab_size))
     encodings = []
     for _, text in ids:
-        encoding = tokenizer.encode(text, context.limits.max_tokens)
+        encoding = tokenizer.encode(text)
         positions = tokenizer.mask_positions(encoding.input_ids.tolist())
         request = MaskedLMRequest(positions, 0 if targets else top_k, logits_of)
         encoding.requests = {masked_lm.HEAD.name: request}
@@ -177,7 +177,7 @@ def original_tokens(
         raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []
     for (at, text), original in zip(ids, originals, strict=True):
-        context.limits.check_text(original, _ORIGINAL)
+        context.limits.checked(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = quoted(original)
@@ -325,7 +325,7 @@ def _word_encoding(
     assert tokenizer.mask_id is not None  # a model with the head has the token
     place = [*word[:known], *[tokenizer.mask_id] * (len(word) - known)]
     ids = [*text.ids[1:mask], *place, *text.ids[mask + 1 : -1]]
-    encoding = tokenizer.encode(ids, len(ids) + 2)
+    encoding = tokenizer.encode(ids)
     request = MaskedLMRequest([mask + known], targets=[word[known]])
     encoding.requests = {masked_lm.HEAD.name: request}
     return encoding

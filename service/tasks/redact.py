@@ -16,9 +16,9 @@ from cloze.model_store.heads import token_classification as head
 from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
-from cloze.service.tasks.label_sets import LABEL_SET
 from cloze.service.tasks.patterns import Pattern, find, regions
 from cloze.service.tasks.task import (
+    LABEL_SET,
     Outputs,
     PreparedRequest,
     Task,
@@ -138,12 +138,11 @@ def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) 
     known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != _OUTSIDE)
     if asked is None:
         return frozenset(known)
-    context.limits.check_count(len(asked), _LABELS, "label")
-    for number, label in enumerate(asked):
+    for at, label in context.limits.checked(asked, _LABELS, "label"):
         if label not in known:
             shown = ascii(", ".join(known))[1:-1][:200]
             problem = f"is {quoted(label)}; {context.manifest.reference} has {shown}"
-            raise InvalidRequest(problem, _LABELS.below(number))
+            raise InvalidRequest(problem, at)
     return frozenset(asked)
 
 
@@ -228,7 +227,7 @@ TASK: Final = Task(
     result=Redaction | list[Redaction],
     alone=(str,),
     own_parameters=("across_texts", "min_score", "patterns"),
-    takes_long=lambda parameters: bool(parameters.patterns),  # a search takes 1 us per character
+    needs_thread=lambda parameters: bool(parameters.patterns),  # a search takes 1 us per character
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

@@ -100,7 +100,7 @@ def prepare_texts(
 ) -> PreparedRequest[list[TokenizedText]]:
     """Tokenize the texts."""
     limits, tokenizer = context.limits, context.tokenizer
-    texts = limits.listed(inputs)
+    texts = limits.checked(inputs)
     prompt = context.prompt(parameters.prompt_name)
     special = tokenizer.special
     around = tuple(
@@ -132,7 +132,7 @@ TOKENIZE: Final = Task(
     inputs=Annotated[Text | Texts, Field(description="a text or a list of texts")],
     parameters=TokenizeParameters,
     result=list[list[Token]],
-    takes_long=lambda _: True,  # each text may have a long prompt, and each token is an object
+    needs_thread=lambda _: True,  # each text may have a long prompt, and each token is an object
     prepare=prepare_texts,
     decode=lambda texts, _outputs, _context: texts,
 )
@@ -157,7 +157,7 @@ def prepare_ids(
     """Check the ids."""
     limits = context.limits
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
-    limits.check_count(len(lists), INPUTS)
+    limits.checked(lists)
     if not all(lists):
         raise EmptyRequest("has an empty list; it needs at least 1 token id", INPUTS)
     if (count := sum(map(len, lists))) > (most := limits.max_results):

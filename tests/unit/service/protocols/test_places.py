@@ -5,8 +5,7 @@ import pytest
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.http.json_bodies import validate
 from cloze.service.protocols.native import body_type
-from cloze.service.protocols.protocol import in_body
-from cloze.service.protocols.tei import _Rerank
+from cloze.service.protocols.protocol import Names, in_body
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel
 
@@ -62,6 +61,13 @@ def test_a_part_of_a_body_has_its_place() -> None:
         validate(Nested, {"count": "a"}, Location(("parameters",)))
 
 
+NAMES: Names = {
+    ("inputs", "source_sentence"): "query",
+    ("inputs", "sentences"): "texts",
+    ("inputs",): "texts",
+}
+
+
 @pytest.mark.parametrize(
     ("at", "shown"),
     [
@@ -73,7 +79,7 @@ def test_a_part_of_a_body_has_its_place() -> None:
     ],
 )
 def test_a_protocol_has_its_own_names(at: Location | None, shown: str) -> None:
-    assert str(in_body(at, _Rerank.names)) == shown
+    assert str(in_body(at, NAMES)) == shown
 
 
 def test_the_message_begins_with_the_place() -> None:
@@ -85,6 +91,6 @@ def test_the_message_begins_with_the_place() -> None:
 def test_an_error_keeps_its_words_in_another_place() -> None:
     error = InvalidRequest("the windows hold 410 tokens", INPUTS.below("sentences", 3), "up to ")
     assert str(error) == "up to inputs.sentences[3] the windows hold 410 tokens"
-    moved = error.moved(in_body(error.at, _Rerank.names))
+    moved = error.moved(in_body(error.at, NAMES))
     assert str(moved) == "up to texts[3] the windows hold 410 tokens"
     assert type(moved) is InvalidRequest

@@ -225,15 +225,15 @@ def test_predictions_and_masks_are_limited_per_request() -> None:
 
 
 def test_calls_that_take_long() -> None:
-    def takes_long(**parameters: Any) -> bool:
+    def needs_thread(**parameters: Any) -> bool:
         task = TASKS["fill-mask"]
-        return task.takes_long(task.parameters.model_validate(parameters))
+        return task.needs_thread(task.parameters.model_validate(parameters))
 
-    assert not takes_long()
-    assert not takes_long(targets=["a"])
-    assert takes_long(decode="beam")
-    assert takes_long(targets=["a"], targets_as="words")
-    assert takes_long(original="a")
+    assert not needs_thread()
+    assert not needs_thread(targets=["a"])
+    assert needs_thread(decode="beam")
+    assert needs_thread(targets=["a"], targets_as="words")
+    assert needs_thread(original="a")
 
 
 # ---- long texts: the model reads 12 tokens -----------------------------------------------------

@@ -8,10 +8,8 @@ Source: the routes of text-embeddings-inference 1.9, as it answers.
 
 from collections.abc import Sequence
 from functools import partial
-from io import BytesIO
 from typing import Annotated, Any, ClassVar, Final
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request
 
@@ -209,19 +207,6 @@ class _Tokenize(_TokenizerRoute):
 
     def to_call(self, body: TokenizeBody) -> TaskCall:
         return TaskCall(body.inputs, body)
-
-    def respond(self, _: Request, __: TokenizeBody, result: TaskResult) -> BytesResponse:
-        """Write the tokens part by part: as one value, they would need ten times the memory."""
-        written = BytesIO()
-        texts: list[token_ids.TokenizedText] = result.value
-        for number, text in enumerate(texts):
-            written.write(b",[" if number else b"[[")
-            for index, part in enumerate(text.parts()):
-                written.write(b"," if index else b"")
-                written.write(memoryview(orjson.dumps(part))[1:-1])
-            written.write(b"]")
-        written.write(b"]")
-        return BytesResponse(written.getvalue())
 
 
 class _Decode(_TokenizerRoute):

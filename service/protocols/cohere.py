@@ -30,14 +30,8 @@ from cloze.service.protocols.protocol import (
     json_response,
 )
 from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.task import (
-    Count,
-    NotEmpty,
-    Text,
-    Texts,
-    WireModel,
-)
 from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
+from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
 _PATH: Final = "/v2/embed"
 

@@ -45,7 +45,8 @@ from cloze.service.protocols.tensors import (
     write_tensor,
 )
 from cloze.service.tasks import Task, TaskCall
-from cloze.service.tasks.task import INPUTS, WireModel
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import WireModel
 
 _TAG: Final = "Open Inference Protocol"
 

@@ -24,8 +24,8 @@ from cloze.service.protocols.protocol import (
     json_response,
 )
 from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.task import Count, WireModel
 from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
+from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""

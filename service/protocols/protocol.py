@@ -28,7 +28,7 @@ from cloze.service.logs import RequestCost
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.tasks import Task, TaskCall
-from cloze.service.tasks.task import WireModel
+from cloze.service.tasks.wire import WireModel
 
 _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""

@@ -20,7 +20,6 @@ from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
-    Count,
     Outputs,
     PreparedRequest,
     Task,
@@ -29,6 +28,7 @@ from cloze.service.tasks.task import (
     check_range,
 )
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
+from cloze.service.tasks.wire import Count
 
 _WORDS_PER_RESULT = 16
 """Number of words that cost about as much as one prediction of a mask, in time and memory."""

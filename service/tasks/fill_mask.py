@@ -15,18 +15,16 @@ from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
 from cloze.service.tasks.task import (
-    Count,
     PreparedRequest,
     Task,
     TaskContext,
     TaskLimits,
-    Text,
-    Texts,
     TextUsage,
     check_range,
 )
 from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
+from cloze.service.tasks.wire import Count, Text, Texts
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.

@@ -27,10 +27,7 @@ from cloze.service.tasks.task import (
     ScoreKind,
     Task,
     TaskContext,
-    Text,
-    Texts,
     TextUsage,
-    WireModel,
 )
 from cloze.service.tasks.texts import (
     TextEncoder,
@@ -40,6 +37,7 @@ from cloze.service.tasks.texts import (
     encode_texts,
 )
 from cloze.service.tasks.windows import LongText, LongTextRule
+from cloze.service.tasks.wire import Text, Texts, WireModel
 
 
 class RerankInputs(WireModel):

@@ -23,13 +23,12 @@ from cloze.service.tasks.task import (
     PreparedRequest,
     Task,
     TaskContext,
-    Text,
-    Texts,
     TextUsage,
     check_has_tokens,
 )
 from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import LongText, LongTextRule, centred
+from cloze.service.tasks.wire import Text, Texts
 from cloze.service.tokenizer import Spans
 
 

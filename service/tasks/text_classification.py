@@ -16,22 +16,18 @@ from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 from cloze.service.core import Float32, Location
 from cloze.service.tasks.task import (
-    LABEL_SET,
-    Count,
     Input,
-    NotEmpty,
     Outputs,
     PreparedRequest,
     ScoreKind,
     Task,
     TaskContext,
-    Text,
-    WireModel,
     check_range,
     softmax,
 )
 from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
 from cloze.service.tasks.windows import LongText
+from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel
 
 Function = Literal["sigmoid", "softmax", "none"]
 

@@ -13,17 +13,9 @@ from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
-from cloze.service.tasks.task import (
-    Input,
-    NotEmpty,
-    PreparedRequest,
-    TaskContext,
-    Text,
-    TextUsage,
-    TokenIds,
-    WireModel,
-)
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.windows import Bounds, Divider, LongText, LongTextRule, characters
+from cloze.service.tasks.wire import NotEmpty, Text, TokenIds, WireModel
 from cloze.service.tokenizer import Tokenizer
 
 TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]

@@ -18,20 +18,17 @@ from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
-    LABEL_SET,
-    CountOrZero,
     Outputs,
     PreparedRequest,
     Task,
     TaskContext,
-    Text,
-    Texts,
     check_has_tokens,
     check_range,
     softmax,
 )
 from cloze.service.tasks.texts import TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
+from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts
 from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]

@@ -9,18 +9,8 @@ from pydantic import Field
 
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks.task import (
-    INPUTS,
-    UP_TO,
-    NotEmpty,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    Text,
-    Texts,
-    TokenIds,
-    WireModel,
-)
+from cloze.service.tasks.task import INPUTS, UP_TO, PreparedRequest, Task, TaskContext
+from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds, WireModel
 from cloze.service.tokenizer import Spans
 
 _MOST_ID = 2**32 - 1

@@ -17,13 +17,10 @@ from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
-    NotEmpty,
     Outputs,
     PreparedRequest,
     Task,
     TaskContext,
-    Text,
-    Texts,
     TextUsage,
     check_has_tokens,
     softmax,
@@ -41,6 +38,7 @@ from cloze.service.tasks.texts import (
     UsageParameters,
 )
 from cloze.service.tasks.windows import LongText, characters
+from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
 _PLACE: Final = "{}"

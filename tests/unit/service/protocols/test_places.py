@@ -7,7 +7,8 @@ from cloze.service.http.json_bodies import validate
 from cloze.service.protocols.native import body_type
 from cloze.service.protocols.protocol import Names, in_body
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import Text, Texts, WireModel
 
 
 class Nested(WireModel):

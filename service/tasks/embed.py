@@ -19,7 +19,7 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
-from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext, check_range
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import (
     EmbedInputs,
     TextEncoder,
@@ -27,7 +27,7 @@ from cloze.service.tasks.texts import (
     encode_texts,
 )
 from cloze.service.tasks.windows import Bounds, LongText
-from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty
+from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
 PoolingChoice = Literal["cls", "mean", "max"]
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]

@@ -19,16 +19,9 @@ from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.task import (
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    TaskLimits,
-    check_range,
-)
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext, TaskLimits
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
-from cloze.service.tasks.wire import Count
+from cloze.service.tasks.wire import Count, check_range
 
 _WORDS_PER_RESULT = 16
 """Number of words that cost about as much as one prediction of a mask, in time and memory."""

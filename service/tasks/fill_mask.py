@@ -14,17 +14,10 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
-from cloze.service.tasks.task import (
-    PreparedRequest,
-    Task,
-    TaskContext,
-    TaskLimits,
-    TextUsage,
-    check_range,
-)
+from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
 from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
-from cloze.service.tasks.wire import Count, Text, Texts
+from cloze.service.tasks.wire import Count, Text, Texts, check_range
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.
@@ -97,7 +90,9 @@ def prepare(
         read.append((at, ids[first:end]))
         predictions += len(masks) * max(top_k, len(targets))
         written += len(masks) * max(top_k, len(targets)) * (end - first)
-    _check_predictions(predictions, written, limits)
+    limits.check_results(predictions, "the request asks for", "predictions (masks x top_k)")
+    if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
+        raise InvalidRequest(f"the predictions' texts hold {written} tokens; the limit is {most}")
     prepared: PreparedRequest[Any]
     if parameters.decode is not None:
         prepared = fill_jointly.prepare_jointly(read, parameters.decode, top_k, context)
@@ -178,18 +173,6 @@ def _part(
             at,
         )
     return first, end
-
-
-def _check_predictions(predictions: int, written: int, limits: TaskLimits) -> None:
-    """Raise `InvalidRequest` for the predictions, or the tokens of their sequences."""
-    if predictions > (most := limits.max_results):
-        raise InvalidRequest(
-            f"the request asks for more than {most} predictions (masks x top_k), the limit"
-        )
-    if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
-        raise InvalidRequest(
-            f"the predictions' sequences would hold more than {most} tokens, the limit"
-        )
 
 
 _Result = (

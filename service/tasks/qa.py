@@ -28,11 +28,10 @@ from cloze.service.tasks.task import (
     TaskLimits,
     TextUsage,
     check_has_tokens,
-    check_range,
 )
 from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import LongText, LongTextRule, characters
-from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel
+from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
 """Defaults of parameters. The default is the model's limit if that is less."""

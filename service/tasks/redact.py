@@ -17,14 +17,14 @@ from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
 from cloze.service.tasks.patterns import Pattern, find, regions
-from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext, check_range
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.token_classification import (
     TaggedTexts,
     TokenClassificationParameters,
     entity_group,
 )
-from cloze.service.tasks.wire import LABEL_SET, Text, Texts
+from cloze.service.tasks.wire import LABEL_SET, Text, Texts, check_range
 
 _LABELS: Final = Location(("labels",))
 _OUTSIDE: Final = "O"

@@ -311,12 +311,6 @@ def check_has_tokens(ids: Sequence[int], at: Location) -> None:
         raise InvalidRequest("has no token, only spaces or control characters", at)
 
 
-def check_range(value: float, low: float, high: float, name: str) -> None:
-    """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
-    if not low <= value <= high:
-        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))
-
-
 def softmax(logits: Float32) -> Float32:
     """Return the probabilities of each row of logits [n, L]."""
     exponentials = np.exp(logits - logits.max(1, keepdims=True))

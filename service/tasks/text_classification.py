@@ -22,12 +22,11 @@ from cloze.service.tasks.task import (
     ScoreKind,
     Task,
     TaskContext,
-    check_range,
     softmax,
 )
 from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
 from cloze.service.tasks.windows import LongText
-from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel
+from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel, check_range
 
 Function = Literal["sigmoid", "softmax", "none"]
 

@@ -23,12 +23,11 @@ from cloze.service.tasks.task import (
     Task,
     TaskContext,
     check_has_tokens,
-    check_range,
     softmax,
 )
 from cloze.service.tasks.texts import TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
-from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts
+from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
 from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]

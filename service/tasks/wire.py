@@ -13,6 +13,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
+from cloze.service.core import InvalidRequest, Location
+
 
 def _stop_at_first_error(schema: Any) -> None:
     """Set what a core schema says of lists, tuples and dictionaries, in all of its parts."""
@@ -103,3 +105,9 @@ TokenIds = Annotated[
     WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}),
 ]
 """The token ids of a text."""
+
+
+def check_range(value: float, low: float, high: float, name: str) -> None:
+    """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))

@@ -185,7 +185,7 @@ def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:
     # 2 texts x 5 predictions x tokens per text: 2 masks x 3 tokens, 1 mask x 2 tokens.
     texts = ["[MASK] [MASK] a", "[MASK] a"]
     prepared("fill-mask", texts, limited(max_request_tokens=10))  # 30 + 10 written
-    with pytest.raises(InvalidRequest, match="sequences would hold more than 36 tokens"):
+    with pytest.raises(InvalidRequest, match=r"texts hold 40 tokens; the limit is 36"):
         prepared("fill-mask", texts, limited(max_request_tokens=9))
 
 

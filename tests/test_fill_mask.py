@@ -310,7 +310,7 @@ def test_the_best_prediction_has_rank_1(server: Server) -> None:
         (
             ["[MASK] " * 9] * 40,
             {"targets": [f"walking{n}" for n in range(100)], "targets_as": "words"},
-            "the request asks for more than 32768 predictions (masks x top_k), the limit",
+            "the request asks for 36000 predictions (masks x top_k); the limit is 32768",
         ),
         (
             ["[MASK] [MASK]"] * 40,

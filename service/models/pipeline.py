@@ -174,7 +174,7 @@ class Pipeline:
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
         request.began = time.monotonic()
-        inline = request.body_bytes <= _INLINE_BYTES and not task.takes_long(parameters)
+        inline = request.body_bytes <= _INLINE_BYTES and not task.needs_thread(parameters)
         prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
         request.tokenize_s = time.monotonic() - request.began
         if request.expected_space is not None and self.model.precision():
@@ -372,6 +372,7 @@ class Models:
     def _missing(task: Task, pipelines: Iterable[Pipeline]) -> str:
         """Return why models with the heads of a task do not do it; "" if there is none."""
         for pipeline in pipelines:
-            if task.has_heads(pipeline.manifest) and (why := task.missing(pipeline.manifest)):
-                return f"{pipeline.reference} classifies, but {why}"
+            manifest = pipeline.manifest
+            if task.has_heads(manifest) and (reason := task.why_not_served(manifest)):
+                return f"{pipeline.reference} classifies, but {reason}"
         return ""

@@ -46,15 +46,9 @@ from cloze.service.tasks import (
     text_classification,
     token_classification,
 )
-from cloze.service.tasks.task import (
-    INPUTS,
-    NoParameters,
-    NotEmpty,
-    NotEmptyText,
-    TextUsage,
-    WireModel,
-)
+from cloze.service.tasks.task import INPUTS, TextUsage
 from cloze.service.tasks.texts import UsageParameters
+from cloze.service.tasks.wire import NoParameters, NotEmpty, NotEmptyText, WireModel
 
 ModelName = Annotated[
     str | None,

@@ -46,7 +46,8 @@ from cloze.service.protocols.tensors import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import Task
-from cloze.service.tasks.task import INPUTS, WireModel
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import WireModel
 
 _TAG: Final = "Open Inference Protocol"
 

@@ -24,8 +24,9 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
-from cloze.service.tasks.task import INPUTS, Count, WireModel
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
+from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""

@@ -205,7 +205,7 @@ def _base(pipeline: Pipeline) -> dict[str, str]:
 def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:
     """Return what the scores of each task are unless a request says otherwise."""
     tasks = [context.tasks[name] for name in context.models.tasks_of(pipeline)]
-    if similarity.TASK in tasks or rerank.classifies(pipeline.manifest):
+    if similarity.TASK in tasks or rerank.scorer_of(pipeline.manifest) == "classifier":
         tasks.append(rerank.TASK)
     kinds = {task.name: task.scores(pipeline.manifest, task.parameters()) for task in tasks}
     return {name: kind for name, kind in kinds.items() if kind is not None}

@@ -30,7 +30,7 @@ from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import Task
-from cloze.service.tasks.task import WireModel
+from cloze.service.tasks.wire import WireModel
 from cloze.service.threads import check_awaited
 
 _VIEWS = 1024

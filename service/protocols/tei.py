@@ -8,10 +8,8 @@ Source: the routes of text-embeddings-inference 1.9, as it answers.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from typing import Annotated, Any, ClassVar, Final
 
-import orjson
 from pydantic import Field
 
 from cloze.service.core import Location
@@ -30,14 +28,16 @@ from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
     embed,
     embed_all,
+    late_interaction,
     rerank,
     similarity,
     text_classification,
     token_ids,
 )
-from cloze.service.tasks.task import INPUTS, NotEmpty, Text, Texts, TokenIds
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds
 
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 
@@ -159,8 +159,9 @@ class _Rerank(TaskRoute):
     def _serving(self, models: Models) -> Sequence[Pipeline]:
         """Return classifiers with one label, models of late interaction, and those that embed."""
         classifying = models.serving(text_classification.TASK)
-        ranking = [p for p in classifying if rerank.classifies(p.manifest)]
-        ranking += [p for p in models.serving(embed_all.TASK) if rerank.interacts(p.manifest)]
+        ranking = [p for p in classifying if rerank.scorer_of(p.manifest) == "classifier"]
+        interacting = models.serving(embed_all.TASK)
+        ranking += [p for p in interacting if late_interaction.interaction(p.manifest) is not None]
         ranking += models.serving(similarity.TASK)
         return list(dict.fromkeys(ranking))
 
@@ -209,20 +210,6 @@ class _Tokenize(_TokenizerRoute):
 
     def to_call(self, _: ServedRequest, body: TokenizeBody) -> tuple[Any, Any]:
         return body.inputs, body
-
-    def respond(
-        self, _: ServedRequest, __: TokenizeBody, value: list[token_ids.TokenizedText]
-    ) -> BytesResponse:
-        """Write the tokens part by part: as one value, they would need ten times the memory."""
-        written = BytesIO()
-        for number, text in enumerate(value):
-            written.write(b",[" if number else b"[[")
-            for index, part in enumerate(text.parts()):
-                written.write(b"," if index else b"")
-                written.write(memoryview(orjson.dumps(part))[1:-1])
-            written.write(b"]")
-        written.write(b"]")
-        return BytesResponse(written.getvalue())
 
 
 class _Decode(_TokenizerRoute):

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, MalformedRequest, quoted
 from cloze.service.tasks import Task
-from cloze.service.tasks.task import INPUTS, WireModel
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import WireModel
 
 _DATATYPES: Final[Mapping[Any, str]] = {str: "BYTES", float: "FP32", int: "INT64"}
 

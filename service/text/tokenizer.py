@@ -21,10 +21,11 @@ from tokenizers.models import BPE, Unigram, WordPiece
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding
 from cloze.model_store.error_lines import first_line
+from cloze.model_store.heads import HeadRequest
 from cloze.model_store.limits import MAX_TOKENIZER_BYTES
 from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
-from cloze.model_store.sequences import TEXT_TOKENS, without_space
+from cloze.model_store.sequences import without_space
 from cloze.service.core import StartupError
 from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Piece, Places, find_places, groups
 from cloze.service.threads import check_awaited
@@ -283,24 +284,19 @@ class Tokenizer:
                 break
         return spans
 
-    def encode(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> Encoding:
-        """Return the encoding ``[CLS] ids [SEP]``, without head requests.
-
-        Args:
-            ids: ids of a text, without special tokens.
-            max_tokens: most tokens of the encoding, special tokens included.
-            keep_end: whether to cut the start of a longer text instead of its end.
-        """
-        capacity = max_tokens - TEXT_TOKENS
-        kept = ids[-capacity:] if keep_end else ids[:capacity]
-        input_ids = np.array(self.special.text(kept), np.int32)
-        return Encoding(input_ids, np.zeros(len(input_ids), np.int32))
+    def encode(
+        self, ids: Sequence[int], requests: Mapping[str, HeadRequest] | None = None
+    ) -> Encoding:
+        """Return the encoding ``[CLS] ids [SEP]``, with what it asks of the heads."""
+        input_ids = np.array([self.special.cls, *ids, self.special.sep], np.int32)
+        return Encoding(input_ids, np.zeros(len(input_ids), np.int32), requests or {})
 
     def pair(
         self,
         first: Sequence[int],
         second: Sequence[int],
         max_tokens: int,
+        requests: Mapping[str, HeadRequest] | None = None,
         *,
         keep_end: bool = False,
     ) -> Encoding:
@@ -308,6 +304,13 @@ class Tokenizer:
 
         Some tokenizers have two ``[SEP]`` between the texts. The longer text is cut first, as by
         transformers' strategy ``longest_first``.
+
+        Args:
+            first: ids of a text, without special tokens.
+            second: those of another.
+            max_tokens: most tokens of the encoding, special tokens included.
+            requests: what the encoding asks of the heads.
+            keep_end: whether to cut the starts of the texts instead of their ends.
         """
         capacity = max_tokens - self.special.pair_tokens
         if len(first) + len(second) > capacity:
@@ -319,7 +322,8 @@ class Tokenizer:
             else:
                 first, second = first[: lengths[0]], second[: lengths[1]]
         types = self.special.pair_types(len(first), len(second))
-        return Encoding(np.array(self.special.pair(first, second), np.int32), types)
+        input_ids = np.array(self.special.pair(first, second), np.int32)
+        return Encoding(input_ids, types, requests or {})
 
     def decode(
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False

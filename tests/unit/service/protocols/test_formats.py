@@ -18,8 +18,9 @@ from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
-from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskContext, TextUsage
+from cloze.service.tasks.task import PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.text_classification import LabelScore
+from cloze.service.tasks.wire import NoParameters
 from tests.unit.service.protocols.service import Service
 
 # ---- binary tensors ----------------------------------------------------------------------------

@@ -5,9 +5,11 @@ import pytest
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.http.json_bodies import validate
 from cloze.service.protocols.native import body_type
+from cloze.service.protocols.protocol import Names
 from cloze.service.protocols.tei import _Rerank
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import Text, Texts, WireModel
 
 RERANK = object.__new__(_Rerank)  # its names need no models
 
@@ -63,6 +65,13 @@ def test_a_part_of_a_body_has_its_place() -> None:
         validate(Nested, {"count": "a"}, Location(("parameters",)))
 
 
+NAMES: Names = {
+    ("inputs", "source_sentence"): "query",
+    ("inputs", "sentences"): "texts",
+    ("inputs",): "texts",
+}
+
+
 @pytest.mark.parametrize(
     ("at", "shown"),
     [
@@ -72,7 +81,7 @@ def test_a_part_of_a_body_has_its_place() -> None:
         (Location(("inputs_of", "another")), "inputs_of.another"),
     ],
 )
-def test_a_protocol_has_its_own_names(at: Location, shown: str) -> None:
+def test_a_protocol_has_its_own_names(at: Location | None, shown: str) -> None:
     assert str(RERANK.in_body(at, None)) == shown
 
 

@@ -25,7 +25,7 @@ QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)], np.arange(1))
     "work",
     [
         lambda: TOKENIZE.prepare("the", TokenizeParameters(), CONTEXT),
-        lambda: [list(text.parts()) for text in TOKENIZE.decode(READY.state, [], CONTEXT)],
+        lambda: TOKENIZE.decode(READY.state, [], CONTEXT),
         lambda: DECODE.decode(DECODING.state, [], CONTEXT),
         lambda: best_answers(
             QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4), SpanMemory()

@@ -23,6 +23,7 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
     Submission,
+    Terms,
     Timings,
     UnknownModel,
     WrongTask,
@@ -108,7 +109,7 @@ class Completions:
         self._ended: deque[asyncio.Future[None]] = deque()
         self._is_awake = False
 
-    async def wait(self, request: Future[BatchResult]) -> BatchResult:
+    async def wait(self, request: Submission) -> BatchResult:
         """Return the result of a request; cancel the request if this coroutine is cancelled.
 
         Raises:
@@ -173,7 +174,7 @@ class Pipeline:
         call: TaskCall,
         *,
         size: int,
-        terms: Submission,
+        terms: Terms,
         before_large: Callable[[], Awaitable[None]] = _at_once,
         expected_space: str | None = None,
         charge: Callable[[int], None] | None = None,
@@ -183,10 +184,10 @@ class Pipeline:
         Cancelling this coroutine drops the encodings that have not run, and ends the work of its
         threads at the next `check_awaited`.
 
-        The terms are what the request submits, without its encodings. A request of many bytes (the
-        size) is tokenized and decoded on a thread, and `before_large` runs before a large result is
-        decoded. A result with vectors is refused if they are not in the expected space. The tokens
-        of each round are charged before they wait for the engine.
+        The encodings are submitted on the terms. A request of many bytes (the size) is tokenized
+        and decoded on a thread, and `before_large` runs before a large result is decoded. A result
+        with vectors is refused if they are not in the expected space. The tokens of each round are
+        charged before they wait for the engine.
 
         Raises:
             ServiceError: the request gets no result.
@@ -203,8 +204,7 @@ class Pipeline:
         tokenized = time.monotonic()
         if expected_space is not None and self.model.precision():
             self._check_space(prepared.vectors, expected_space)
-        # A drain began later than the request, if it has begun.
-        submission = terms._replace(encodings=prepared.encodings, accepted=True)
+        submission = Submission(terms, prepared.encodings)
         tokens, rows, last = submission.tokens, prepared.answer_rows, prepared
         if charge is not None:
             charge(tokens)
@@ -214,7 +214,7 @@ class Pipeline:
             if following is None:
                 break
             last = following
-            submission = submission._replace(encodings=last.encodings, later_round=True)
+            submission = Submission(terms._replace(later_round=True), last.encodings)
             tokens += submission.tokens
             rows += last.answer_rows
             if charge is not None:
@@ -265,9 +265,10 @@ class Pipeline:
         Raises:
             ServiceError: see `Queue.submit` and its future.
         """
-        if not submission.encodings:
+        if not submission.tokens:
             return _NOTHING_RUN
-        return await self._completions.wait(self.model.queue.submit(submission))
+        self.model.queue.submit(submission)
+        return await self._completions.wait(submission)
 
 
 class Models:

@@ -24,7 +24,7 @@ from cloze.service.core import (
     RequestError,
     ServiceError,
     StartupError,
-    Submission,
+    Terms,
 )
 from cloze.service.pipeline import Pipeline, task_limits
 from cloze.service.served_models import LocalModels, ServedModel, close_models
@@ -43,7 +43,7 @@ _CHUNKS_IN_FLIGHT = 16
 _CHARACTERS_IN_FLIGHT = 4 * 2**20
 """Most characters of several chunks that are read and not written, for the memory."""
 
-_TERMS = Submission(deadline=math.inf)
+_TERMS = Terms(deadline=math.inf)
 
 Progress = Callable[[int], None]
 """Called with a number of rows that have been written."""

@@ -17,8 +17,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
-from cloze.service.batching.fair_queue import LineKey
-from cloze.service.core import ExpectedWait, Overloaded, Rejection, ServiceError
+from cloze.service.core import ExpectedWait, LineKey, Overloaded, Rejection, ServiceError
 from cloze.service.http.record import RequestRecord
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import GateModel, Recorder
@@ -119,7 +118,7 @@ class Starts:
             else:
                 begin()
         self._measured = time.monotonic()
-        self._rate.batch_ended(self._measured, self._started, waiting=self.waiting > 0)
+        self._rate.count(self._measured, self._started, waiting=self.waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
 
 
@@ -184,7 +183,7 @@ class Gate:
             return None
         unstarted = self._starts.unsubmitted[client, line]
         wait, model = min(
-            (each.queue.expected_wait(client, tokens, stated_s, unstarted, is_bulk), each.reference)
+            (each.queue.expected_wait(client, line, tokens, unstarted), each.reference)
             for each in served
         )
         wait = ExpectedWait(

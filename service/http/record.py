@@ -13,8 +13,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from cloze.service.batching.fair_queue import LineKey
-from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
+from cloze.service.core import Forbidden, InvalidRequest, LineKey, Rejection, Unauthorized
 from cloze.service.http.keys import Key, Keys, Permission
 from cloze.service.http.memory_limit import Hold, Reader
 from cloze.service.logs import RequestCost

@@ -22,7 +22,7 @@ from cloze.service.core import (
     RequestTooLarge,
     ServiceError,
     SlowRequest,
-    Submission,
+    Terms,
     UnsupportedEncoding,
 )
 from cloze.service.http.gunzip import Gunzip
@@ -80,10 +80,10 @@ class WatchedRequest:
     watcher: asyncio.Task[None] | None = None
 
     @property
-    def terms(self) -> Submission:
-        """What the request submits, without its encodings."""
+    def terms(self) -> Terms:
+        """The terms on which the request submits its encodings."""
         record = self.record
-        return Submission(
+        return Terms(
             self.deadline,
             client=record.client,
             timeout_s=record.stated_s,

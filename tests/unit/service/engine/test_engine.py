@@ -240,7 +240,7 @@ def test_numbers_that_overflow_are_the_error_of_their_text_alone(
         assert str(error) == expected
         [result] = other.result(60).outputs
         np.testing.assert_allclose(result["embedding"].array, mean([3, HUGE]), rtol=1e-5)
-        assert scheduler.dead is None
+        assert scheduler.dead_reason is None
     finally:
         scheduler.close()
 

@@ -23,7 +23,7 @@ from cloze.service.core import (
     Rejection,
     RequestTooLarge,
     SlowRequest,
-    Submission,
+    Terms,
     UnsupportedEncoding,
 )
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
@@ -249,10 +249,10 @@ def test_terms_of_a_request(play: Any) -> None:
         record.trace = RequestTrace(cast(Any, None), cast(Any, None), "00-a-b-01")
         await asyncio.sleep(5)
         with watch_of().request(asked) as watched:
-            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01")
+            assert watched.terms == Terms(5.0, "a", 2.0, "00-a-b-01")
             assert watched.record is record
         with watch_of(40.0).request(request()) as watched:
-            assert watched.terms == Submission(45.0, client="a")
+            assert watched.terms == Terms(45.0, client="a")
             assert watched.timeout_s == 40.0
 
     play(run())

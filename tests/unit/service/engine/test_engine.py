@@ -23,6 +23,7 @@ from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device, EngineFailed, StartupError
 from cloze.service.engine import OnnxEngine, SessionOptions
 from cloze.service.engine import session as sessions
+from cloze.service.engine.cpu_places import SpreadSession
 from cloze.service.engine.session import CUDA, CpuSession
 from tests.encodings import encoding, submit
 from tests.unit.service.tasks.model import VOCABULARY, manifest
@@ -358,7 +359,7 @@ def test_auto_falls_back_to_the_cpu_and_says_why(
     assert engine.device is Device.CPU
     assert engine.reason.startswith("as asked; CUDA did not come up: ")
     assert [each.names[0] for each in cuda.opened] == [CUDA]
-    assert isinstance(engine._session, sessions.PlacedSession)
+    assert isinstance(engine._session, SpreadSession)
     with pytest.raises(StartupError, match=r"^CUDA did not come up: "):
         OnnxEngine(bundle, Device.CUDA)
     engine = OnnxEngine(bundle, Device.CPU)

@@ -404,7 +404,7 @@ class Service:
     @property
     def dead(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
-        reasons = (p.model.queue.dead for p in self.snapshot.models.pipelines)
+        reasons = (p.model.queue.dead_reason for p in self.snapshot.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
     def unready(self) -> ServiceError | None:

@@ -18,8 +18,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
-from cloze.service.batching.fair_queue import LineKey
-from cloze.service.core import ExpectedWait, Overloaded, Rejection, ServiceError, ShuttingDown
+from cloze.service.core import (
+    ExpectedWait,
+    LineKey,
+    Overloaded,
+    Rejection,
+    ServiceError,
+    ShuttingDown,
+)
 from cloze.service.http.record import RECORD, Access
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import GateModel, Handler, Respond
@@ -110,7 +116,7 @@ class Starts:
             if not turn.done():
                 turn.set_result(None)
         self._measured = time.monotonic()
-        self._rate.batch_ended(self._measured, self._started, waiting=self.waiting > 0)
+        self._rate.count(self._measured, self._started, waiting=self.waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
 
 
@@ -157,9 +163,9 @@ class Gate:
         line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
         if not request.terms_problem:  # else the handler writes that error
             unstarted = self._starts.unsubmitted[client, line]
-            terms = (client, tokens, stated_s, unstarted, is_bulk)
             wait, request.model = min(
-                (one.queue.expected_wait(*terms), one.reference) for one in served
+                (one.queue.expected_wait(client, line, tokens, unstarted), one.reference)
+                for one in served
             )
             self._check(request, self._with_starts(wait, client), self._refused_line(request))
             request.model = ""

@@ -4,8 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,8 +22,8 @@ from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
 from cloze.service.core import (
     AdapterRegistry,
-    BatchResult,
     ExpectedWait,
+    LineKey,
     Queue,
     QueueState,
     ServiceError,
@@ -79,50 +78,38 @@ class AdapterQueue:
         return QueueState(0, 0.0)
 
     @property
-    def dead(self) -> str | None:
+    def dead_reason(self) -> str | None:
         """Why no engine runs; None while one runs."""
-        return self._base.dead
+        return self._base.dead_reason
 
     @property
     def draining(self) -> bool:
-        """Whether the queue refuses new requests."""
+        """See `Queue`."""
         return self._base.draining
 
-    def submit(self, submission: Submission) -> Future[BatchResult]:
-        """See `Queue`. A refusal is the exception of the result."""
+    def submit(self, submission: Submission) -> None:
+        """See `Queue`. A refusal is the exception of the submission."""
         for encoding in submission.encodings:
             encoding.adapter = self._key
-        answer: Future[BatchResult] = Future()
         held = self._adapters.hold(self._key)
-        held.add_done_callback(partial(self._submit, submission, answer))
-        return answer
+        held.add_done_callback(partial(self._submit, submission))
 
-    def _submit(
-        self, submission: Submission, answer: Future[BatchResult], held: Future[None]
-    ) -> None:
+    def _submit(self, submission: Submission, held: Future[None]) -> None:
         """Submit a request whose adapter is loaded, and release the adapter after its end."""
-        if held.exception() is not None:
-            _pass_on(held, answer)
+        if (error := held.exception()) is not None:
+            submission.end(error)
             return
-        answer.add_done_callback(lambda _: self._adapters.release(self._key))
+        submission.add_done_callback(lambda _: self._adapters.release(self._key))
         try:
-            request = self._base.submit(submission)
-        except ServiceError as error:
-            request = Future()
-            request.set_exception(error)
-        answer.add_done_callback(lambda _: request.cancel())
-        request.add_done_callback(lambda _: _pass_on(request, answer))
+            self._base.submit(submission)
+        except ServiceError as refusal:
+            submission.end(refusal)
 
     def expected_wait(
-        self,
-        client: str,
-        tokens: int,
-        timeout_s: float | None,
-        unsubmitted: int = 0,
-        is_bulk: bool = False,
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         """See `Queue`."""
-        return self._base.expected_wait(client, tokens, timeout_s, unsubmitted, is_bulk)
+        return self._base.expected_wait(client, line, tokens, unsubmitted)
 
     def drain(self) -> None:
         """Do nothing: the base drains."""
@@ -130,15 +117,6 @@ class AdapterQueue:
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002
         """Free the adapter; requests that wait end with the base."""
         self._adapters.forget(self._key)
-
-
-def _pass_on(ended: Future[Any], answer: Future[BatchResult]) -> None:
-    """End a request as a future has ended, unless the request was cancelled."""
-    with suppress(InvalidStateError, CancelledError):
-        if (error := ended.exception()) is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(ended.result())
 
 
 def with_engines(bundles: Iterable[Bundle]) -> list[Bundle]:

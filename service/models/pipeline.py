@@ -22,6 +22,7 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
     Submission,
+    Terms,
     UnknownModel,
     WrongTask,
     quoted,
@@ -91,7 +92,7 @@ class Completions:
         self._ended: deque[asyncio.Future[None]] = deque()
         self._is_awake = False
 
-    async def wait(self, request: Future[BatchResult]) -> BatchResult:
+    async def wait(self, request: Submission) -> BatchResult:
         """Return the result of a request; cancel the request if this coroutine is cancelled.
 
         Raises:
@@ -179,15 +180,14 @@ class Pipeline:
         request.tokenize_s = time.monotonic() - request.began
         if request.expected_space is not None and self.model.precision():
             self._check_space(prepared.vectors, request.expected_space)
-        submission = Submission(
+        terms = Terms(
             request.deadline,
-            prepared.encodings,
             request.client,
             request.stated_s,
             request.trace.parent if request.trace is not None else "",
-            accepted=True,  # a drain began later than the request, if it has begun
-            is_bulk=request.is_bulk,
+            request.is_bulk,
         )
+        submission = Submission(terms, prepared.encodings)
         rows, last = 0, prepared
         while True:
             rows += last.answer_rows
@@ -195,8 +195,9 @@ class Pipeline:
             if request.key is not None:
                 request.key.take_tokens(submission.tokens, time.monotonic())
             outputs: Outputs = []
-            if submission.encodings:  # a task without the engine has none
-                batch = await self._completions.wait(self.model.queue.submit(submission))
+            if submission.tokens:  # a task without the engine has none
+                self.model.queue.submit(submission)
+                batch = await self._completions.wait(submission)
                 outputs = batch.outputs
                 request.queue_s += batch.queue_s
                 request.inference_s += batch.inference_s
@@ -206,7 +207,7 @@ class Pipeline:
             if following is None:
                 break
             last = following
-            submission = submission._replace(encodings=last.encodings, later_round=True)
+            submission = Submission(terms._replace(later_round=True), last.encodings)
         if request.expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, request.expected_space)
         request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS

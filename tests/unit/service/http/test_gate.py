@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from cloze.service.http.memory_limit import UnreadAnswers
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
-    BatchResult,
     ExpectedWait,
+    LineKey,
     Overloaded,
     QueueState,
     Rejection,
@@ -36,24 +35,19 @@ class Waiting:
     """A queue whose expected wait a test sets, and that records what it is asked."""
 
     state = QueueState(0, 0.0)
-    dead: str | None = None
+    dead_reason: str | None = None
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.draining = seconds, False
-        self.asked: list[tuple[str, int, float | None, int]] = []
+        self.asked: list[tuple[str, LineKey, int, int]] = []
 
     def expected_wait(
-        self,
-        client: str,
-        tokens: int,
-        timeout_s: float | None,
-        unsubmitted: int = 0,
-        is_bulk: bool = False,
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
-        self.asked.append((client, tokens, timeout_s, unsubmitted))
+        self.asked.append((client, line, tokens, unsubmitted))
         return ExpectedWait(self.seconds, 0.5)
 
-    def submit(self, *_: Any, **__: Any) -> Future[BatchResult]:
+    def submit(self, *_: Any) -> None:
         raise NotImplementedError
 
     def drain(self) -> None:
@@ -155,7 +149,7 @@ def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:
     gated = Gated(queue)
     assert gated.ask() is None
     assert gated.is_admitted
-    assert queue.asked == [("a", 21, None, 0)]
+    assert queue.asked == [("a", LineKey(0, 0), 21, 0)]
     queue.seconds = 2.1
     assert gated.ask() is not None
     assert not gated.is_admitted
@@ -171,7 +165,7 @@ def test_answers_say_how_many_bytes_a_token_has(clock: Clock) -> None:
     gated.gate.answered(gated.record)
     gated.ask(765)
     gated.ask(765, path="/of/x")
-    assert [tokens for _, tokens, *_ in queue.asked] == [154, 103, 154], "by route"
+    assert [tokens for _, _, tokens, _ in queue.asked] == [154, 103, 154], "by route"
 
 
 def test_an_answer_without_tokens_or_from_a_cut_text_says_little(clock: Clock) -> None:
@@ -183,7 +177,7 @@ def test_an_answer_without_tokens_or_from_a_cut_text_says_little(clock: Clock) -
     gated.record.tokens, gated.record.truncated = 1, 1
     gated.gate.answered(gated.record)
     gated.ask(1600)
-    assert [tokens for _, tokens, *_ in queue.asked] == [321, 321, 101], "16 bytes at most"
+    assert [tokens for _, _, tokens, _ in queue.asked] == [321, 321, 101], "16 bytes at most"
 
 
 def test_no_answer_says_that_a_token_has_less_than_two_bytes(clock: Clock) -> None:
@@ -197,7 +191,7 @@ def test_no_answer_says_that_a_token_has_less_than_two_bytes(clock: Clock) -> No
     gated.record.tokens = 5000
     gated.gate.answered(gated.record)
     gated.ask(100)
-    assert [tokens for _, tokens, *_ in queue.asked] == [21, 21, 51]
+    assert [tokens for _, _, tokens, _ in queue.asked] == [21, 21, 51]
 
 
 def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
@@ -337,10 +331,10 @@ def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
 ) -> None:
     queue = Waiting()
     assert Gated(queue).ask(size) is None
-    assert queue.asked[0][1] == pytest.approx(tokens, rel=1e-15)
+    assert queue.asked[0][2] == pytest.approx(tokens, rel=1e-15)
     gated = Gated(Waiting())
     assert gated.refusal("/embed") is None
-    assert gated.queues[0].asked[0][1] == 1
+    assert gated.queues[0].asked[0][2] == 1
 
 
 def test_the_time_limit_of_a_request(clock: Clock) -> None:
@@ -348,7 +342,7 @@ def test_the_time_limit_of_a_request(clock: Clock) -> None:
     gated = Gated(queue)
     # It ends after 3.5 s, and may take half of its time.
     assert gated.ask(x_request_timeout_ms="7100") is None
-    assert queue.asked[-1][2] == 7.1
+    assert queue.asked[-1][1] == LineKey(0, 4)
     assert gated.ask(x_request_timeout_ms="6900") is not None
     asked = len(queue.asked)
     assert gated.ask(x_request_timeout_ms="60001") is None, "the handler says what is wrong"

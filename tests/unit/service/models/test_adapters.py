@@ -18,6 +18,7 @@ from cloze.model_store.manifest import Manifest
 from cloze.model_store.peft import AdapterError
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
+from cloze.service.core import AdapterUnavailable, EngineDead, LineKey, QueueState
 from cloze.service.core import AdapterUnavailable, EngineDead, QueueState
 from cloze.service.models import adapters
 from cloze.service.models.adapters import AdapterBundle, AdapterQueue
@@ -81,20 +82,20 @@ def test_an_adapter_waits_in_the_queue_of_its_base() -> None:
     assert (one.adapter, base.state.tokens) == ("stars@1", 3)
     assert queue.state == QueueState(0, 0.0), "the base counts what waits"
 
-    base._admission.batch_ended(1000, 1000.0)
+    base._admission.batch_ended(0.0, 1000, 1.0, is_bulk=False)
     for is_bulk in (False, True):
-        asked = ("a", 5, None, 7, is_bulk)
+        asked = ("a", LineKey(0, 0, is_bulk), 5, 7)
         assert queue.expected_wait(*asked) == base.expected_wait(*asked)
-    assert queue.expected_wait("a", 5, None, 7) != queue.expected_wait("a", 5, None, 7, True)
+    assert queue.expected_wait("a", LineKey(0, 0), 5, 7).seconds > 0
 
     queue.drain()
     queue.close()
     assert registry.calls == ["hold stars@1", "forget stars@1"]
-    assert (queue.draining, queue.dead) == (False, None), "the base goes on"
+    assert (queue.draining, queue.dead_reason) == (False, None), "the base goes on"
     base.drain()
     assert queue.draining
     base._die("a run hangs")
-    assert queue.dead == "a run hangs"
+    assert queue.dead_reason == "a run hangs"
 
 
 def test_a_slow_disk_stops_neither_the_engine_nor_other_requests() -> None:
@@ -109,7 +110,7 @@ def test_a_slow_disk_stops_neither_the_engine_nor_other_requests() -> None:
             submit(base, [encoding([3, 4], embed=True)], math.inf).result(20)
         begin = time.monotonic()
         wait_until(lambda: time.monotonic() > begin + 0.1)
-        assert (cold.done(), base.dead) == (False, None)
+        assert (cold.done(), base.dead_reason) == (False, None)
         gone.cancel()
         registry.disk.set_result(None)
         assert cold.result(20).outputs[0]["embedding"].array[0] == 3

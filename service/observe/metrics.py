@@ -6,11 +6,12 @@ values of enums.
 
 import atexit
 import functools
+import itertools
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -27,12 +28,12 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.engine.graph_choice import memory_state
+from cloze.service.observe.exposition import encode
 from cloze.service.observe.usage import used_by_all
 from cloze.service.request import ServedRequest
 
@@ -70,9 +71,6 @@ _MAX_EXEMPLAR_CHARACTERS = 128
 
 Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
 """
-
-_EOF = b"# EOF\n"
-"""The last line of OpenMetrics."""
 
 
 class ModelInfo(NamedTuple):
@@ -168,7 +166,7 @@ class Families:
         )
 
 
-class Metrics(Collector):
+class Metrics:
     """The metrics of one process, or of all processes that share a folder (`share_folder`).
 
     In a shared folder each process writes its own values. The process that is scraped returns the
@@ -216,8 +214,6 @@ class Metrics(Collector):
         # and a request has six values. To append takes 0.1 us, and is atomic.
         self._observed: defaultdict[Counter | Histogram, list[float]] = defaultdict(list)
         self._newest: dict[Histogram, tuple[float, str]] = {}  # (value, request id)
-        self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
-        self._scraped.register(self)
         self._scraping = threading.Lock()
 
     def begin(self) -> None:
@@ -318,36 +314,49 @@ class Metrics(Collector):
         observed[series(families.batch_seconds, model)].append(report.seconds)
         observed[series(families.tokens, model)].append(report.tokens)
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
-        ready = self.unready() is None
-        yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
+    def _states(self) -> Iterator[Metric]:
+        """Yield the values that are read at each scrape, of this process alone."""
+        used, limit = memory_state() or (None, None)
+        for name, text, value in (
+            ("cloze_ready", "1 while the server admits requests.", self.unready() is None),
+            (
+                "cloze_keys_file_readable",
+                "1 if the keys file can be read, 0 while the old keys stay.",
+                self.keys_readable(),
+            ),
+            (
+                "cloze_certificate_end_timestamp_seconds",
+                "End of the certificate that is served, as Unix time.",
+                self.certificate_end(),
+            ),
+            (
+                "cloze_memory_used_bytes",
+                "Memory of the container, or else of the machine, less what the kernel can drop.",
+                used,
+            ),
+            (
+                "cloze_memory_limit_bytes",
+                "Most memory of the container or machine; with more, the kernel ends processes.",
+                limit,
+            ),
+            (
+                "cloze_last_reload_successful",
+                "1 if the last reload was served, or there was none; 0 if it could not be served.",
+                self._last_reload_ok,
+            ),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(name, text, float(value))
         text = "1, with the version of the server and its git revision."
         built = GaugeMetricFamily("cloze_build_info", text, labels=self._build._fields)
         built.add_metric(self._build, 1)
         yield built
         if infos := self.model_infos():
-            names = tuple(infos[0].labels)
-            info = GaugeMetricFamily(
-                "cloze_model_info", "1 per served model.", labels=(*MODEL, *names)
-            )
-            for reference, labels in infos:
-                info.add_metric((*model_labels(reference), *labels.values()), 1)
+            labels = (*MODEL, *infos[0].labels)
+            info = GaugeMetricFamily("cloze_model_info", "1 per served model.", labels=labels)
+            for reference, values in infos:
+                info.add_metric((*model_labels(reference), *values.values()), 1)
             yield info
-        if (readable := self.keys_readable()) is not None:
-            text = "1 if the keys file can be read, 0 while the old keys stay."
-            yield GaugeMetricFamily("cloze_keys_file_readable", text, float(readable))
-        if (end := self.certificate_end()) is not None:
-            text = "End of the certificate that is served, as Unix time."
-            yield GaugeMetricFamily("cloze_certificate_end_timestamp_seconds", text, end)
-        if (memory := memory_state()) is not None:
-            text = "Memory of the container, or else of the machine, less what the kernel can drop."
-            yield GaugeMetricFamily("cloze_memory_used_bytes", text, memory[0])
-            text = "Most memory of the container or machine; with more, the kernel ends processes."
-            yield GaugeMetricFamily("cloze_memory_limit_bytes", text, memory[1])
-        text = "1 if the last reload was served, or there was none; 0 if it could not be served."
-        last = float(self._last_reload_ok)
-        yield GaugeMetricFamily("cloze_last_reload_successful", text, last)
         if self._shared:
             yield from used_by_all(os.getppid())
 
@@ -360,11 +369,11 @@ class Metrics(Collector):
             accept: the header ``Accept`` of the request, which chooses between Prometheus's text
                 and OpenMetrics. Only the latter has exemplars, and only of a single process.
         """
-        encode, content_type = choose_encoder(accept)
+        content_type = choose_encoder(accept)[1]
         with self._scraping:  # several at once would only wait for each other's interpreter
             self._write()
-            first, second = (encode(registry) for registry in (self._registry, self._scraped))
-        return first.removesuffix(_EOF) + second, content_type
+            metrics = itertools.chain(self._registry.collect(), self._states())
+            return encode(metrics, openmetrics="openmetrics" in content_type), content_type
 
     def _write_often(self) -> None:
         while True:

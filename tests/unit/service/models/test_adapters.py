@@ -19,7 +19,6 @@ from cloze.model_store.peft import AdapterError
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import AdapterUnavailable, EngineDead, LineKey, QueueState
-from cloze.service.core import AdapterUnavailable, EngineDead, QueueState
 from cloze.service.models import adapters
 from cloze.service.models.adapters import AdapterBundle, AdapterQueue
 from tests.encodings import encoding, submit

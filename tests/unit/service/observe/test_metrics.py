@@ -1,5 +1,6 @@
 """What is recorded of requests and batches, and the series of models that come and go."""
 
+import math
 from typing import Any
 
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
@@ -15,6 +16,11 @@ def answered(status: int = 200, **fields: Any) -> ServedRequest:
     return ServedRequest(
         identity=b"id", route="/embed", status=status, seconds=2.0, **(noted | fields)
     )
+
+
+from prometheus_client.exposition import choose_encoder
+
+from cloze.service.observe.exposition import encode
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -97,7 +103,7 @@ def test_a_model_that_is_served_no_more_leaves_no_series() -> None:
     own = [line for line in before.splitlines() if 'model="m"' in line]
     assert len(own) > 20
     assert any("queue_tokens" in line for line in own)
-    process = ("process_", "python_")
+    process = ("process_", "python_", "cloze_memory_")
     kept = [
         line
         for line in before.splitlines()
@@ -107,3 +113,32 @@ def test_a_model_that_is_served_no_more_leaves_no_series() -> None:
     assert 'model="m"' not in after
     metrics.add_models(["m@1"])
     assert 'cloze_tokens_total{model="m",version="1"} 0.0' in metrics.exposition("")[0].decode()
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_the_exposition_is_that_of_prometheus_client(accept: str) -> None:
+    registry = CollectorRegistry()
+    requests = Counter("cloze_requests", "Requests.", ("route", "key"), registry=registry)
+    requests.labels("/embed", 'a "quoted" \\ key\nof two lines').inc(12_345_678)
+    requests.labels("/embed", "ключ").inc(0.5)
+    gauge = Gauge("cloze_backlog_seconds", "Backlog.", registry=registry)
+    seconds = Histogram("cloze_seconds", "Times.", ("route",), buckets=(0.5, 1), registry=registry)
+    seconds.labels("/embed").observe(0.25, {"request_id": "a-1"})
+    seconds.labels("/embed").observe(7, {"request_id": "a-2"})
+    for value in (1e-9, -3, math.inf, -math.inf, math.nan):
+        gauge.set(value)
+        expected = choose_encoder(accept)[0](registry)
+        assert encode(registry.collect(), openmetrics=bool(accept)) == expected
+
+
+def test_a_scrape_stays_small() -> None:
+    """With the default models, and a request to each route of each model."""
+    models = ["bert@1", "bert-tasks@1", "distilbert@1"]
+    metrics = Metrics(models)
+    for number in range(11):
+        metrics.create_request_series(f"/{number}", models, [200, 429, 500, 503, 504])
+        for model in models:
+            metrics.observe_request(answered(model=model, route=f"/{number}"))
+    text = metrics.exposition("")[0]
+    assert 1000 < text.count(b"\n") < 1400
+    assert len(text) < 130_000

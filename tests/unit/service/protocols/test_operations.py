@@ -1,6 +1,7 @@
 """Probes, the served models, metrics and reloads: what operators get."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -138,6 +139,15 @@ def test_metrics_in_the_format_that_is_accepted(service: Service) -> None:
     assert "cloze_" in response.text
     response = service.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert response.headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_a_scrape_does_not_run_on_the_event_loop(service: Service) -> None:
+    readers: list[str] = []
+    service.metrics.unready = lambda: readers.append(threading.current_thread().name)
+    assert service.get("/metrics").status_code == 200
+    [reader] = readers
+    assert reader.startswith("scrape")
+    assert reader != threading.current_thread().name
 
 
 def test_who_may_reload(tmp_path: Path, service: Service) -> None:

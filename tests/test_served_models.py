@@ -14,7 +14,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
 from cloze.service.models.served_models import LocalModels, close_models, onnx_engine, open_bundles
-from cloze.service.server.process import startup
+from cloze.service.server import startup
 from cloze.service.server.startup import open_early
 from cloze.service.settings import Settings, load_settings
 from tests.fake_engine import FakeEngine

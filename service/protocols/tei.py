@@ -142,11 +142,6 @@ class _Rerank(TaskRoute):
 
     task = rerank.TASK
     body = RerankBody
-    names: ClassVar[Mapping[Location, str]] = {
-        INPUTS.below("source_sentence"): "query",
-        INPUTS.below("sentences"): "texts",
-        INPUTS: "texts",
-    }
     doc = _doc(
         "Texts in the order of their relevance to a query",
         result=list[rerank.Rank] | rerank.RankReport,

@@ -22,7 +22,7 @@ class ServedRequest:
     """A request, from the end of its headers to the line of the access log.
 
     `Callers.record` fills the first part from the headers. The front end notes the second part
-    while the request is in progress, the pipeline the third part, and `Recorder.add` the last one.
+    while the request is in progress, the pipeline the third part, and the `Recorder` the last one.
 
     For example, a request for two texts of 9 tokens in all ends with ``texts=2, tokens=9``. If the
     engine fails, it ends with ``texts=0, tokens=0, error="EngineFailed"``.

@@ -40,9 +40,9 @@ from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys, Permission, read_entries
-from cloze.service.http.record import RECORD, Access, Callers, Connection, accepted_hosts
+from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import Paths, Recorder, Route
+from cloze.service.http.routes import RECORD, Connection, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline, task_limits

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http import memory_limit
-from cloze.service.http.record import RECORD
+from cloze.service.http.routes import RECORD
 from tests.leaping_loop import run_leaping
 from tests.records import recorded, scope_of
 

@@ -1,4 +1,7 @@
-"""Reads the bodies of requests, and ends requests that take too long or whose client leaves."""
+"""The bodies of requests and of answers, within limits of time and of memory.
+
+A request ends early that takes too long, or whose client leaves.
+"""
 
 import asyncio
 import time
@@ -8,6 +11,8 @@ from dataclasses import dataclass, field
 
 from anyio import CancelScope
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cloze.service.core import (
     ClientGone,
@@ -20,7 +25,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
-from cloze.service.http.record import RECORD
+from cloze.service.http.routes import RECORD
 from cloze.service.request import ServedRequest
 from cloze.service.threads import run_on_thread
 
@@ -160,15 +165,13 @@ class RequestLimits:
         Raises:
             Overloaded: clients have not read so many answers that there is no room.
         """
-        if size > SMALL_BYTES:
-            record.answer = Hold(record.client)
-            self.answers.take(record.answer, size)
+        record.answer = Hold(record.client)
+        self.answers.take(record.answer, size)
 
     def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""
-        if record.answer is not None:
-            self.answers.release(record.answer)
-            record.answer = None
+        self.answers.release(record.answer)
+        record.answer = None
 
 
 def _why_ended(record: ServedRequest) -> ServiceError:
@@ -179,3 +182,45 @@ def _why_ended(record: ServedRequest) -> ServiceError:
     if record.received is not None:
         return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
     return DeadlineExceeded(f"no answer within {limit}")
+
+
+class BytesResponse(Response):
+    """A response with a body of bytes.
+
+    Starlette encodes each header of each response. Here the headers are bytes already, with names
+    in lower case.
+    """
+
+    def __init__(
+        self, body: bytes, media_type: bytes = b"application/json", *headers: tuple[bytes, bytes]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", media_type),
+            *headers,
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; a large body in parts, each when the client has read the others.
+
+        The connection of a client ends that does not read a part within the time limit of its
+        request.
+        """
+        if len(self.body) <= SMALL_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        record: ServedRequest = scope[RECORD]
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        try:
+            for first in range(0, len(self.body), SMALL_BYTES):
+                part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+                message = {"body": part, "more_body": end < len(self.body)}
+                async with asyncio.timeout(record.limit_s):
+                    await send({"type": "http.response.body", **message})
+        except TimeoutError:
+            if record.connection is not None:
+                record.connection.end("it reads its answer too slowly")

@@ -16,8 +16,9 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.json_bodies import load, validate
-from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
 from cloze.service.models.pipeline import Models
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Location, UnknownModel
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,

@@ -19,8 +19,7 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Manifest, Role
 from cloze.service import core
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
+from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (

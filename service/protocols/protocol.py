@@ -22,10 +22,11 @@ from cloze.service.core import (
     RequestError,
     ServiceError,
 )
-from cloze.service.http.body import RequestLimits
+from cloze.service.http.body import BytesResponse, RequestLimits
+from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
-from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
+from cloze.service.http.routes import GateModel, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
@@ -303,7 +304,8 @@ async def answer_task(
         _add_headers(response, request)
         if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
-        context.limits.hold_answer(request, len(response.body))
+        if len(response.body) > SMALL_BYTES:
+            context.limits.hold_answer(request, len(response.body))
         return response
 
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from cloze.service.core import Location
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.body import BytesResponse
+from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,

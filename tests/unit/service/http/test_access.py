@@ -17,15 +17,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded
 from cloze.service.http import gate as starts_module
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.keys import Keys, Permission
-from cloze.service.http.record import (
-    Access,
-    Callers,
-    accepted_hosts,
-    is_accepted,
-    is_loopback,
-)
-from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse, DirectRoutes
+from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted, is_loopback
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, DirectRoutes
 from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
 from tests.records import connected, recorded, scope_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloze.service.http.gate import Gate, GateModel, Paths, Starts
+from cloze.service.http.gate import Gate, GateModel, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
 
 from cloze.service.batching.admission import WaitLimits
@@ -21,10 +21,9 @@ from cloze.service.core import (
 )
 from cloze.service.http import gate as gate_module
 from cloze.service.http import record as record_module
-from cloze.service.http.door import Gate, GateModel, Paths, Starts
-from cloze.service.http.record import Callers
+from cloze.service.http.door import Gate, GateModel, Starts
+from cloze.service.http.record import Callers, Paths, Recorder
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import Recorder
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest

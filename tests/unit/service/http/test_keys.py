@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloze.service.http.gate import Paths
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -19,7 +18,7 @@ from cloze.service.http.errors import (
     rejection,
 )
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
-from cloze.service.http.record import Access, Callers, timeout_s
+from cloze.service.http.record import Access, Callers, Paths, timeout_s
 from tests.records import recorded
 
 

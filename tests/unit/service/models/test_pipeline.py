@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import EngineFailed, Submission
+from cloze.service.core import EngineFailed, Submission, Terms
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from tests.unit.service.protocols.service import Service

@@ -17,8 +17,9 @@ from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.http.door import Refusal, Starts
-from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.record import Callers
 from cloze.service.http.returns import Returns
+from cloze.service.http.routes import RECORD
 from cloze.service.request import ServedRequest
 from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol

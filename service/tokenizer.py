@@ -8,9 +8,9 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, overload
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -87,56 +87,29 @@ Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
 """
 
 
-class CompactOffsets(Sequence[tuple[int, int]]):
-    """The (start, end) of each token of a long text, in 8 bytes per token; a tuple has 120."""
-
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self, offsets: Iterable[tuple[int, int]] = ()) -> None:
-        self._starts, self._ends = array("i"), array("i")
-        self.extend(offsets)
-
-    def extend(self, offsets: Iterable[tuple[int, int]]) -> None:
-        """Add the (start, end) of the next tokens."""
-        for start, end in offsets:
-            self._starts.append(start)
-            self._ends.append(end)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> "CompactOffsets": ...
-    def __getitem__(self, index: int | slice) -> "tuple[int, int] | CompactOffsets":
-        if not isinstance(index, slice):
-            return self._starts[index], self._ends[index]
-        part = CompactOffsets()
-        part._starts, part._ends = self._starts[index], self._ends[index]
-        return part
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._starts, self._ends, strict=True)
-
-
 NO_WORD: Final = -1
 """The word of a special token."""
 
 
+def _numbers() -> "array[int]":
+    return array("i")
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The tokens of a text with their positions in the text.
+    """The tokens of a text with their positions in the text, in 16 bytes per token.
 
     Attributes:
         ids: without special tokens.
-        offsets: (start, end) of each token, in characters of the text.
+        starts: first character of each token.
+        ends: the character after the last one of each token.
         words: number of the word of each token, or `NO_WORD`; neighbours of one word have the same.
     """
 
-    ids: "list[int] | array[int]"
-    offsets: list[tuple[int, int]] | CompactOffsets
-    words: "list[int] | array[int]"
+    ids: "array[int]" = field(default_factory=_numbers)
+    starts: "array[int]" = field(default_factory=_numbers)
+    ends: "array[int]" = field(default_factory=_numbers)
+    words: "array[int]" = field(default_factory=_numbers)
 
     def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
         """Add the tokens of the next piece of a text.
@@ -144,23 +117,34 @@ class Spans:
         Args:
             encoding: the piece.
             start: the first character of the piece.
-            marked: the text if its tokens include the space before them, which offsets leave out.
+            marked: the text if its tokens include the space before them, which is left out.
         """
         next_word = self.words[-1] + 1 if self.words else 0
-        self.ids.extend(encoding.ids)
         offsets = [(first + start, end + start) for first, end in encoding.offsets]
         words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
         if marked is not None:
             offsets = without_space(marked, offsets)
             words = _divided(marked, offsets, words)
-        self.offsets.extend(offsets)
+        self.ids.extend(encoding.ids)
+        self.starts.extend([first for first, _ in offsets])
+        self.ends.extend([end for _, end in offsets])
         self.words.extend(words)
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
         if tokens >= len(self.ids):
             return self  # a copy would double the memory
-        return Spans(self.ids[:tokens], self.offsets[:tokens], self.words[:tokens])
+        part = slice(tokens)
+        return Spans(self.ids[part], self.starts[part], self.ends[part], self.words[part])
+
+    def offsets(self, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """Return the (start, end) of tokens, in characters."""
+        part = slice(first, end)
+        return list(zip(self.starts[part], self.ends[part], strict=True))
+
+    def characters(self, bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the (start, end) characters of parts of the text by their (first, end) tokens."""
+        return [(self.starts[first], self.ends[end - 1]) for first, end in bounds]
 
 
 def _divided(text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int]) -> list[int]:
@@ -265,15 +249,13 @@ class Tokenizer:
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the ids, character offsets and words of a text.
 
-        Those of a long text have 16 bytes per token. The rest of the text may be left out when the
-        result has more tokens than are enough.
+        The rest of the text may be left out when the result has more tokens than are enough.
         """
         marked = text if self._marks_spaces else None
+        spans = Spans()
         if len(text) <= _SHORT_CHARACTERS:
-            spans = Spans([], [], [])
             spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
             return spans
-        spans = Spans(array("i"), CompactOffsets(), array("i"))
         for group in self._groups([text]):
             check_awaited()
             contents = [piece.content for piece in group]

@@ -16,7 +16,7 @@ from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
 from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
-from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
+from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred
 from cloze.service.tasks.wire import Count, Text, Texts, check_range
 
 _WRITTEN_TOKENS = 4
@@ -84,7 +84,7 @@ def prepare(
         first, end = _part(at, len(ids), masks, encoder, around)
         windows = None
         if rule.report and choice == "window" and end - first < len(ids):
-            windows = characters([(first, end)], tokenizer.spans(text).offsets)
+            windows = tokenizer.spans(text).characters([(first, end)])
         usage = TextUsage(len(ids) + TEXT_TOKENS, end - first + TEXT_TOKENS, windows)
         encoder.texts.append(EncodedText([], usage))
         read.append((at, ids[first:end]))

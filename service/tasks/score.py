@@ -122,7 +122,7 @@ def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[T
     for text in texts:
         tokens = [
             ScoredToken(token_of(token), start, end, result.target_log_probability())
-            for token, (start, end), result in zip(text.ids, text.offsets, results, strict=False)
+            for token, (start, end), result in zip(text.ids, text.offsets(), results, strict=False)
         ]
         scores.append(TextScore(math.fsum(token.log_probability for token in tokens), tokens))
     return scores

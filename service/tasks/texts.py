@@ -14,9 +14,9 @@ from cloze.model_store.manifest import Role
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
-from cloze.service.tasks.windows import Bounds, Divider, LongText, LongTextRule, characters
+from cloze.service.tasks.windows import Bounds, Divider, LongText, LongTextRule
 from cloze.service.tasks.wire import NotEmpty, Text, TokenIds, WireModel
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.tokenizer import Spans, Tokenizer
 
 TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 
@@ -201,12 +201,12 @@ class TextEncoder(Divider):
         pooling leaves out prompts.
         """
         tokenizer, repeated, tokens = self.context.tokenizer, 0, len(ids) + TEXT_TOKENS
-        places: Sequence[tuple[int, int]] = ()
+        spans: Spans | None = None
         is_short = tokens <= self.max_tokens
         if self.rule.choice == "window" and not is_short:
             if text is not None and (prompt or self.rule.report):
-                places = tokenizer.spans(text).offsets
-                prompt_tokens = sum(start < len(prompt) for start, _ in places)
+                spans = tokenizer.spans(text)
+                prompt_tokens = sum(start < len(prompt) for start in spans.starts)
             repeated = prompt_tokens
         prefix, own = ids[:repeated], ids[repeated:]
         bounds = [(0, len(ids))] if is_short else self.divide(at, len(own), TEXT_TOKENS + repeated)
@@ -214,8 +214,8 @@ class TextEncoder(Divider):
             tokenizer.encode([*prefix, *own[first:end]], self.requests) for first, end in bounds
         ]
         windows = None
-        if places:
-            read = characters(bounds, places[repeated:])
+        if spans is not None:
+            read = spans.characters((first + repeated, end + repeated) for first, end in bounds)
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
         used = tokens if len(bounds) > 1 else len(encodings[0])
         self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
@@ -257,7 +257,7 @@ class TextEncoder(Divider):
             bounds = self.divide(at, len(second), around)
             parts, keep_end = [second[start:end] for start, end in bounds], False
             if self.rule.report:
-                windows = characters(bounds, tokenizer.spans(text).offsets)
+                windows = tokenizer.spans(text).characters(bounds)
         else:
             parts, keep_end = [second], self.keep_end
         encodings = [
@@ -275,9 +275,9 @@ class TextEncoder(Divider):
         for (_, text), (_, usage) in zip(texts, self.texts, strict=True):
             read = usage.used - self.before - 1
             enough = None if self.keep_end else read
-            places = self.context.tokenizer.spans(self.prompt + text, enough).offsets
-            first = len(places) - read if self.keep_end else 0
-            places = places[first : first + read]
+            spans = self.context.tokenizer.spans(self.prompt + text, enough)
+            first = len(spans.ids) - read if self.keep_end else 0
+            places = spans.offsets(first, first + read)
             own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in places]
             offsets.append([*[None] * self.before, *own, None])
         return offsets

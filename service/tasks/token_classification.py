@@ -217,7 +217,7 @@ def _words(
     words: list[list[_Token]] = []
     word_of, previous = text.spans.words, None
     for index, position in enumerate(range(*window)):
-        start, end = text.spans.offsets[position]
+        start, end = text.spans.starts[position], text.spans.ends[position]
         characters = text.text[start:end]
         word = tokenizer.token_of(text.spans.ids[position])
         is_unknown = text.spans.ids[position] == tokenizer.unknown_id

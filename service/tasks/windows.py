@@ -5,7 +5,6 @@ tokens is longer than the 10 that have room. A request may refuse the text, read
 10 tokens, or read the windows (0, 10), (8, 18) and (16, 25), which share a quarter of a window.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -119,10 +118,3 @@ def centred(middle: int, tokens: int, room: int) -> Bounds:
     """Return the bounds of the part of a text that has a token in its middle, if it can."""
     first = max(0, min(middle - room // 2, tokens - room))
     return first, min(first + room, tokens)
-
-
-def characters(
-    bounds: Sequence[Bounds], offsets: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return the (start, end) characters of windows, by the characters of each token."""
-    return [(offsets[first][0], offsets[end - 1][1]) for first, end in bounds]

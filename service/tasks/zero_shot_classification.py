@@ -37,7 +37,7 @@ from cloze.service.tasks.texts import (
     TruncationParameters,
     UsageParameters,
 )
-from cloze.service.tasks.windows import LongText, characters
+from cloze.service.tasks.windows import LongText
 from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
@@ -147,7 +147,7 @@ def prepare(
         ]
         whole, places = len(ids) + TEXT_TOKENS, None
         if len(parts) > 1 and rule.report:
-            places = characters(parts, tokenizer.spans(text).offsets)
+            places = tokenizer.spans(text).characters(parts)
         used = whole if len(parts) > 1 else parts[0][1] - parts[0][0] + TEXT_TOKENS
         encoder.texts.append(EncodedText(encodings, TextUsage(whole, used, places)))
         windows.append(len(parts))

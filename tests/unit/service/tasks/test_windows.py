@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import TruncationParameters
-from cloze.service.tasks.windows import Divider, LongText, LongTextRule, centred, characters
+from cloze.service.tasks.windows import Divider, LongText, LongTextRule, centred
 from tests.unit.service.tasks.model import CONTEXT, context, limited, manifest
 
 WIDE = limited(max_request_tokens=10_000)
@@ -105,4 +105,6 @@ def test_a_part_has_its_middle_and_as_many_tokens_as_fit(
 
 
 def test_characters_of_windows() -> None:
-    assert characters([(0, 2), (1, 3)], [(0, 3), (4, 6), (7, 12)]) == [(0, 6), (4, 12)]
+    spans = CONTEXT.tokenizer.spans("red a doors")
+    assert spans.offsets() == [(0, 3), (4, 5), (6, 10), (10, 11)]
+    assert spans.characters([(0, 2), (1, 3)]) == [(0, 5), (4, 10)]

@@ -165,7 +165,7 @@ def test_groups_are_bounded_after_a_normaliser_that_expands(rest: str) -> None:
     start = text[:6000]
     parts = [part for _, part in divide(start, places_of(EXPANDING), 900)]
     ids = [number for part in parts for number in whole(part, EXPANDING).ids]
-    assert ids == whole(start, EXPANDING).ids
+    assert ids == [*whole(start, EXPANDING).ids]
 
 
 def test_a_long_run_that_expands_is_refused() -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -218,16 +218,19 @@ class Tokenizer:
     def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
         ids = [array("i") for _ in texts]
-        for group in self._groups(texts):
-            check_awaited()
-            contents = [piece.content for piece in group]
-            encodings = self._backend.encode_batch_fast(contents, add_special_tokens=False)
-            for piece, encoding in zip(group, encodings, strict=True):
-                ids[piece.text].extend(encoding.ids)
+        for piece, encoding in self._in_pieces(texts, self._backend.encode_batch_fast):
+            ids[piece.text].extend(encoding.ids)
         return ids
 
-    def _groups(self, texts: Sequence[str]) -> Iterator[list[Piece]]:
-        return groups(texts, self._vocabulary.places, expands=self._vocabulary.expands)
+    def _in_pieces(
+        self, texts: Sequence[str], encode: Callable[..., list[BackendEncoding]]
+    ) -> Iterator[tuple[Piece, BackendEncoding]]:
+        """Yield the pieces of texts with their encodings, group by group."""
+        vocabulary = self._vocabulary
+        for group in groups(texts, vocabulary.places, expands=vocabulary.expands):
+            check_awaited()
+            encodings = encode([piece.content for piece in group], add_special_tokens=False)
+            yield from zip(group, encodings, strict=True)
 
     def _learn(self, text: str, words: Sequence[str], known: dict[str, list[int]]) -> list[int]:
         """Return the ids of a text, and remember those of its words if it is plain."""
@@ -256,12 +259,8 @@ class Tokenizer:
         if len(text) <= _SHORT_CHARACTERS:
             spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
             return spans
-        for group in self._groups([text]):
-            check_awaited()
-            contents = [piece.content for piece in group]
-            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
-            for piece, encoding in zip(group, encodings, strict=True):
-                spans.add(encoding, piece.start, marked)
+        for piece, encoding in self._in_pieces([text], self._backend.encode_batch):
+            spans.add(encoding, piece.start, marked)
             if enough is not None and len(spans.ids) > enough:
                 break
         return spans
@@ -284,15 +283,9 @@ class Tokenizer:
     ) -> Encoding:
         """Return the encoding ``[CLS] first [SEP] second [SEP]``; see `encode`.
 
-        Some tokenizers have two ``[SEP]`` between the texts. The longer text is cut first, as by
-        transformers' strategy ``longest_first``.
-
-        Args:
-            first: ids of a text, without special tokens.
-            second: those of another.
-            max_tokens: most tokens of the encoding, special tokens included.
-            requests: what the encoding asks of the heads.
-            keep_end: whether to cut the starts of the texts instead of their ends.
+        Some tokenizers have two ``[SEP]`` between the texts. If the encoding has more than
+        ``max_tokens``, the longer text is cut first, as by transformers' strategy
+        ``longest_first``: at its end, or at its start to keep the end.
         """
         capacity = max_tokens - self.special.pair_tokens
         if len(first) + len(second) > capacity:

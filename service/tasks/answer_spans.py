@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.windows import Bounds, LongText
+from cloze.service.tasks.parameters import LongText
+from cloze.service.tasks.texts import Bounds
 from cloze.service.tokenizer import Spans
 
 _SPAN_BYTES: Final = 256

@@ -19,6 +19,7 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -27,8 +28,7 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
-from cloze.service.tasks.windows import LongText, LongTextRule, centred
+from cloze.service.tasks.texts import EncodedText, TextEncoder, centred
 from cloze.service.tasks.wire import Text, Texts
 from cloze.service.tokenizer import Spans
 

@@ -17,7 +17,7 @@ from cloze.service.tasks.answer_spans import (
     SpanMemory,
     first_ends,
 )
-from cloze.service.tasks.windows import Bounds
+from cloze.service.tasks.texts import Bounds
 from cloze.service.tokenizer import Spans
 
 

@@ -19,7 +19,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.windows import Bounds, LongText, characters
+from cloze.service.tasks.parameters import LongText
+from cloze.service.tasks.texts import Bounds
 from cloze.service.text.tokenizer import Spans
 from cloze.service.threads import check_awaited
 
@@ -148,7 +149,7 @@ def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
     # Most tokens hold text, whose first character then is none of white space.
     is_blank = [
         start == end or (context[start].isspace() and context[start:end].isspace())
-        for start, end in spans.offsets
+        for start, end in zip(spans.starts, spans.ends, strict=True)
     ]
     tokens = np.arange(len(is_blank))
     ends: NDArray[np.intp] = np.where(is_blank, len(is_blank), tokens)
@@ -187,7 +188,6 @@ def _search(
 ) -> _Window:
     """Return the best spans of a window of a context."""
     check_awaited()
-    offsets = question.spans.offsets
     # The start and end scores [1 + C, 2] of [CLS] and the C tokens of the context.
     first = question.context_start
     selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
@@ -202,7 +202,7 @@ def _search(
         tokens = bounds[0] + start, bounds[0] + end
         if options.align_to_words:
             tokens = _whole_words(question.spans, tokens, bounds)
-        start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
+        start, end = question.spans.starts[tokens[0]], question.spans.ends[tokens[1]]
         memory.add(end - start)
         spans.append(QaAnswer(question.context[start:end], score, start, end))
     return _Window(spans, float(scores[0, 0] * scores[0, 1]))
@@ -241,7 +241,7 @@ def _details(
 ) -> QaDetails:
     """Return the answers with the best span of each window that is not white space alone."""
     ranks = {answer.answer.lower(): rank for rank, answer in enumerate(ranked, start=1)}
-    places = characters(question.windows, question.spans.offsets)
+    places = question.spans.characters(question.windows)
     details = []
     for (start, end), window in zip(places, windows, strict=True):
         if not window.spans:

@@ -19,6 +19,7 @@ from cloze.service.tasks.answer_spans import (
     best_answers,
     first_ends,
 )
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -29,8 +30,7 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
-from cloze.service.tasks.windows import LongText, LongTextRule, characters
+from cloze.service.tasks.texts import EncodedText, TextEncoder
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
@@ -136,7 +136,7 @@ def _add(
         tokenizer.pair(cut, read.ids[first:end], options.max_seq_len, _REQUEST)
         for first, end in bounds
     ]
-    places = characters(bounds, read.offsets) if len(bounds) > 1 else None
+    places = read.characters(bounds) if len(bounds) > 1 else None
     usage = TextUsage(whole, around + len(read.ids), places)
     encoder.texts.append(EncodedText(encodings, usage))
     return Question(text, read, tokenizer.special.second_start(len(cut)), bounds, ends)

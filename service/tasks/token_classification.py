@@ -17,6 +17,7 @@ from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -25,8 +26,7 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     softmax,
 )
-from cloze.service.tasks.texts import TextEncoder, UsageParameters
-from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
+from cloze.service.tasks.texts import Bounds, TextEncoder
 from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
@@ -217,7 +217,7 @@ def _words(
     words: list[list[_Token]] = []
     word_of, previous = text.spans.words, None
     for index, position in enumerate(range(*window)):
-        start, end = text.spans.offsets[position]
+        start, end = text.spans.starts[position], text.spans.ends[position]
         characters = text.text[start:end]
         word = tokenizer.token_of(text.spans.ids[position])
         is_unknown = text.spans.ids[position] == tokenizer.unknown_id

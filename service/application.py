@@ -24,10 +24,9 @@ from cloze.service.freed_memory import return_freed_memory
 from cloze.service.http.gate import Gate, Paths
 from cloze.service.http.keys import Permission
 from cloze.service.http.pages import (
+    ASSET_PATHS,
     ASSETS,
     answer_headers,
-    docs_handler,
-    docs_paths,
     document,
     part_handlers,
 )
@@ -42,7 +41,7 @@ from cloze.service.settings import Settings
 _TITLE: Final = "Cloze"
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
-PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
+PAGES: Final = ("/openapi.json", *part_handlers())
 """Paths that the application answers besides the routes of protocols."""
 
 MOST_ADAPTER_SERIES = 32
@@ -136,7 +135,7 @@ def create_app(
     `respond` writes the response to an error.
     """
     direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
-    pages = {"/", "/openapi.json", *docs_paths(), *part_handlers()}
+    pages = {"/", "/openapi.json", *ASSET_PATHS, *part_handlers()}
     access = Access(
         needs_keys=needs_keys,
         open_routes=operations.PROBES | pages,
@@ -170,7 +169,7 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(routes)}
+    pages = {"/openapi.json": _openapi_handler(routes)}
     for path, handler in (part_handlers() | pages).items():
         by_path[path] = {"GET": handler}
     for path, handlers in by_path.items():

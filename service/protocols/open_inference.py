@@ -309,7 +309,7 @@ class _Server:
 
 def _names(models: Models) -> list[str]:
     """Return the names of the protocol's models: each task of each served model."""
-    pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of(p)]
+    pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of[p]]
     return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
 

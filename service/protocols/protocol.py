@@ -3,7 +3,6 @@
 Each protocol module of the package defines its protocol as `PROTOCOL`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
@@ -195,7 +194,7 @@ _EXPECTED_SPACE: Final = b"x-expect-embedding-space"
 """The header of a request that refuses vectors of another space."""
 
 
-class TaskRoute(ABC):
+class TaskRoute:
     """A route of a task: how a body becomes a call of the task, and a value a response.
 
     Attributes:
@@ -216,9 +215,9 @@ class TaskRoute(ABC):
         self.context = context
         self.serving = lru_cache(_VIEWS)(self._serving)
 
-    @abstractmethod
-    def to_call(self, request: ServedRequest, body: Any) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: Any) -> tuple[Any, Any]:
         """Return the inputs and the parameters of the task that a body asks for."""
+        return body.inputs, body
 
     def respond(self, _: ServedRequest, __: Any, value: Any) -> BytesResponse:
         """Return the response to a request with a body, without timing headers.

@@ -207,9 +207,6 @@ class _Tokenize(_TokenizerRoute):
         examples={"One text": {"inputs": "A house."}},
     )
 
-    def to_call(self, _: ServedRequest, body: TokenizeBody) -> tuple[Any, Any]:
-        return body.inputs, body
-
     def respond(
         self, _: ServedRequest, __: TokenizeBody, value: list[token_ids.TokenizedText]
     ) -> BytesResponse:

@@ -329,4 +329,4 @@ class _Dispatcher(TaskRoute):
         raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)
 
 
-PROTOCOL: Final = WireProtocol("native", ("/",), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/",), routes, write_error)

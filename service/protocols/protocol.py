@@ -95,14 +95,12 @@ class WireProtocol:
     """A wire protocol: its routes and the shape of its errors.
 
     Attributes:
-        name: name of the protocol.
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
         error: error -> the HTTP status, and the value that becomes the JSON body.
     """
 
-    name: str
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
     error: Callable[[ErrorInfo], tuple[int, Any]]
@@ -201,8 +199,8 @@ class TaskRoute:
         task: the task that the route serves.
         body: the model of the request's body, with a field ``model``.
         doc: the documentation of the route, without what all routes of tasks have.
-        names: the body's own name of each place of the native protocol that has another one. For
-            example, `/rerank` has ``query`` instead of ``inputs.source_sentence``.
+        names: the body's own names of locations in a body of the native protocol. For example,
+            `/rerank` has ``query`` instead of ``inputs.source_sentence``.
         serving: models -> those that may answer, the default first.
     """
 
@@ -230,10 +228,10 @@ class TaskRoute:
         return models.serving(self.task)
 
     def in_body(self, at: Location, _: Any) -> Location:
-        """Return where a body has what the native protocol has at a place."""
-        for place, name in self.names.items():
-            if at[: len(place)] == place:
-                return Location((name, *at[len(place) :]))
+        """Return the location in a body of what the native protocol has at a location."""
+        for location, name in self.names.items():
+            if at[: len(location)] == location:
+                return Location((name, *at[len(location) :]))
         return at
 
     def parse(self, _: ServedRequest, data: bytes) -> tuple["TaskRoute", Any]:

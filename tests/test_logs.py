@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from cloze.service.core import Rejection
-from cloze.service.logs import AccessLog, LineWriter, _line
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.request import ServedRequest
 from tests.serving import Server, running_server
 from tests.waiting import wait_until

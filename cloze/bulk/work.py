@@ -24,9 +24,9 @@ from cloze.service.core import (
     ServiceError,
     StartupError,
 )
-from cloze.service.pipeline import Pipeline, task_limits
+from cloze.service.models.pipeline import Pipeline, task_limits
+from cloze.service.models.served_models import LocalModels, ServedModel, close_models
 from cloze.service.request import ServedRequest
-from cloze.service.served_models import LocalModels, ServedModel, close_models
 from cloze.service.tasks.task import INPUTS
 
 _REQUEST_ROWS = 64

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (
     ErrorBody,

@@ -14,18 +14,18 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.abandonment import check_awaited
 from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import RequestWatch
-from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline, run_anywhere
+from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
+from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import Task
 from cloze.service.tasks.task import WireModel
+from cloze.service.threads import check_awaited
 
 _VIEWS = 1024
 """Sets of models whose order on a route is remembered; each limited API key has a set."""

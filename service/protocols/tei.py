@@ -15,7 +15,7 @@ from pydantic import Field
 
 from cloze.service.core import Location
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
     LenientModel,

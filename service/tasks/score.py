@@ -30,7 +30,7 @@ from cloze.service.tasks.task import (
 )
 from cloze.service.tasks.texts import TextEncoder, UsageParameters
 from cloze.service.tasks.windows import LongText, LongTextRule, centred
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
 
 
 @dataclass(frozen=True, slots=True)

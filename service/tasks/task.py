@@ -22,7 +22,7 @@ from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask, quoted
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""

@@ -30,7 +30,7 @@ from cloze.service.tasks.windows import (
     LongTextRule,
     characters,
 )
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 

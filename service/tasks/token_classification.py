@@ -32,7 +32,7 @@ from cloze.service.tasks.task import (
 )
 from cloze.service.tasks.texts import TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
-from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
+from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.service.abandonment import check_awaited
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import (
     INPUTS,
@@ -22,6 +21,7 @@ from cloze.service.tasks.task import (
     TokenIds,
     WireModel,
 )
+from cloze.service.threads import check_awaited
 
 _PART_TOKENS = 1024
 """Most tokens of a part in which a long text's tokens are written; a part takes about 1 ms."""

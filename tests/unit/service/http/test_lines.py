@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cloze.service.http.acceptor import Probes
-from cloze.service.logs import AccessLog, _line
+from cloze.service.observe.logs import AccessLog, _line
 from cloze.service.request import ServedRequest
+from cloze.service.server.acceptor import Probes
 
 COST = {"texts": 2, "tokens": 30, "tokenize_s": 0.001, "queue_s": 0.002, "inference_s": 0.003}
 

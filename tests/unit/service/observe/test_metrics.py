@@ -3,7 +3,7 @@
 from typing import Any
 
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
-from cloze.service.metrics import Metrics
+from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
-from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
@@ -27,12 +26,13 @@ from cloze.service.core import (
     WrongTask,
     quoted,
 )
+from cloze.service.models.served_models import ServedModel
 from cloze.service.request import ServedRequest
-from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
 from cloze.service.tasks.task import Outputs
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import run_on_thread
 
 T = TypeVar("T")
 

@@ -32,8 +32,8 @@ from prometheus_client.samples import Exemplar
 
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
-from cloze.service.graph_choice import memory_state
-from cloze.service.metrics.usage import used_by_all
+from cloze.service.engine.graph_choice import memory_state
+from cloze.service.observe.usage import used_by_all
 from cloze.service.request import ServedRequest
 
 # Two samples per series less; Prometheus does not need them.

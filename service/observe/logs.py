@@ -16,14 +16,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Hashable
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
-from cloze.service.core import StartupError
+from cloze.service.core import LogFormat, StartupError
 from cloze.service.request import ServedRequest
-
-LogFormat = Literal["text", "json"]
 
 _STDERR = 2
 _CHUNK_BYTES = 4096

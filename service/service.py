@@ -174,7 +174,7 @@ class Snapshot:
             labels = {
                 "family": pipeline.manifest.architecture.family,
                 "precision": pipeline.model.precision(),
-                "tasks": ",".join(self.models.tasks_of(pipeline)),
+                "tasks": ",".join(self.models.tasks_of[pipeline]),
             }
             infos.append(ModelInfo(pipeline.manifest.reference, labels))
         return infos

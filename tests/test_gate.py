@@ -16,6 +16,7 @@ from cloze.service.core import InvalidRequest, ServiceError
 from cloze.service.http.door import Gate, GateModel, Starts
 from cloze.service.http.record import Recorder, timeout_s
 from cloze.service.http.returns import Returns
+from cloze.service.http.routes import Recorder
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest

@@ -179,7 +179,7 @@ class _Embed(TaskRoute):
         return _texts(body), parameters
 
     def in_body(self, at: Location, body: CohereEmbedBody) -> Location:
-        """Return where the body has a place; the texts are in ``texts`` or in ``inputs``."""
+        """Return the location in the body, whose texts are in ``texts`` or in ``inputs``."""
         return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
     def respond(
@@ -207,4 +207,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Embed(context).bind(_PATH)]
 
 
-PROTOCOL: Final = WireProtocol("cohere", (_PATH,), routes, write_error)
+PROTOCOL: Final = WireProtocol((_PATH,), routes, write_error)

@@ -236,4 +236,4 @@ def _row(pipeline: Pipeline) -> ModelRow:
     return ModelRow(pipeline.reference, "model", created, "cloze", own, spaces)
 
 
-PROTOCOL: Final = WireProtocol("openai", ("/v1/", _ALIAS), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, write_error)

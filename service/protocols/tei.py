@@ -204,9 +204,6 @@ class _Tokenize(_TokenizerRoute):
         examples={"One text": {"inputs": "A house."}},
     )
 
-    def to_call(self, _: ServedRequest, body: TokenizeBody) -> tuple[Any, Any]:
-        return body.inputs, body
-
 
 class _Decode(_TokenizerRoute):
     task = token_ids.DECODE
@@ -222,6 +219,4 @@ class _Decode(_TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(
-    "tei", ("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error
-)
+PROTOCOL: Final = WireProtocol(("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error)

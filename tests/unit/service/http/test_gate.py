@@ -24,6 +24,7 @@ from cloze.service.http import record as record_module
 from cloze.service.http.door import Gate, GateModel, Starts
 from cloze.service.http.record import Callers, Paths, Recorder
 from cloze.service.http.returns import Returns
+from cloze.service.http.routes import Recorder
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded, Rejection
 from cloze.service.http import routes as routes_module
-from cloze.service.http.record import Access, Recorder
-from cloze.service.http.routes import OTHER_ROUTE, RECORD, DirectRoutes
+from cloze.service.http.record import RECORD, Access, Recorder
+from cloze.service.http.routes import OTHER_ROUTE, RECORD, DirectRoutes, Recorder
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import OTHER_ROUTE, ServedRequest

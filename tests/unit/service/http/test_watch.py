@@ -34,6 +34,7 @@ from cloze.service.http.json_bodies import (
     load,
     validate,
 )
+from cloze.service.http.record import RECORD
 from cloze.service.http.routes import RECORD
 from cloze.service.models.pipeline import run_anywhere
 from tests.leaping_loop import LeapingLoop

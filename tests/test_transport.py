@@ -64,7 +64,7 @@ def on_wire(message: bytes) -> bytes:
     return struct.pack("=I", len(message)) + message
 
 
-GREETING = on_wire(frames.encode(frames.Greeting([frames.EngineModel(REFERENCE, "fp32")])))
+GREETING = on_wire(frames.encode(frames.Greeting({REFERENCE: "fp32"})))
 
 
 def run_of(number: int, model: int, *lengths: int) -> frames.Run:

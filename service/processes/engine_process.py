@@ -123,10 +123,7 @@ class EngineServer:
         self.queues = [model.queue for model in models]
         self.channels: set[FrontEndChannel] = set()
         self.changed = asyncio.Event()
-        served = [
-            frames.EngineModel(model.bundle.manifest.reference, model.precision())
-            for model in models
-        ]
+        served = {model.bundle.manifest.reference: model.precision() for model in models}
         self.greeting = frames.encode(frames.Greeting(served))
 
     async def serve(self, listener: socket.socket) -> None:

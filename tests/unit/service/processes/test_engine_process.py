@@ -181,9 +181,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
         process.receive(run(deadline=deadline, later_round=True, **terms))
         (answer,) = await process.answers()
         greeting = process.wire.sent[0]
-        assert [(model.reference, model.precision) for model in greeting.models] == [
-            ("tiny@3", "int8"), ("other@1", "fp32"),
-        ]  # fmt: skip
+        assert list(greeting.models.items()) == [("tiny@3", "int8"), ("other@1", "fp32")]
         assert process.queues[0].terms == [Terms(deadline, later_round=True, **terms)]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]

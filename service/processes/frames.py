@@ -36,9 +36,6 @@ log = logging.getLogger("cloze")
 MAX_MESSAGE_BYTES = 2**30
 """A longer message is malformed. The largest request that the defaults admit has 9 MB."""
 
-MAX_UNSENT_BYTES = 2**28
-"""What a peer may leave unread: about 40 of the largest results that the defaults admit."""
-
 _PREFIX = struct.Struct("=I")  # the length of a message
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
@@ -272,12 +269,12 @@ class Channel(asyncio.Protocol, ABC):
 
     Args:
         peer: a name of the other process, for the log.
-        max_unsent_bytes: a peer that leaves more unread is dropped.
     """
 
-    def __init__(self, peer: str, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+    _MAX_UNSENT_BYTES = 2**28  # about 40 of the largest results that the defaults admit
+
+    def __init__(self, peer: str) -> None:
         self.peer = peer
-        self._max_unsent_bytes = max_unsent_bytes
         self._transport: asyncio.Transport
         self._partial: bytearray  # of a message whose end has not arrived
         self._needed = _PREFIX.size  # bytes of that message
@@ -295,8 +292,8 @@ class Channel(asyncio.Protocol, ABC):
         if self._transport.is_closing():
             return
         unsent = self._transport.get_write_buffer_size()
-        if unsent > self._max_unsent_bytes:
-            self.drop(f"{unsent} bytes are unread, more than the limit of {self._max_unsent_bytes}")
+        if unsent > self._MAX_UNSENT_BYTES:
+            self.drop(f"{unsent} bytes are unread, more than the limit of {self._MAX_UNSENT_BYTES}")
             return
         self._transport.writelines([_PREFIX.pack(len(message)), message])
 

@@ -36,7 +36,6 @@ from cloze.service.metrics.metrics import model_labels
 from cloze.service.processes import engine_process, frames
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
-from cloze.service.processes.frames import MAX_UNSENT_BYTES
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
@@ -118,7 +117,7 @@ class Process:
         self.channel = self.connect(self.wire)
 
     def connect(self, wire: Any) -> FrontEndChannel:
-        channel = FrontEndChannel(self.server, MAX_UNSENT_BYTES)
+        channel = FrontEndChannel(self.server)
         channel.connection_made(wire)
         return channel
 

@@ -306,8 +306,9 @@ def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
 class Recorder(frames.Channel):
     """Records what arrives; a message "raise" is not handled, "drop" ends the connection."""
 
-    def __init__(self, max_unsent_bytes: int = frames.MAX_UNSENT_BYTES) -> None:
-        super().__init__("the peer", max_unsent_bytes)
+    def __init__(self, max_unsent_bytes: int = 2**28) -> None:
+        super().__init__("the peer")
+        self._MAX_UNSENT_BYTES = max_unsent_bytes
         self.messages: list[bytes] = []
         self.ends = 0
         self.ended = asyncio.Event()

@@ -24,7 +24,7 @@ from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import ArrayResult
 from cloze.model_store.layouts import Feeds, Int32
 from cloze.service.core import AdapterUnavailable, StartupError
-from cloze.service.engine.session import Session
+from cloze.service.engine.session import CpuSession
 
 log = logging.getLogger("cloze")
 
@@ -170,7 +170,7 @@ class LoadedAdapters:
             self._waits_for_room = True
             self._changed.wait_for(lambda: self._make_room(adapter.size))
             self._waits_for_room = False
-        one = self._place(adapter)
+        one = self._write(adapter)
         with self._changed:
             self._loaded[key] = one
             self._hold_loaded(key)
@@ -184,19 +184,19 @@ class LoadedAdapters:
                 self._drop(key)
         return self.size + size <= self._most_bytes
 
-    def _place(self, adapter: Adapter) -> _Loaded:
+    def _write(self, adapter: Adapter) -> _Loaded:
         """Write an adapter into the tables."""
         rows = np.zeros((2, self.layers, adapter.rank), np.int32)
         owned: dict[int, list[int]] = {width: [] for width in self.tables}
-        placed: dict[int, list[int]] = {}  # layers of one matrix share their A
+        written: dict[int, list[int]] = {}  # layers of one matrix share their A
         for number, layer in adapter.layers.items():
             for side, matrix in enumerate((layer.a, layer.b)):
-                if id(matrix) not in placed:
-                    placed[id(matrix)] = self._write(matrix, owned)
-                rows[side, number, : len(matrix)] = placed[id(matrix)]
+                if id(matrix) not in written:
+                    written[id(matrix)] = self._write_rows(matrix, owned)
+                rows[side, number, : len(matrix)] = written[id(matrix)]
         return _Loaded(rows, owned, adapter.head, adapter.size)
 
-    def _write(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
+    def _write_rows(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
         width = matrix.shape[1]
         with self._changed:
             free, needed = self._free[width], len(matrix)
@@ -220,15 +220,12 @@ class AdaptedRuns:
     result does not depend on the batch.
     """
 
-    def __init__(
-        self, adapters: LoadedAdapters, codec: BatchCodec, side_by_side: Session, alone: Session
-    ) -> None:
-        self.adapters = adapters
-        self._codec, self._side_by_side, self._alone = codec, side_by_side, alone
+    def __init__(self, adapters: LoadedAdapters, codec: BatchCodec, sessions: CpuSession) -> None:
+        self.adapters, self._codec, self._sessions = adapters, codec, sessions
 
     def run(self, batch: Sequence[Encoding], *, alone: bool) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
-        session = self._alone if alone else self._side_by_side
+        session = self._sessions.alone if alone else self._sessions.side_by_side
         with self.adapters.using([encoding.adapter for encoding in batch]) as adapters:
             heads = [_own_head(*pair) for pair in zip(batch, adapters, strict=True)]
             packed = self._codec.pack(

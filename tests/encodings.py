@@ -1,7 +1,6 @@
 """Encodings for tests of what handles them: random or constant tokens, and any mix of requests."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.service.core import BatchResult, Queue, Submission
+from cloze.service.core import Queue, Submission, Terms
 
 
 def encoding(
@@ -39,6 +38,8 @@ def encoding(
 
 def submit(
     queue: Queue, encodings: Sequence[Encoding], deadline: float, **terms: Any
-) -> Future[BatchResult]:
-    """Submit encodings to a queue, on the terms of `Submission`."""
-    return queue.submit(Submission(deadline, encodings, **terms))
+) -> Submission:
+    """Submit encodings to a queue on some terms."""
+    submission = Submission(Terms(deadline, **terms), encodings)
+    queue.submit(submission)
+    return submission

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from cloze.service.http.record import RECORD, Callers, RequestRecord
+from cloze.service.http.record import RECORD, Callers
+from cloze.service.request import ServedRequest
 
 
 def pairs(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
@@ -18,7 +19,7 @@ def recorded(
     route: str | None = None,
     callers: Callers | None = None,
     **headers: str,
-) -> RequestRecord:
+) -> ServedRequest:
     """Return the record of a request."""
     scope = {
         "method": method,
@@ -42,14 +43,14 @@ class Open:
         raise NotImplementedError
 
 
-def connected(client: str) -> RequestRecord:
+def connected(client: str) -> ServedRequest:
     """Return the record of a request whose connection is open."""
     record = recorded(client=client)
     record.connection = Open()
     return record
 
 
-def scope_of(record: RequestRecord) -> dict[str, Any]:
+def scope_of(record: ServedRequest) -> dict[str, Any]:
     """Return the ASGI scope of a request."""
     return {
         "type": "http",

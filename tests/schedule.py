@@ -16,13 +16,14 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.fair_queue import LineKey, PendingRequest
 from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
+    LineKey,
     ServiceError,
     ShuttingDown,
+    Submission,
 )
 from tests import encodings
 from tests.fake_engine import FakeEngine
@@ -73,7 +74,7 @@ class ExpectedRequest:
     """
 
     lengths: Sequence[int]
-    future: PendingRequest | None = None
+    future: Submission | None = None
     queued: set[int] = field(default_factory=set)
     ran: set[int] = field(default_factory=set)
     is_expired: bool = False
@@ -119,7 +120,7 @@ class Schedule:
         self.clients = [client for client, _ in case.requests]
         self.requests = [ExpectedRequest(lengths) for _, lengths in case.requests]
         self.submitted = 0
-        self.is_draining = self.is_closed = self.is_dead = False
+        self.is_closed = self.is_dead = False
         self.runs = 0  # encodings that the engine ran to the end
         self.steps: list[Step] = []
 
@@ -142,8 +143,6 @@ class Schedule:
             if worker.batch:
                 for kind in ("run",) if self.is_dead else ("run", "fail", "break", "stall"):
                     yield kind, worker.number
-        if not self.is_draining:
-            yield "drain", 0
         if not self.is_closed:
             yield "close", 0
 
@@ -161,7 +160,7 @@ class Schedule:
         batch = [encodings.encoding([10 * index + 1] * length, embed=True) for length in lengths]
         deadline, client = time.monotonic() + 1000, self.clients[index]
         submit = partial(encodings.submit, self.scheduler, batch, deadline, client=client)
-        if self.is_dead or self.is_draining:
+        if self.is_dead or self.is_closed:
             with pytest.raises(EngineDead if self.is_dead else ShuttingDown):
                 submit()
             return
@@ -169,7 +168,6 @@ class Schedule:
         future = submit()
         woken = waiting - sum(worker.condition is not None for worker in self.regular_workers)
         assert woken == min(waiting, len(lengths)), "a worker waits although it has work"
-        assert isinstance(future, PendingRequest)
         request.future, request.queued = future, set(range(len(lengths)))
         future.add_done_callback(lambda _: setattr(request, "ends", request.ends + 1))
 
@@ -182,7 +180,7 @@ class Schedule:
     def _expire(self, index: int) -> None:
         request = self.requests[index]
         assert request.future is not None
-        request.future.deadline = -math.inf
+        request.future.terms = request.future.terms._replace(deadline=-math.inf)
         request.is_expired = True
 
     def _look(self, index: int) -> None:
@@ -234,13 +232,9 @@ class Schedule:
             self._end_pending(EngineDead)
         self._deliver(self.workers[index], failed=0)
 
-    def _drain(self, _: int) -> None:
-        self.scheduler.drain()
-        self.is_draining = True
-
     def _close(self, _: int) -> None:
         self.scheduler.close()
-        self.is_draining = self.is_closed = True
+        self.is_closed = True
         self._end_pending(ShuttingDown)
 
     def _of(self, future: Future) -> ExpectedRequest:  # type: ignore[type-arg]
@@ -253,7 +247,7 @@ class Schedule:
 
     def _deliver(self, worker: Worker, *, failed: int) -> None:
         """Run a worker's batch; expect outputs of all encodings but the first ones."""
-        ran = [] if self.scheduler.dead else worker.batch[failed:]
+        ran = [] if self.scheduler.dead_reason else worker.batch[failed:]
         self.scheduler.run(worker)
         self.runs += len(ran)
         for queued in ran:
@@ -273,9 +267,12 @@ class Schedule:
         assert scheduler.state.tokens == sum(each.queued_tokens for each in self.requests)
         assert sum(queue.demand._tokens.values()) == scheduler.state.tokens
         assert min(queue.demand._tokens.values(), default=1) > 0
-        assert queue.requests == {each.future for each in self.requests if each.is_pending}
+        assert set(queue.lines) == {each.future for each in self.requests if each.is_pending}
         assert sum(map(len, self.engine.batches)) == self.runs
-        assert (scheduler.dead is not None, len(scheduler.deaths)) == (self.is_dead, self.is_dead)
+        assert (scheduler.dead_reason is not None, len(scheduler.deaths)) == (
+            self.is_dead,
+            self.is_dead,
+        )
         for name in set(self.clients):
             self._check_client(name)
         if scheduler.state.tokens:
@@ -310,13 +307,12 @@ class Schedule:
             assert self.workers[-1].condition is None, "nobody looks for short texts"
 
     def finish(self) -> None:
-        """Let the workers do what is left, drain and close; nothing may remain."""
+        """Let the workers do what is left, and close; nothing may remain."""
         self._work_off()
         assert not any(request.is_pending for request in self.requests), "a request is lost"
         queue = self.scheduler._queue
         assert (queue.tokens, queue._clients) == (0, {})
-        for kind in ("drain", "close"):
-            self.make((kind, 0))
+        self.make(("close", 0))
         self._work_off()
         assert all(worker.ended for worker in self.workers)
         assert all(request.ends == (request.future is not None) for request in self.requests)
@@ -337,7 +333,7 @@ def is_done(request: ExpectedRequest) -> bool:
     return request.future is not None and request.future.done()
 
 
-def check_outcome(request: ExpectedRequest, future: PendingRequest) -> None:
+def check_outcome(request: ExpectedRequest, future: Submission) -> None:
     """Check that a request has ended as expected, once, or is pending."""
     assert request.ends == (request.outcome is not None)
     assert future.done() == (request.outcome is not None)

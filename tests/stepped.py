@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Batch, QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import BatchFill
 from tests.fake_engine import FakeEngine
 
@@ -73,9 +74,9 @@ class SteppedScheduler(Scheduler):
         deaths: the reasons that `on_dead` was called with.
     """
 
-    def __init__(self, engine: FakeEngine, limits: SchedulerLimits) -> None:
+    def __init__(self, engine: FakeEngine, limits: SchedulerLimits, clock: Clock = CLOCK) -> None:
         self.deaths: list[str] = []
-        super().__init__(engine, limits, on_dead=self.deaths.append)
+        super().__init__(engine, limits, on_dead=self.deaths.append, clock=clock)
         self._changed = Condition(self._lock)
         self._short_texts = Condition(self._lock)
         self.workers = [

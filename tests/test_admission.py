@@ -16,7 +16,7 @@ import pytest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchResult, Overloaded, Rejection
+from cloze.service.core import BatchResult, LineKey, Overloaded, Rejection
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.serving import Server, running_server
@@ -75,7 +75,7 @@ def test_a_request_that_would_wait_too_long_is_refused() -> None:
         ) as caught:
             submit(scheduler, [sized(10)], later())
         assert 0 < caught.value.retry_after_s < 0.05
-        wait = scheduler.expected_wait("", 10, None)
+        wait = scheduler.expected_wait("", LineKey(0, 0), 10)
         assert 0.05 < wait.seconds < 0.15
         assert 0.005 < wait.per_request_s < 0.015
         longer = submit(scheduler, [sized(10)], later(), timeout_s=20)
@@ -175,21 +175,21 @@ def test_riding_along_costs_a_client_its_turn() -> None:
 def test_the_rate_counts_only_while_others_wait() -> None:
     rate = DrainRate()
     for now in (0.0, 0.1, 0.2, 0.3):
-        rate.batch_ended(now, 100, waiting=True)
+        rate.count(now, 100, waiting=True)
     assert rate.per_s == pytest.approx(1000)
-    rate.batch_ended(0.35, 5, waiting=False)
-    rate.batch_ended(60.0, 5, waiting=True)  # nobody waited for a minute
-    rate.batch_ended(60.5, 500, waiting=True)
+    rate.count(0.35, 5, waiting=False)
+    rate.count(60.0, 5, waiting=True)  # nobody waited for a minute
+    rate.count(60.5, 500, waiting=True)
     assert rate.per_s == pytest.approx(1000)
 
 
 def test_a_pause_is_no_rate() -> None:
     """What waited was cancelled, or the process was stopped."""
     rate = DrainRate()
-    rate.batch_ended(0.0, 100, waiting=True)
-    rate.batch_ended(3600.0, 100, waiting=True)
+    rate.count(0.0, 100, waiting=True)
+    rate.count(3600.0, 100, waiting=True)
     assert rate.per_s == 0.0
-    rate.batch_ended(3600.5, 500, waiting=True)
+    rate.count(3600.5, 500, waiting=True)
     assert rate.per_s == pytest.approx(1000)
 
 

@@ -119,7 +119,7 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/qa", {"inputs": PAIR, "parameters": {"max_answer_len": 0}}, 422, "Validation", r"max_answer_len must be between 1 and 160, got 0"),
     ("/qa", {"inputs": [PAIR] * 1001, "parameters": {"top_k": 100}}, 422, "Validation", r"asks for 100100 answers; the limit is 32768"),
     ("/qa", {"inputs": PAIR | {"context": "a " * 499_000}, "parameters": {"max_seq_len": 8, "doc_stride": 1}}, 422, "Validation", r"windows hold \d+ tokens; the limit of a request is 1048576"),
-    ("/fill-mask", {"inputs": ["[MASK]" * 60] * 20, "parameters": {"top_k": 90}}, 422, "Validation", r"more than 32768 predictions"),
+    ("/fill-mask", {"inputs": ["[MASK]" * 60] * 20, "parameters": {"top_k": 90}}, 422, "Validation", r"predictions \(masks x top_k\); the limit is 32768"),
     ("/embed", {"inputs": ["a", "a" * 1_000_001]}, 422, "Validation", r"inputs\[1\] has 1000001 characters; the limit is 1000000"),
     ("/embed", {"inputs": [{}] * 30_000}, 422, "Validation", r"^inputs"),
     ("/nsp", {"inputs": [{}] * 30_000}, 422, "Validation", r"^inputs"),

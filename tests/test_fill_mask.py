@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 from cloze.client import Client
 from cloze.model_store import Store
 from cloze.service.tasks.fill_tokens import target_words
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
@@ -310,7 +310,7 @@ def test_the_best_prediction_has_rank_1(server: Server) -> None:
         (
             ["[MASK] " * 9] * 40,
             {"targets": [f"walking{n}" for n in range(100)], "targets_as": "words"},
-            "the request asks for more than 32768 predictions (masks x top_k), the limit",
+            "the request asks for 36000 predictions (masks x top_k); the limit is 32768",
         ),
         (
             ["[MASK] [MASK]"] * 40,

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from cloze.service.http.gate import Gate, GateModel, Starts
+from cloze.service.http.memory_limit import UnreadAnswers
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
-from cloze.service.http.gate import Gate, GateModel, Starts
-from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RequestRecord, timeout_s
+from cloze.service.http.door import Gate, GateModel, Starts
+from cloze.service.http.record import timeout_s
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics
+from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.metrics import Metrics
+from cloze.service.request import ServedRequest
 from tests.encodings import submit
 from tests.records import recorded
 from tests.test_admission import Steady, measured
@@ -40,7 +42,7 @@ def gate(max_wait_s: float) -> Iterator[tuple[Gate, Scheduler, Steady]]:
         yield gated, scheduler, engine
 
 
-def request(size: int = 50, client: str = "a", **headers: str) -> RequestRecord:
+def request(size: int = 50, client: str = "a", **headers: str) -> ServedRequest:
     return recorded(client=client, content_length=str(size), **headers)
 
 

@@ -16,18 +16,16 @@ import pytest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD
-from cloze.service.app import Registries
 from cloze.service.protocols import PROTOCOLS
-from cloze.service.server import serve_in_one_process
+from cloze.service.server.process import serve_in_one_process
+from cloze.service.server.startup import begin
+from cloze.service.service import Registries
 from cloze.service.settings import load_settings
-from cloze.service.startup import begin
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.task import (
-    NoParameters,
-    PreparedRequest,
-    Task,
-    TaskContext,
-)
+from cloze.service.tasks.task import PreparedRequest, Task, TaskContext
+from cloze.service.tasks.texts import encode_texts
+from cloze.service.tasks.windows import LongTextRule
+from cloze.service.tasks.wire import NoParameters
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 
@@ -46,14 +44,9 @@ BUG = 7
 
 
 def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedRequest[None]:
-    texts = context.limits.listed(inputs)
-    encodings, truncated = [], 0
-    for ids in context.tokenizer.ids([text for _, text in texts]):
-        encoding = context.tokenizer.encode(ids, context.limits.max_tokens)
-        encoding.requests = {HEAD.name: HeadRequest()}
-        encodings.append(encoding)
-        truncated += len(encoding) < len(ids) + 2
-    return PreparedRequest(encodings, None, truncated=truncated)
+    texts = context.limits.checked(inputs)
+    rule = LongTextRule("truncate")
+    return encode_texts(texts, rule, context, {HEAD.name: HeadRequest()}).prepared(None)
 
 
 def decode(_: None, outputs: Sequence[HeadOutputs], __: TaskContext) -> list[Length]:

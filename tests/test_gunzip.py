@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
+from cloze.service.http.watch import RequestWatch
 from starlette.requests import Request
 from starlette.types import Message
 
 from cloze.service.core import DeadlineExceeded, MalformedRequest, RequestTooLarge
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
-from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.watch import RequestWatch
 from tests.records import recorded, scope_of
 
 MB = 2**20

@@ -11,18 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.service.batching.admission import SchedulerLimits, WaitLimits
-from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey
-from cloze.service.batching.scheduler import Scheduler
+from cloze.service.batching.fair_queue import Demand, FairQueue
 from cloze.service.core import (
     BatchResult,
     DeadlineExceeded,
+    LineKey,
     Overloaded,
     Submission,
+    Terms,
 )
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
+from tests.stepped import SteppedScheduler
 from tests.test_scheduler import sized
-from tests.virtual_time import Clock, virtual_time
+from tests.virtual_time import VirtualClock
 
 RATE = 1000.0
 """Tokens per second of the worker."""
@@ -41,8 +43,8 @@ class Sent:
 class Server:
     """A scheduler and its worker, in virtual time."""
 
-    scheduler: Scheduler
-    clock: Clock
+    scheduler: SteppedScheduler
+    clock: VirtualClock
     rate: float = RATE
     sent: list[Sent] = field(default_factory=list)
 
@@ -63,8 +65,9 @@ class Server:
     def run_until(self, time: float) -> None:
         """Run batches until none waits, or until a time."""
         while self.scheduler._queue.tokens and self.clock.now < time:
-            batch = self.scheduler._take_now().encodings
-            if batch:
+            worker = self.scheduler.workers[0]
+            self.scheduler.look(worker)
+            if batch := worker.batch:
                 tokens = sum(queued.tokens for queued in batch)
                 self.clock.now += tokens / self.rate
                 self.scheduler._deliver(batch, [{}] * len(batch), tokens / self.rate)
@@ -73,13 +76,12 @@ class Server:
 
 @contextmanager
 def server(max_wait_s: float = 4.0) -> Iterator[Server]:
-    clock = Clock()
-    with virtual_time(clock):
-        limits = SchedulerLimits(1, 20, 10**6, stall_timeout_s=1000.0, waits=WaitLimits(max_wait_s))
-        scheduler = Scheduler(FakeEngine(), limits)
-        scheduler._admission.tokens_per_s = RATE
-        yield Server(scheduler, clock)
-        scheduler.close()
+    clock = VirtualClock()
+    limits = SchedulerLimits(1, 20, 10**6, stall_timeout_s=1000.0, waits=WaitLimits(max_wait_s))
+    scheduler = SteppedScheduler(FakeEngine(), limits, clock)
+    scheduler._admission.tokens_per_s = RATE
+    yield Server(scheduler, clock)
+    scheduler.close()
 
 
 arrivals = st.lists(
@@ -136,7 +138,7 @@ def test_requests_that_say_less_are_not_pushed_back_by_those_that_say_nothing() 
     with server() as served:
         while served.submit([20] * 5, "a", None) is not None:  # until the line is full
             pass
-        assert served.scheduler.expected_wait("a", 100, None).seconds > 3.9
+        assert served.scheduler.expected_wait("a", LineKey(0, 0), 100).seconds > 3.9
         stated = [served.submit([20] * 5, "a", 2.0) for _ in range(4)]
         served.run_until(math.inf)
         assert all(sent is not None and sent.ended < 1.5 for sent in stated)
@@ -190,8 +192,8 @@ def test_a_rate_that_is_wrong_does_not_stay_so() -> None:
         assert all(sent.future.exception() is None for sent in served.sent)
 
 
-def add(queue: FairQueue, client: str, length: int) -> None:
-    queue.add(Submission(math.inf, [sized(length)], client), LineKey(0, 0))
+def add(queue: FairQueue, client: str, length: int, timeout_s: float | None = None) -> None:
+    queue.add(Submission(Terms(math.inf, client, timeout_s), [sized(length)]))
 
 
 def test_a_client_that_returns_while_its_requests_run_owes_what_it_received() -> None:
@@ -200,20 +202,20 @@ def test_a_client_that_returns_while_its_requests_run_owes_what_it_received() ->
     for length in (30, 31, 32):
         add(queue, "polite", length)
     assert (
-        len(queue.take(5).encodings[0].encoding) == 50
+        len(queue.take(5, 0.0).encodings[0].encoding) == 50
     )  # runs on, twice what was due to the client
     add(queue, "greedy", 7)
-    assert [len(queue.take(5).encodings[0].encoding) for _ in range(3)] == [30, 31, 7]
+    assert [len(queue.take(5, 0.0).encodings[0].encoding) for _ in range(3)] == [30, 31, 7]
 
 
 def test_a_line_that_returns_owes_what_it_received() -> None:
     queue = FairQueue(varlen=False)
     add(queue, "a", 50)
     for length in (30, 31, 32):
-        queue.add(Submission(math.inf, [sized(length)], "a"), LineKey(1, 0))
-    assert len(queue.take(5).encodings[0].encoding) == 50
+        add(queue, "a", length, timeout_s=1.0)
+    assert len(queue.take(5, 0.0).encodings[0].encoding) == 50
     add(queue, "a", 51)
-    assert [len(queue.take(5).encodings[0].encoding) for _ in range(3)] == [30, 31, 51]
+    assert [len(queue.take(5, 0.0).encodings[0].encoding) for _ in range(3)] == [30, 31, 51]
 
 
 dues = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), max_size=20)
@@ -248,4 +250,3 @@ def test_lines_are_classes_of_size_and_of_patience() -> None:
     assert LineKey.of(1023, None) == LineKey.of(128, None) != LineKey.of(1024, None)
     assert LineKey.of(1, 2.0) == LineKey.of(1, 3.9) != LineKey.of(1, 4.0)
     assert LineKey.of(1, None) not in {LineKey.of(1, each / 10) for each in range(1, 4000)}
-    assert LineKey.of(1, None, later_round=True) < LineKey.of(1, None)

@@ -9,23 +9,30 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from cloze.service.core import Rejection, Timings
-from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost, _line
+from cloze.service.core import Rejection
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
+from cloze.service.request import ServedRequest
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 
-COST = RequestCost(2, 14, Timings(0.001, 0.002, 0.003))
+COST: dict[str, Any] = {
+    "texts": 2, "tokens": 14, "tokenize_s": 0.001, "queue_s": 0.002, "inference_s": 0.003
+}  # fmt: skip
 
 
-def record(status: int = 200, route: str = "/embed", error: str = "") -> AccessRecord:
-    cost = COST if status == 200 else None
-    return AccessRecord(1.5, "abc", "POST", route, "bert@1", status, 0.0071, cost, error)
+def record(status: int = 200, route: str = "/embed", error: str = "") -> ServedRequest:
+    cost = COST if status == 200 else {}
+    return ServedRequest(
+        ended=1.5, identity=b"abc", route=route, model="bert@1", status=status, seconds=0.0071,
+        error=error, **cost,
+    )  # fmt: skip
 
 
 def requests_in(server: Server) -> list[dict[str, Any]]:
@@ -117,7 +124,7 @@ def test_text_lines_have_the_same_fields(tiny_store: Path) -> None:
 
 def test_a_client_cannot_write_fields_of_a_line() -> None:
     """A proxy may pass on what a client forges, and a keys file may have any names."""
-    forged = record()._replace(client="key:a status=200\nb")
+    forged = replace(record(), client="key:a status=200\nb")
     assert " client=key:a?status=200?b " in _line("text", forged)
     assert json.loads(_line("json", forged))["client"] == forged.client
 
@@ -136,7 +143,7 @@ def test_a_client_cannot_write_fields_of_a_line() -> None:
 def test_levels_and_shares_choose_lines(
     level: str,
     share: float,
-    records: list[AccessRecord],
+    records: list[ServedRequest],
     expected: list[int],
 ) -> None:
     number = logging.getLevelName(level.upper())
@@ -153,7 +160,7 @@ def test_a_flood_of_refusals_is_a_few_lines() -> None:
     log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
     flood = [(Rejection.WAIT, 0.0)] * 3000 + [(Rejection.KEY_LIMIT, 0.5)] * 12
     for reason, second in [*flood, (Rejection.WAIT, 1.0), (Rejection.WAIT, 1.1)]:
-        log.add(record(429)._replace(time=1e9 + second, rejection=reason, error=reason))
+        log.add(replace(record(429), ended=1e9 + second, rejection=reason, error=reason))
     for _ in range(30):
         log.add(record(503))
     lines = [json.loads(_line(*each)) for each in writer.waiting]
@@ -210,7 +217,7 @@ def test_the_oldest_lines_without_room_are_counted(capfd: pytest.CaptureFixture[
 def test_lines_of_several_processes_do_not_mix() -> None:
     """Both write to one pipe of a page, which is full when the reader begins."""
     code = (
-        "import sys; from cloze.service.logs import LineWriter; writer = LineWriter(); "
+        "import sys; from cloze.service.observe.logs import LineWriter; writer = LineWriter(); "
         "writer.begin(); writer.waiting.extend([sys.argv[1] * 999 + '\\n'] * 300); "
         "print(flush=True); writer.flush()"
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from cloze.service.http.memory_limit import Hold, MemoryLimit
 
 from cloze.service.core import Overloaded
-from cloze.service.http.memory_limit import Hold, MemoryLimit
 from tests.serving import Server, running_server
 from tests.test_connections import address
 from tests.waiting import wait_until

@@ -15,13 +15,13 @@ import orjson
 import pytest
 
 from cloze.model_store import Store
-from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.core import InvalidRequest
 from cloze.service.settings import Settings
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.task import TaskLimits
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import Abandoned, run_on_thread
 from tests.serving import Server, running_server
 from tests.test_admission import SLOW, exchange
 from tests.test_promises import FAULTY, metric
@@ -307,8 +307,7 @@ def test_work_of_a_request_that_has_ended_ends(every_task_store: Path, task: Any
         began.set()
         try:
             prepared = task.prepare(inputs, task.parameters(), model)
-            for text in task.decode(prepared.state, [], model):
-                list(text.parts())
+            task.decode(prepared.state, [], model)
         except (Abandoned, InvalidRequest) as error:
             raised.append(error)
         ended.set()

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from cloze.service.http.gate import Starts
 
 from cloze.service.http import gate as module
-from cloze.service.http.gate import Starts
 from tests.records import connected
 from tests.serving import running_server
 

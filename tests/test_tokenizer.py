@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 from cloze.export.errors import ExportError
 from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
-from cloze.service.tokenizer import Tokenizer
+from cloze.model_store.heads import HeadRequest
+from cloze.service.text.tokenizer import Tokenizer
 from tests.tokenizer_kinds import unigram, wordpiece
 from tests.vocabulary import vocabulary
 
@@ -379,7 +380,7 @@ def test_words_are_remembered_and_nothing_else_changes(
 def test_what_is_remembered_is_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloze.service.tokenizer._MOST_WORDS", 10)
+    monkeypatch.setattr("cloze.service.text.tokenizer._MOST_WORDS", 10)
     known = tokenizer._vocabulary.words
     assert known is not None
     for number in range(30):
@@ -425,17 +426,12 @@ def load_for_pairs() -> str:
         return load_tokenizer(Path(folder)).tokenizer.to_str()
 
 
-def test_singles_are_cut_at_either_end(tokenizer: Tokenizer) -> None:
-    cls, sep = 2, 3
-
-    def encode(max_tokens: int, *, keep_end: bool = False) -> list[int]:
-        encoding = tokenizer.encode([7, 8, 9], max_tokens, keep_end=keep_end)
-        assert encoding.token_type_ids.tolist() == [0] * len(encoding)
-        return encoding.input_ids.tolist()
-
-    assert encode(5) == [cls, 7, 8, 9, sep]
-    assert encode(4) == [cls, 7, 8, sep]
-    assert encode(4, keep_end=True) == [cls, 8, 9, sep]
+def test_singles_have_special_tokens_around_them(tokenizer: Tokenizer) -> None:
+    encoding = tokenizer.encode([7, 8, 9], {"span": HeadRequest()})
+    assert encoding.input_ids.tolist() == [2, 7, 8, 9, 3] == tokenizer.special.text([7, 8, 9])
+    assert encoding.token_type_ids.tolist() == [0] * 5
+    assert encoding.requests == {"span": HeadRequest()}
+    assert tokenizer.encode([]).requests == {}
 
 
 @pytest.mark.parametrize(

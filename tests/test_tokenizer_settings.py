@@ -120,15 +120,16 @@ def ours(folder: Path) -> Results:
     limit = load_tokenizer(folder).max_tokens
     tokenizer = served(folder).tokenizer
     keep_end = tokenizer.truncation_side == "left"
+    part = slice(2 - SHORT, None) if keep_end else slice(SHORT - 2)
     encodings: Encodings = []
     for text, second in pairwise(TEXTS):
         first, other = tokenizer.ids([text, second])
-        for most in (10**4, SHORT):
-            encodings.append(tokenizer.encode(first, most, keep_end=keep_end))
+        singles = [tokenizer.encode(first), tokenizer.encode(first[part])]
+        encodings += singles
         # As for transformers, an empty second text is none.
-        for most in (10**4, SHORT):
+        for most, single in zip((10**4, SHORT), singles, strict=True):
             made = tokenizer.pair(first, other, most, keep_end=keep_end)
-            encodings.append(made if second else tokenizer.encode(first, most, keep_end=keep_end))
+            encodings.append(made if second else single)
     pairs = [(e.input_ids.tolist(), e.token_type_ids.tolist()) for e in encodings]
     decoded = tokenizer.decode([ids for ids, _ in pairs], skip_special_tokens=True)
     spans = [(text, tokenizer.spans(text)) for text in TEXTS]

@@ -29,14 +29,14 @@ from cloze.service.core import (
     EngineDead,
     ShuttingDown,
     StartupError,
-    Submission,
+    Terms,
 )
+from cloze.service.models.served_models import ServedModel
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
 from cloze.service.processes.frames import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
-from cloze.service.served_models import ServedModel
 from cloze.service.settings import load_settings
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
@@ -68,7 +68,7 @@ GREETING = on_wire(frames.encode(frames.Greeting([frames.EngineModel(REFERENCE, 
 
 
 def run_of(number: int, model: int, *lengths: int) -> frames.Run:
-    return frames.Run(number, model, Submission(in_a_minute(), encode(*lengths)))
+    return frames.Run(number, model, Terms(in_a_minute()), encode(*lengths))
 
 
 def request(number: int, *lengths: int) -> bytes:
@@ -261,7 +261,7 @@ def test_an_engine_that_does_not_return_keeps_requests_until_they_are_cancelled(
                 queue = RemoteQueue([link], 0)
                 futures = [submit(queue, encode(3), in_a_minute()) for _ in range(3)]
                 connection.close()
-                await until(lambda: queue.dead == "the process of engine-0 ended")
+                await until(lambda: queue.dead_reason == "the process of engine-0 ended")
                 assert not any(future.done() for future in futures)
                 assert queue.state.tokens == 9
                 for future in futures:
@@ -276,15 +276,15 @@ def test_a_restarted_engine_accepts_the_front_ends_that_wait(path: Path) -> None
         with listen(path) as listener:
             async with linked(path) as link:
                 queue = RemoteQueue([link], 0)
-                assert queue.dead == "engine-0 has not started yet"
+                assert queue.dead_reason == "engine-0 has not started yet"
                 with pytest.raises(EngineDead):
                     submit(queue, encode(1), in_a_minute())
                 for _ in range(3):
                     connection = await accept(listener)
-                    await until(lambda: queue.dead is None)
+                    await until(lambda: queue.dead_reason is None)
                     submit(queue, encode(1), in_a_minute()).add_done_callback(lambda _: None)
                     connection.close()
-                    await until(lambda: queue.dead is not None)
+                    await until(lambda: queue.dead_reason is not None)
                     waiting = submit(queue, encode(1), in_a_minute())
                     assert not waiting.done(), "it waits for the next engine process"
                     waiting.cancel()
@@ -297,7 +297,7 @@ def test_an_engine_with_other_models_is_not_used(path: Path) -> None:
         with listen(path) as listener:
             async with linked(path, "other@1") as link:
                 with await accept(listener):
-                    await until(lambda: "other models" in str(link.dead))
+                    await until(lambda: "other models" in str(link.dead_reason))
                     with pytest.raises(EngineDead):
                         submit(RemoteQueue([link], 0), encode(1), in_a_minute())
 
@@ -347,13 +347,13 @@ def test_what_was_admitted_stays_admitted_by_the_next_engine(path: Path) -> None
                     await link.up.wait()
                     submit(queue, encode(1), in_a_minute())
                     (first,) = await runs(connection, 1)
-                assert not first.submission.later_round
-                await until(lambda: link.dead is not None)
+                assert not first.terms.later_round
+                await until(lambda: link.dead_reason is not None)
                 submit(queue, encode(2), in_a_minute())
                 with await accept(listener) as connection:
                     again, new = await runs(connection, 2)
-                assert (again.number, again.submission.later_round) == (first.number, True)
-                assert not new.submission.later_round, "the next engine decides on it"
+                assert (again.number, again.terms.later_round) == (first.number, True)
+                assert not new.terms.later_round, "the next engine decides on it"
 
     run(play())
 
@@ -372,7 +372,7 @@ def test_a_queue_that_closes_fails_pending_requests(path: Path) -> None:
                         await outcome(future)
                     closer.join()
                     with pytest.raises(ShuttingDown):
-                        submit(queue, encode(1), in_a_minute(), accepted=True)
+                        submit(queue, encode(1), in_a_minute())
 
     run(play())
 
@@ -459,9 +459,9 @@ def test_requests_outlive_a_malformed_answer(path: Path) -> None:
                     await link.up.wait()
                     future = submit(RemoteQueue([link], 0), encode(1), in_a_minute())
                     await loop.sock_sendall(connection, on_wire(b"\xc1"))
-                    await until(lambda: link.dead is not None)
+                    await until(lambda: link.dead_reason is not None)
                 with await accept(listener) as connection:
-                    await until(lambda: link.dead is None)
+                    await until(lambda: link.dead_reason is None)
                     assert not future.done()
                     assert await loop.sock_recv(connection, 2**16), "it is sent again"
 

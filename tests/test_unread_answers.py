@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import orjson
 import pytest
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
 
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.http import memory_limit
-from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb

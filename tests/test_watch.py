@@ -5,14 +5,14 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from cloze.service.http.memory_limit import Hold, MemoryLimit, UnreadAnswers
+from cloze.service.http.watch import RequestWatch
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http import memory_limit
-from cloze.service.http.memory_limit import Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
-from cloze.service.http.watch import RequestWatch
 from tests.leaping_loop import run_leaping
 from tests.records import recorded, scope_of
 

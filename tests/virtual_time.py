@@ -1,27 +1,30 @@
-"""Virtual time for the scheduler, so that tests of its order of work take no time."""
+"""A clock that a test sets, so that tests of time limits take no time."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+import threading
 
-from cloze.service.batching import admission, fair_queue, scheduler
+from cloze.service.clock import Clock
 
 
-class Clock:
-    """Virtual time, in place of the module `time`."""
+class VirtualClock(Clock):
+    """Virtual time, which advances when a test or a waiting thread says so.
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    Attributes:
+        now: seconds.
+    """
 
-    def monotonic(self) -> float:
-        """Return the virtual time."""
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:  # type: ignore[override]
         return self.now
 
+    def wall(self) -> float:  # type: ignore[override]
+        return self.now
 
-@contextmanager
-def virtual_time(clock: Clock) -> Iterator[None]:
-    """Give the classes of the scheduler a virtual time until the context ends."""
-    with ExitStack() as stack:
-        for module in (admission, fair_queue, scheduler):
-            stack.enter_context(patch.object(module, "time", clock))
-        yield
+    def sleep(self, seconds: float) -> None:  # type: ignore[override]
+        self.now += seconds
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:  # type: ignore[override]
+        if not event.is_set():
+            self.now += seconds
+        return event.is_set()

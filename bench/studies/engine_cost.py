@@ -28,6 +28,7 @@ from cloze.service.core import (
     BatchResult,
     Device,
     Submission,
+    Terms,
 )
 from cloze.service.processes import frames
 
@@ -84,7 +85,7 @@ def _message(length: int) -> bytes:
         Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), requests)
         for _ in range(TEXTS)
     ]
-    return frames.encode_run(frames.Run(1, 0, Submission(float("inf"), encodings)))
+    return frames.encode_run(frames.Run(1, 0, Terms(float("inf")), encodings))
 
 
 def _round_s(scheduler: Scheduler, message: bytes) -> float:
@@ -93,9 +94,12 @@ def _round_s(scheduler: Scheduler, message: bytes) -> float:
     for _ in range(REQUESTS):
         run = frames.decode_request(message)
         assert isinstance(run, frames.Run)
-        scheduler.submit(run.submission).add_done_callback(_encode_answer)
+        submission = Submission(run.terms, run.encodings)
+        scheduler.submit(submission)
+        submission.add_done_callback(_encode_answer)
     while scheduler.state.tokens:
-        taken = scheduler._take_now()
+        taken = scheduler._take(0)
+        assert taken is not None
         scheduler._run(0, taken.encodings, taken.fill)
     return time.thread_time() - began
 

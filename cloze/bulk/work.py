@@ -4,7 +4,6 @@ The local run and each worker of a Ray cluster use this module.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,11 +23,10 @@ from cloze.service.core import (
     RequestError,
     ServiceError,
     StartupError,
-    Submission,
 )
-from cloze.service.pipeline import Pipeline, task_limits
-from cloze.service.served_models import LocalModels, ServedModel, close_models
-from cloze.service.tasks import TaskCall
+from cloze.service.models.pipeline import Pipeline, task_limits
+from cloze.service.models.served_models import LocalModels, ServedModel, close_models
+from cloze.service.request import ServedRequest
 from cloze.service.tasks.task import INPUTS
 
 _REQUEST_ROWS = 64
@@ -42,8 +40,6 @@ _CHUNKS_IN_FLIGHT = 16
 
 _CHARACTERS_IN_FLIGHT = 4 * 2**20
 """Most characters of several chunks that are read and not written, for the memory."""
-
-_TERMS = Submission(deadline=math.inf)
 
 Progress = Callable[[int], None]
 """Called with a number of rows that have been written."""
@@ -162,10 +158,10 @@ class BulkWorker:
         self, texts: Sequence[Sequence[str]], report: ShardReport
     ) -> list[RowResult]:
         """Return the results of rows that are one request, or one each if a row is wrong."""
-        call = TaskCall([self._task.to_input(row) for row in texts], self._parameters)
-        size = sum(len(text) for row in texts for text in row)
+        inputs = [self._task.to_input(row) for row in texts]
+        request = ServedRequest(body_bytes=sum(len(text) for row in texts for text in row))
         try:
-            result = await self._pipeline.run(self._task.task, call, size=size, terms=_TERMS)
+            value = await self._pipeline.run(self._task.task, inputs, self._parameters, request)
         except (RequestError, EngineFailed) as error:
             if len(texts) > 1:
                 singles = await asyncio.gather(*(self._answer_rows([row], report) for row in texts))
@@ -174,13 +170,13 @@ class BulkWorker:
             return [RowResult(None, None, None, message)]
         except ServiceError as error:
             raise BulkError(f"{error}; run the command again to continue") from None
-        report.tokens += result.tokens
-        report.embedding_space = result.embedding_space or ""
-        assert result.usage is not None
-        values = self._task.to_values(result.value)
+        report.tokens += request.tokens
+        report.embedding_space = request.embedding_space or ""
+        assert request.usage is not None
+        values = self._task.to_values(value)
         return [
             RowResult(value, usage.used, usage.used < usage.tokens, None)
-            for value, usage in zip(values, result.usage, strict=True)
+            for value, usage in zip(values, request.usage, strict=True)
         ]
 
 

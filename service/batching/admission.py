@@ -2,18 +2,17 @@
 
 A request waits behind what waits in its line, while each other line gets as much. Later requests of
 its line do not delay it; later lines may, so a part of its time is left for them, and a request is
-admitted only if all that was accepted before can still end in time (`Demand`).
+admitted only if all that was admitted before can still end in time (`Demand`).
 docs/batching.md explains the rules, docs/decisions/0017-admission-by-time.md the reasons.
 """
 
 import math
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 
-from cloze.service.batching.fair_queue import BULK_SHARE, FairQueue, LineKey, due_time
-from cloze.service.core import ExpectedWait, Overloaded, Rejection, Submission
+from cloze.service.batching.fair_queue import BULK_SHARE, FairQueue
+from cloze.service.core import ExpectedWait, LineKey, Overloaded, Rejection, Submission
 
 _MIN_WINDOW_S = 0.25
 """Shortest time over which a rate is measured; a batch takes about 20 ms."""
@@ -136,78 +135,57 @@ class SchedulerLimits:
 
 
 class Activity:
-    """What all schedulers of a process do together. Any thread may call the methods.
+    """What all schedulers of a process do together, and the one lock that guards all of them.
 
     A lone batch can use all cores; others share them.
 
     Attributes:
         busy: number of workers that look for work or run a batch.
-        asked: `time.monotonic` time at which a request that is not bulk was last queued.
+        asked: the time at which a request that is not bulk was last queued.
         requests: number of requests that have not ended, by client.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()  # to enter it costs less than a condition
         self.busy = 0
         self.asked = -math.inf
         self.requests: Counter[str] = Counter()
-
-    def add(self, workers: int) -> None:
-        """Count workers that become busy; negative: those that begin to wait, or end."""
-        with self._lock:
-            self.busy += workers
-
-    def count(self, client: str, requests: int) -> None:
-        """Count requests of a client; negative: those that have ended."""
-        with self._lock:
-            self.requests[client] += requests
-            if not self.requests[client]:
-                del self.requests[client]
 
 
 class DrainRate:
     """The rate at which a queue drains, of all workers together, while others wait.
 
-    What is counted are the tokens of batches, or anything else that is worked off. The duration of
-    batches alone would overestimate the rate: between batches, workers wait for each other, for the
-    interpreter and for cores. All models of a process share the cores, so the rate falls at once
-    when another model begins to work, before a window has measured it.
+    The duration of batches alone would overestimate the rate: between batches, workers wait for
+    each other, for the interpreter and for cores.
 
     Attributes:
-        per_s: the measured rate; 0.0 until the queue was busy for long enough.
+        per_s: tokens, or whatever is counted, per second; 0.0 until the queue was busy for long
+            enough.
+        busy: mean number of busy workers of the process at that rate.
     """
 
     def __init__(self) -> None:
-        self.per_s = 0.0
-        self._busy = 0.0  # busy workers of the process at the measured rate
+        self.per_s = self.busy = 0.0
         self._since: float | None = None
-        self._tokens = 0
-        self._busy_tokens = 0  # each token times the workers that were busy
+        self._amount = 0
+        self._busy_amount = 0  # each token times the workers that were busy
 
-    def among(self, busy: int) -> float:
-        """Return the rate while so many workers of the process are busy.
-
-        With more than were measured, each gets less; with fewer, the rate stays until it is
-        measured, because these workers may have had cores of their own.
-        """
-        return self.per_s * min(1.0, self._busy / busy) if busy else self.per_s
-
-    def batch_ended(self, now: float, tokens: int, *, waiting: bool, busy: int = 1) -> None:
-        """Count a batch that ends now, while others wait, and with so many busy workers."""
+    def count(self, now: float, amount: int, *, waiting: bool, busy: int = 1) -> None:
+        """Count what ends now, with so many busy workers, and note whether others wait."""
         if self._since is not None:
-            self._tokens += tokens
-            self._busy_tokens += tokens * busy
+            self._amount += amount
+            self._busy_amount += amount * busy
             seconds = now - self._since
             if _MIN_WINDOW_S <= seconds <= _MAX_WINDOW_S:
                 weight = 0.3 if self.per_s else 1.0  # a moving average
-                self.per_s += weight * (self._tokens / seconds - self.per_s)
-                self._busy += weight * (self._busy_tokens / max(1, self._tokens) - self._busy)
+                self.per_s += weight * (self._amount / seconds - self.per_s)
+                self.busy += weight * (self._busy_amount / max(1, self._amount) - self.busy)
             if seconds >= _MIN_WINDOW_S:  # too long: others were cancelled, or nothing ran
                 self._since = None
         if not waiting:
             self._since = None
         elif self._since is None:
-            self._since, self._tokens, self._busy_tokens = now, 0, 0
+            self._since, self._amount, self._busy_amount = now, 0, 0
 
 
 class Admission:
@@ -223,21 +201,28 @@ class Admission:
         self._bulk_rate = DrainRate()  # what others leave
         self.tokens_per_s = 0.0
 
-    def batch_ended(self, tokens: int, tokens_per_s: float, *, is_bulk: bool = False) -> None:
-        """Note a batch and its rate."""
+    def batch_ended(self, now: float, tokens: int, seconds: float, *, is_bulk: bool) -> None:
+        """Measure the rates with a batch that ends now."""
         weight = 0.1 if self.tokens_per_s else 1.0  # a moving average
-        self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
-        busy, waiting, now = self._activity.busy, self._queue.tokens > 0, time.monotonic()
-        self._drain_rate.batch_ended(now, tokens, busy=busy, waiting=waiting)
-        bulk_waits = self._queue.bulk_tokens > 0
-        self._bulk_rate.batch_ended(now, tokens * is_bulk, waiting=bulk_waits)
+        self.tokens_per_s += weight * (tokens / max(seconds, 1e-9) - self.tokens_per_s)
+        queue = self._queue
+        self._drain_rate.count(now, tokens, waiting=queue.tokens > 0, busy=self._activity.busy)
+        self._bulk_rate.count(now, tokens * is_bulk, waiting=queue.bulk_tokens > 0)
 
     @property
     def rate(self) -> float:
-        """The tokens per second of all workers; 0.0 before the first batch."""
+        """The tokens per second of all workers; 0.0 before the first batch.
+
+        All models of a process share the cores. If more workers are busy than were at the measured
+        rate, because another model begins to work, each gets less at once. If fewer are, the rate
+        stays until it is measured, because these workers may have had cores of their own.
+        """
         batches = self.tokens_per_s * self._limits.workers  # while batches run
-        drained = self._drain_rate.among(self._activity.busy)
-        return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
+        measured, busy = self._drain_rate, self._activity.busy
+        if not measured.per_s:
+            return batches
+        drained = measured.per_s * min(1.0, measured.busy / max(1, busy))
+        return max(drained, _LEAST_RATE_SHARE * batches)
 
     def _rate_of(self, *, is_bulk: bool) -> float:
         """Return the rate at which the bulk requests drain, or all others together."""
@@ -248,43 +233,33 @@ class Admission:
         return rate * (1 - BULK_SHARE) if queue.bulk_tokens else rate
 
     def expected_wait(
-        self,
-        client: str,
-        tokens: int,
-        timeout_s: float | None,
-        unsubmitted: int = 0,
-        is_bulk: bool = False,
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         """Return the wait of a request that arrives now; see `core.Queue`."""
-        rate, queue = self._rate_of(is_bulk=is_bulk), self._queue
+        rate, queue = self._rate_of(is_bulk=line.is_bulk), self._queue
         requests = self._activity.requests[client]
+        ahead, lines, clients = queue.share(client, line)
         if not rate:
-            return ExpectedWait(0.0, 0.0, requests)
-        key = LineKey.of(tokens, timeout_s, is_bulk=is_bulk)
-        ahead, lines, clients = queue.share(client, key)
+            return ExpectedWait(0.0, 0.0, requests, ahead)
         # Other lines of the client go on, so all of them count; other clients only as they wait.
         own = (ahead + unsubmitted) * lines
-        alike = queue.bulk_tokens if is_bulk else queue.tokens - queue.bulk_tokens
+        alike = queue.bulk_tokens if line.is_bulk else queue.tokens - queue.bulk_tokens
         waiting = alike + unsubmitted
         wait = min(own * clients, max(own, waiting))
         each = min(tokens * lines * clients, waiting + tokens)
-        return ExpectedWait(wait / rate, each / rate, requests)
+        return ExpectedWait(wait / rate, each / rate, requests, ahead)
 
-    def check(self, submission: Submission) -> None:
-        """Raise if a request has to wait for too long. An empty queue admits any request.
+    def check(self, request: Submission, now: float) -> None:
+        """Raise if a request has to wait for too long, behind what waits in the queue.
 
         Raises:
             Overloaded: the request would wait for too long, it or another one would end after its
                 deadline, or the queue would need too much memory.
         """
-        queue = self._queue
-        if not queue.tokens:
-            return
-        is_bulk, now = submission.is_bulk, time.monotonic()
-        rate = self._rate_of(is_bulk=is_bulk)
-        tokens, client, timeout_s = submission.tokens, submission.client, submission.timeout_s
-        ahead, _, _ = queue.share(client, LineKey.of(tokens, timeout_s, is_bulk=is_bulk))
-        most, waiting = self._limits.max_queue_tokens, queue.tokens
+        terms, tokens, queue = request.terms, request.tokens, self._queue
+        wait = self.expected_wait(terms.client, request.key, tokens)
+        rate = self._rate_of(is_bulk=terms.is_bulk)
+        most, waiting, ahead = self._limits.max_queue_tokens, queue.tokens, wait.ahead
         free = most - waiting
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
             raise Overloaded(
@@ -296,14 +271,12 @@ class Admission:
             )
         if not rate:
             return
-        wait = self.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
         waits, each_s = self._limits.waits, wait.per_request_s
-        if (excess_s := waits.excess_s(wait, timeout_s, is_bulk=is_bulk)) > 0:
-            message = waits.describe_excess(wait, timeout_s)
+        if (excess_s := waits.excess_s(wait, terms.timeout_s, is_bulk=terms.is_bulk)) > 0:
+            message = waits.describe_excess(wait, terms.timeout_s)
             raise Overloaded(message, excess_s, Rejection.WAIT, each_s)
-        end_s, left_s = wait.seconds + each_s, submission.deadline - now
-        due = math.inf if is_bulk else due_time(now, submission.deadline)
-        slack_s = queue.demand.slack_s(now, self._rate_of(is_bulk=False), due, tokens)
+        end_s, left_s = wait.seconds + each_s, terms.deadline - now
+        slack_s = queue.demand.slack_s(now, self._rate_of(is_bulk=False), request.due, tokens)
         late_s = max(end_s - _SHARE_OF_TIME * left_s, -slack_s)
         if late_s > 0:
             raise Overloaded(

@@ -12,24 +12,18 @@ Bulk requests take what the others leave, and a share of the tokens in any case:
 """
 
 import math
-import time
-from bisect import bisect_right
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
     BatchFill,
-    BatchResult,
+    LineKey,
     Submission,
 )
-
-_SIZES = (128, 1024)
-"""Tokens of a request at which the next class of size begins."""
 
 _STEP_S = 0.1
 """Due times are rounded down to such steps."""
@@ -40,68 +34,8 @@ _LEAST_SLACK_S = 0.05
 _HOPELESS = 1.5
 """A request is dropped if its rest takes so many times the time that is left."""
 
-
 BULK_SHARE = 0.1
 """Least share of the tokens that run which are of bulk requests, while these wait."""
-
-
-class LineKey(NamedTuple):
-    """Which of a client's lines a request waits in.
-
-    Attributes:
-        size: the class of size; -1: a later round of a request, which goes before the first ones.
-        patience: the class of the stated time limit; 0: the request states none. A class ends at
-            twice the time of the one before.
-        is_bulk: whether the line has the bulk requests of the client.
-    """
-
-    size: int
-    patience: int
-    is_bulk: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        tokens: int,
-        timeout_s: float | None,
-        *,
-        later_round: bool = False,
-        is_bulk: bool = False,
-    ) -> "LineKey":
-        """Return the line of a request with so many tokens that states a time limit, or none."""
-        size = -1 if later_round else bisect_right(_SIZES, tokens)
-        return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length(), is_bulk)
-
-
-class PendingRequest(Future[BatchResult]):
-    """The future of a request, with the outputs that have arrived.
-
-    Attributes:
-        deadline: `time.monotonic` time after which no encoding starts.
-        due: `time.monotonic` time by which the request is to end; see `Demand`.
-        outputs: one element per encoding; None until the encoding has run.
-        missing: number of outputs that are None.
-        queued_tokens: number of tokens that wait; 0 when the request has ended.
-        started: `time.monotonic` time at which a worker took the first encoding, or None.
-    """
-
-    def __init__(self, submission: Submission, line: "Line") -> None:
-        super().__init__()
-        self.line = line
-        self.deadline = submission.deadline
-        self.submitted = time.monotonic()
-        # No deadline of a bulk request delays others.
-        self.due = math.inf if line.key.is_bulk else due_time(self.submitted, self.deadline)
-        self.missing = len(submission.encodings)
-        self.outputs: list[HeadOutputs | None] = [None] * self.missing
-        self.queued_tokens = 0
-        self.started: float | None = None
-        self.trace = submission.trace
-
-
-def due_time(now: float, deadline: float) -> float:
-    """Return the time by which a request that arrives now is to end, before its deadline."""
-    return now + 0.9 * (deadline - now)  # what follows the engine takes time too
 
 
 class QueuedEncoding(NamedTuple):
@@ -117,7 +51,7 @@ class QueuedEncoding(NamedTuple):
     tokens: int
     vocabulary_rows: int
     encoding: Encoding
-    request: PendingRequest
+    request: Submission
     position: int
 
 
@@ -158,11 +92,6 @@ class Line:
     tokens: int = 0
     ended_tokens: int = 0
 
-    def oldest(self, longest: int | None = None) -> QueuedEncoding | None:
-        """Return the oldest encoding of at most so many tokens; None: there is none."""
-        fitting = [g[0] for key, g in self.groups.items() if longest is None or key <= longest]
-        return min(fitting, default=None)  # by serial
-
     def sweep(self) -> None:
         """Drop the encodings of ended requests, once they have more tokens than those that wait."""
         self.ended_tokens = 0
@@ -189,7 +118,7 @@ class Batch:
     max_encodings: int
     is_bulk: bool = False
     encodings: list[QueuedEncoding] = field(default_factory=list)
-    expired: list[PendingRequest] = field(default_factory=list)
+    expired: list[Submission] = field(default_factory=list)
     tokens: int = 0
     rows: int = 0
     longest: int = 0
@@ -228,7 +157,7 @@ class Demand:
         self._first: float = math.inf  # the first step, or an earlier one
 
     def add(self, due: float, tokens: int) -> None:
-        """Add tokens that are due at a `time.monotonic` time; negative: subtract them."""
+        """Add tokens that are due at a time; negative: subtract them."""
         if due == math.inf:
             return
         step = math.floor(due / _STEP_S)
@@ -246,7 +175,7 @@ class Demand:
         """Return how long the queue may do other work, and all that waits still ends in time.
 
         Args:
-            now: `time.monotonic` time.
+            now: the time.
             rate: tokens per second.
             due: when further tokens would be due; dues before it are not looked at.
             tokens: number of these tokens.
@@ -270,9 +199,17 @@ class Demand:
 class FairQueue:
     """The encodings that wait, of one length per batch unless `varlen`, and all pending requests.
 
-    Clients share the workers equally, and so do the lines of a client (fair queueing). Virtual time
-    advances by the tokens that each would have received if all were served at once, and the one
-    with the smallest turn is next. One that begins to wait has saved nothing up, and owes on.
+    Clients share the workers equally, and so do the lines of a client (start-time fair queueing,
+    Goyal et al. 1997). A client has a turn: the virtual time at which it is next. The client with
+    the smallest turn is served, and the tokens that run are added to its turn. Virtual time
+    advances by the tokens that each client would have received if all were served at once. A client
+    that begins to wait gets the virtual time as its turn, unless its turn is later: so it gains
+    nothing by pauses, and still pays for its last batch. The lines of a client have turns among
+    each other in the same way.
+
+    Example: A has texts of 12 and 30 tokens, and B has two of 20; both turns are 0. The text of 12
+    runs: A's turn is 12, and the virtual time 12 / 2 = 6. C comes, and gets the turn 6. The next
+    texts are B's (turn 0, then 20), C's (6), A's (12), and B's second one (20).
 
     Bulk requests wait apart, with turns of their own. They run when nothing else waits, and age: of
     each token of others that runs while they wait, they are owed a share. A batch of them is next
@@ -284,27 +221,25 @@ class FairQueue:
         tokens: number of tokens that wait.
         bulk_tokens: number of these tokens that are of bulk requests.
         demand: the tokens of other requests by their due time.
-        requests: the requests that have not ended.
+        lines: the line of each request that has not ended.
     """
 
     def __init__(self, *, varlen: bool) -> None:
         self.tokens = self.bulk_tokens = 0
         self.demand = Demand()
-        self.requests: set[PendingRequest] = set()
+        self.lines: dict[Submission, Line] = {}
         self._varlen = varlen
         self._clients: dict[tuple[str, bool], Client] = {}  # by name, and whether bulk requests
         self._virtual_times = [0.0, 0.0]  # of all others, and of bulk requests
         self._owed_to_bulk = 0.0  # tokens
         self._serial = 0
 
-    def _waiting_lines(self) -> list[Line]:
-        """Return the lines in which encodings wait."""
-        clients = self._clients.values()
-        return [line for client in clients for line in client.lines.values() if line.tokens]
-
-    def add(self, submission: Submission, key: LineKey) -> PendingRequest:
+    def add(self, request: Submission) -> None:
         """Queue the encodings of a request in a line of its client."""
-        client = self._clients.get((submission.client, key.is_bulk)) or Client(submission.client)
+        terms, key = request.terms, request.key
+        if terms.later_round:
+            key = key._replace(size=-1)
+        client = self._clients.get((terms.client, key.is_bulk)) or Client(terms.client)
         self._clients[client.name, key.is_bulk] = client
         if not any(line.tokens for line in client.lines.values()):
             client.turn = max(client.turn, self._virtual_times[key.is_bulk])
@@ -312,21 +247,19 @@ class FairQueue:
         client.lines[key] = line
         if not line.tokens:
             line.turn = max(line.turn, client.virtual_time)
-        request, tokens = PendingRequest(submission, line), 0
-        for position, encoding in enumerate(submission.encodings):
-            length, rows = len(encoding), encoding.vocabulary_rows
-            tokens += length
+        for position, encoding in enumerate(request.encodings):
+            length = len(encoding.input_ids)
+            rows = encoding.vocabulary_rows
             group = line.groups.setdefault(0 if self._varlen else length, deque())
             group.append(QueuedEncoding(self._serial, length, rows, encoding, request, position))
             self._serial += 1
+        request.encodings = ()
         line.requests += 1
-        self.requests.add(request)
-        self._count(request, tokens)
-        return request
+        self.lines[request] = line
+        self._count(line, request, request.tokens)
 
-    def _count(self, request: PendingRequest, tokens: int) -> None:
+    def _count(self, line: Line, request: Submission, tokens: int) -> None:
         """Add waiting tokens of a request to all sums; negative: subtract them."""
-        line = request.line
         request.queued_tokens += tokens
         line.tokens += tokens
         self.tokens += tokens
@@ -345,12 +278,12 @@ class FairQueue:
             return 0, len(client.lines) + 1, clients
         return line.tokens, len(client.lines), clients
 
-    def forget(self, request: PendingRequest) -> None:
+    def forget(self, request: Submission) -> None:
         """Subtract an ended request; its encodings are dropped now, or when their turn comes."""
-        line, client = request.line, request.line.client
-        self.requests.remove(request)
+        line = self.lines.pop(request)
+        client = line.client
         line.ended_tokens += request.queued_tokens
-        self._count(request, -request.queued_tokens)
+        self._count(line, request, -request.queued_tokens)
         if line.ended_tokens > line.tokens:
             line.sweep()
         line.requests -= 1
@@ -361,12 +294,18 @@ class FairQueue:
 
     def has_up_to(self, length: int) -> bool:
         """Return whether an encoding of at most so many tokens waits, of no bulk request."""
-        lines = (line for line in self._waiting_lines() if not line.key.is_bulk)
-        return any(key <= length for line in lines for key in line.groups)
+        return any(
+            key <= length
+            for (_, is_bulk), client in self._clients.items()
+            for line in client.lines.values()
+            if line.tokens and not is_bulk
+            for key in line.groups
+        )
 
     def take(
         self,
         max_tokens: int,
+        now: float,
         *,
         takers: int = 1,
         longest: int | None = None,
@@ -377,6 +316,7 @@ class FairQueue:
 
         Args:
             max_tokens: most tokens of the batch; a longer single encoding runs alone.
+            now: the time.
             takers: number of workers that could take encodings now. Each takes an equal share of a
                 group of one length. An engine that supports variable-length batches runs one batch
                 at a time, and its other worker only packs the next batch, so a worker takes all.
@@ -384,24 +324,30 @@ class FairQueue:
             rate: tokens per second of all workers; 0.0: not measured.
             with_bulk: whether bulk requests may run; there must be others if not.
         """
-        now = time.monotonic()
-        oldest = {line: old for line in self._waiting_lines() if (old := line.oldest(longest))}
-        bulk = {line: old for line, old in oldest.items() if line.key.is_bulk}
-        is_owed = with_bulk and self._owed_to_bulk >= max_tokens
-        is_bulk = len(bulk) == len(oldest) or (len(bulk) > 0 and is_owed)
-        oldest = bulk if is_bulk else {k: old for k, old in oldest.items() if not k.key.is_bulk}
-        if not is_bulk and rate and self.demand.slack_s(now, rate) < _LEAST_SLACK_S:
-            lines = [min(oldest, key=lambda line: oldest[line].request.deadline)]
+        others: dict[Line, QueuedEncoding] = {}  # the oldest encoding of each line, by serial
+        bulk: dict[Line, QueuedEncoding] = {}
+        for (_, of_bulk), client in self._clients.items():
+            for line in client.lines.values():
+                fitting = [g[0] for n, g in line.groups.items() if longest is None or n <= longest]
+                if line.tokens and fitting:
+                    (bulk if of_bulk else others)[line] = min(fitting)
+        is_bulk = not others or (with_bulk and bool(bulk) and self._owed_to_bulk >= max_tokens)
+        oldest = bulk if is_bulk else others
+        slack_s = math.inf  # with a single line, nothing else could go first
+        if len(others) > 1 and rate and not is_bulk:
+            slack_s = self.demand.slack_s(now, rate)
+        if slack_s < _LEAST_SLACK_S:
+            lines = [min(oldest, key=lambda line: oldest[line].request.terms.deadline)]
         else:
             lines = sorted(oldest, key=lambda line: (line.client.turn, line.turn, line.key))
         first = lines[0]
         key = 0 if self._varlen else oldest[first].tokens
         sharing = [line for line in lines if key in line.groups]
-        waiting = sum(len(line.groups[key]) for line in sharing)
+        waiting = sum([len(line.groups[key]) for line in sharing])
         batch = Batch(max_tokens, waiting if self._varlen else -(-waiting // takers), is_bulk)
         client, turn, line_turn = first.client, first.client.turn, first.turn
         clients = len({line.client.name for line in oldest})
-        client_lines = sum(line.tokens > 0 for line in client.lines.values())
+        client_lines = sum([line.tokens > 0 for line in client.lines.values()])
         for line in sharing:
             self._move(line, key, batch, now, rate)
             if batch.fill is not BatchFill.WAITING:
@@ -419,14 +365,14 @@ class FairQueue:
         """Move encodings from a group of a line to a batch until the batch is full.
 
         A request that will not end before its deadline, whatever runs next, is not moved: the
-        workers may have become slower since it was accepted. The last request runs nevertheless:
+        workers may have become slower since it was admitted. The last request runs nevertheless:
         else a rate that is wrong would stay so.
         """
         group, tokens = line.groups[key], batch.tokens
         while group:
             queued, request = group[0], group[0].request
             if not request.done():
-                left_s, rest = request.deadline - now, request.queued_tokens
+                left_s, rest = request.terms.deadline - now, request.queued_tokens
                 slow = rate > 0 and rest != self.tokens and rest / rate > _HOPELESS * left_s
                 if left_s <= 0 or slow:
                     batch.expired.append(request)
@@ -436,7 +382,7 @@ class FairQueue:
                     request.started = now
             group.popleft()
             if request.queued_tokens:
-                self._count(request, -queued.tokens)
+                self._count(line, request, -queued.tokens)
             else:  # the request has ended, and its tokens are subtracted
                 line.ended_tokens -= queued.tokens
         if not group:

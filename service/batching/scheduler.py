@@ -11,24 +11,19 @@ worker runs shorter ones, and shares the cores with them
 (docs/decisions/0014-long-and-short-texts.md).
 """
 
+import math
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.service.batching.admission import Activity, Admission, SchedulerLimits
-from cloze.service.batching.fair_queue import (
-    Batch,
-    FairQueue,
-    LineKey,
-    PendingRequest,
-    QueuedEncoding,
-)
+from cloze.service.batching.fair_queue import Batch, FairQueue, QueuedEncoding
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BatchFill,
     BatchReport,
@@ -38,6 +33,7 @@ from cloze.service.core import (
     EngineDead,
     EngineFailed,
     ExpectedWait,
+    LineKey,
     QueueState,
     ServiceError,
     ShuttingDown,
@@ -66,13 +62,14 @@ class Scheduler:
 
     Args:
         engine: runs the batches; all workers call the engine at once.
-        activity: counts the busy workers of all schedulers of the process.
+        activity: what all schedulers of the process share.
         on_batch: called after each batch, on the worker thread.
         on_dead: called once, on any thread, when the engine is dead.
+        clock: tells the time.
 
     Attributes:
-        draining: whether the scheduler refuses new requests.
-        dead: why the engine is dead; None while the engine works.
+        draining: see `core.Queue`.
+        dead_reason: why the engine is dead; None while the engine works.
     """
 
     def __init__(
@@ -83,28 +80,30 @@ class Scheduler:
         activity: Activity | None = None,
         on_batch: Callable[[BatchReport], None] = lambda _: None,
         on_dead: Callable[[str], None] = lambda _: None,
+        clock: Clock = CLOCK,
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._activity = activity or Activity()
         self._on_batch = on_batch
         self._on_dead = on_dead
+        self._clock = clock
 
-        # The lock guards all attributes up to `_closing`. To enter it costs less than a condition.
-        self._lock = threading.RLock()
+        # The lock guards all attributes up to `_closing`, and `Activity`.
+        self._lock = self._activity.lock
         self._changed = threading.Condition(self._lock)
         self._short_texts = threading.Condition(self._lock)  # wakes the worker for short texts
         self._queue = FairQueue(varlen=engine.supports_varlen)
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._on_bulk: set[int] = set()  # numbers of workers
         self._idle_workers = 0
-        self._last_run = time.monotonic()  # end of the last batch
+        self._last_run = clock.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
         self.draining = False
-        self.dead: str | None = None
+        self.dead_reason: str | None = None
         self._closing = False
 
-        self._watchdog = Watchdog(limits.stall_timeout_s, self._die)
+        self._watchdog = Watchdog(limits.stall_timeout_s, self._die, clock)
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -128,52 +127,48 @@ class Scheduler:
         tokens, rate = self._queue.tokens - self._queue.bulk_tokens, self._admission.rate
         return QueueState(tokens, tokens / rate if rate else 0.0)
 
-    def submit(self, submission: Submission) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> None:
         """Admit all encodings of a request or none; see `core.Queue`."""
+        terms, now = submission.terms, self._clock.monotonic()
+        submission.submitted = now
+        # What follows the engine takes time too. No deadline of a bulk request delays others.
+        submission.due = math.inf if terms.is_bulk else now + 0.9 * (terms.deadline - now)
         with self._lock:
-            if self.dead is not None:
-                raise EngineDead(f"the engine is dead: {self.dead}")
-            admitted = submission.accepted or submission.later_round
-            if self._closing or (self.draining and not admitted):
+            if self.dead_reason is not None:
+                raise EngineDead(f"the engine is dead: {self.dead_reason}")
+            if self._closing:
                 raise ShuttingDown("the server is shutting down")
-            if not submission.later_round:
-                self._admission.check(submission)
-            tokens, timeout_s = submission.tokens, submission.timeout_s
-            later_round, is_bulk = submission.later_round, submission.is_bulk
-            line = LineKey.of(tokens, timeout_s, later_round=later_round, is_bulk=is_bulk)
-            request = self._queue.add(submission, line)
-            self._activity.count(submission.client, 1)
-            if not is_bulk:
-                self._activity.asked = time.monotonic()
-            request.add_done_callback(self._forget)
-            self._changed.notify(len(submission.encodings))
-            if self._all_on_long_texts:
+            if self._queue.tokens and not terms.later_round:
+                self._admission.check(submission, now)
+            self._queue.add(submission)
+            self._activity.requests[terms.client] += 1
+            if not terms.is_bulk:
+                self._activity.asked = now
+            submission.add_done_callback(self._forget)
+            self._changed.notify(submission.missing)
+            if len(self._on_long_texts) >= self._limits.workers:
                 self._short_texts.notify()
-        return request
 
     def expected_wait(
-        self,
-        client: str,
-        tokens: int,
-        timeout_s: float | None,
-        unsubmitted: int = 0,
-        is_bulk: bool = False,
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         """Return the expected wait of a request that arrives now; see `core.Queue`."""
-        return self._admission.expected_wait(client, tokens, timeout_s, unsubmitted, is_bulk)
+        if not self._queue.tokens + unsubmitted:
+            return ExpectedWait(0.0, 0.0, self._activity.requests[client])
+        return self._admission.expected_wait(client, line, tokens, unsubmitted)
 
     def drain(self) -> None:
-        """Stop admitting requests; admitted requests still run."""
+        """Set `draining`; admitted requests still run."""
         self.draining = True
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `core.Queue`."""
         self.drain()
         self._end(lambda: ShuttingDown("the server shut down before this request was answered"))
-        if self.dead is None:  # the threads of a dead engine may never end
-            deadline = time.monotonic() + timeout_s
+        if self.dead_reason is None:  # the threads of a dead engine may never end
+            deadline = self._clock.monotonic() + timeout_s
             for thread in self._threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(max(0.0, deadline - self._clock.monotonic()))
 
     def _end(self, make_error: Callable[[], ServiceError]) -> None:
         """End the threads when they are free, and fail each pending request with its own error."""
@@ -181,10 +176,10 @@ class Scheduler:
             self._closing = True
             self._changed.notify_all()
             self._short_texts.notify_all()
-            pending = list(self._queue.requests)
+            pending = list(self._queue.lines)
         self._watchdog.ended.set()
         for request in pending:
-            self._finish(request, make_error())
+            request.end(make_error())
 
     def _batch_tokens(self) -> int:
         """Return the most tokens of a batch now; a longer single encoding runs alone."""
@@ -200,7 +195,8 @@ class Scheduler:
         if sys.platform == "linux":
             with suppress(OSError):  # a sandbox may forbid it
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
-        self._activity.add(1)
+        with self._lock:
+            self._activity.busy += 1
         try:
             while (batch := take()) is not None:
                 if batch.encodings:
@@ -210,19 +206,22 @@ class Scheduler:
         except BaseException as error:  # without its worker the service must end too
             self._die(f"a worker ended with {type(error).__name__}")
         finally:
-            self._activity.add(-1)
+            with self._lock:
+                self._activity.busy -= 1
 
     def _take(self, number: int) -> Batch | None:
         """Wait for queued encodings and take a batch; None when the scheduler closes.
 
         A batch without encodings stands for the canary.
         """
+        queue = self._queue
         with self._lock:
             self._on_long_texts.discard(number)
             self._on_bulk.discard(number)
             while not self._closing:
-                with_bulk = not self._queue.bulk_tokens or self._may_run_bulk
-                if self._queue.tokens == (0 if with_bulk else self._queue.bulk_tokens):
+                now, longest = self._clock.monotonic(), self._batch_tokens()
+                with_bulk = not queue.bulk_tokens or self._may_run_bulk(now)
+                if queue.tokens == (0 if with_bulk else queue.bulk_tokens):
                     self._idle_workers += 1
                     self._wait(self._changed, self._limits.canary_s if number == 0 else 0.0)
                     self._idle_workers -= 1
@@ -231,15 +230,18 @@ class Scheduler:
                         self._on_long_texts.add(number)
                         return Batch(0, 0)
                     continue
-                takers = self._idle_workers + 1
-                if (batch := self._take_now(takers=takers, with_bulk=with_bulk)).encodings:
+                rate, takers = self._admission.rate, self._idle_workers + 1
+                batch = queue.take(longest, now, takers=takers, rate=rate, with_bulk=with_bulk)
+                if batch.expired:
+                    self._expire(batch, now)
+                if batch.encodings:
                     if batch.is_bulk:
                         self._on_bulk.add(number)
-                        if self._queue.tokens:  # perhaps another worker may run bulk now
+                        if queue.tokens:  # perhaps another worker may run bulk now
                             self._changed.notify()
-                    if batch.longest > self._batch_tokens():
+                    if batch.longest > longest:
                         self._on_long_texts.add(number)
-                        if self._all_on_long_texts:
+                        if len(self._on_long_texts) >= self._limits.workers:
                             self._short_texts.notify()
                     return batch
             return None
@@ -249,15 +251,17 @@ class Scheduler:
         with self._lock:
             while not self._closing:
                 longest = self._batch_tokens()
-                if not self._all_on_long_texts or not self._queue.has_up_to(longest):
+                all_on_long_texts = len(self._on_long_texts) >= self._limits.workers
+                if not (all_on_long_texts and self._queue.has_up_to(longest)):
                     self._wait(self._short_texts)
-                elif (batch := self._take_now(longest=longest, with_bulk=False)).encodings:
+                    continue
+                now, rate = self._clock.monotonic(), self._admission.rate
+                batch = self._queue.take(longest, now, longest=longest, rate=rate, with_bulk=False)
+                if batch.expired:
+                    self._expire(batch, now)
+                if batch.encodings:
                     return batch
             return None
-
-    @property
-    def _all_on_long_texts(self) -> bool:
-        return len(self._on_long_texts) >= self._limits.workers
 
     def _wait(self, condition: threading.Condition, most_s: float = 0.0) -> None:
         """Wait until another thread notifies the condition; the caller holds the lock.
@@ -266,110 +270,107 @@ class Scheduler:
             condition: a condition of the lock.
             most_s: longest wait; 0: without end.
         """
-        self._activity.add(-1)
+        self._activity.busy -= 1
         condition.wait(most_s or None)
-        self._activity.add(1)
+        self._activity.busy += 1
 
     @property
     def _is_canary_due(self) -> bool:
         """Whether all workers are idle, and nothing has run for the time of a canary."""
         canary_s, others = self._limits.canary_s, self._limits.workers - 1
         is_idle = not self._queue.tokens and self._idle_workers == others and not self._closing
-        return canary_s > 0 and is_idle and time.monotonic() - self._last_run >= canary_s
+        return canary_s > 0 and is_idle and self._clock.monotonic() - self._last_run >= canary_s
 
     def _run_canary(self, number: int) -> None:
         """Run a golden batch, so that a lost device is noticed although nobody asks."""
-        started = time.monotonic()
-        self._watchdog.began(number, None)
-        try:
-            self._engine.probe()
-        except Exception as error:  # the runtime's errors have no common type
-            self._die(f"it could not repeat its golden outputs while idle ({type(error).__name__})")
-            return
-        finally:
-            self._watchdog.finished(number)
-        self._last_run = time.monotonic()
+        started = self._clock.monotonic()
+        with self._watchdog.run(number, None):
+            try:
+                self._engine.probe()
+            except Exception as error:  # the runtime's errors have no common type
+                name = type(error).__name__
+                self._die(f"it could not repeat its golden outputs while idle ({name})")
+                return
+        self._last_run = self._clock.monotonic()
         self._on_batch(BatchReport(0, 0, self._last_run - started, BatchFill.CANARY))
 
-    @property
-    def _may_run_bulk(self) -> bool:
-        """Whether one more worker may run a bulk batch.
+    def _may_run_bulk(self, now: float) -> bool:
+        """Return whether one more worker may run a bulk batch.
 
         A batch cannot be interrupted. So while requests that are not bulk come, one worker is left
         to them: the next one starts at once, on a core of its own.
         """
-        others_come = time.monotonic() - self._activity.asked < _OTHERS_COME_S
+        others_come = now - self._activity.asked < _OTHERS_COME_S
         return len(self._on_bulk) < max(1, self._limits.workers - others_come)
 
-    def _take_now(
-        self, *, takers: int = 1, longest: int | None = None, with_bulk: bool = True
-    ) -> Batch:
-        """Take a batch, and end the requests whose time is over; the caller holds the lock."""
-        batch = self._queue.take(
-            self._batch_tokens(),
-            takers=takers,
-            longest=longest,
-            rate=self._admission.rate,
-            with_bulk=with_bulk,
-        )
+    def _expire(self, batch: Batch, now: float) -> None:
+        """End the requests that a batch has left out, because their time is or will be over."""
         for request in batch.expired:
             message = "the request's time was over before it ran"
-            if (left_s := request.deadline - time.monotonic()) > 0:
+            if (left_s := request.terms.deadline - now) > 0:
                 message = (
                     "the workers have become slower, and the request cannot end in the "
                     f"{left_s:.1f} s that are left of its time"
                 )
-            self._finish(request, DeadlineExceeded(message))
-        return batch
+            request.end(DeadlineExceeded(message))
 
     def _run(self, number: int, batch: list[QueuedEncoding], fill: BatchFill) -> None:
         """Run a batch. If the engine raises, halve the batch until one failing encoding is left."""
-        if self.dead is not None:
+        if self.dead_reason is not None:
             return
-        started = time.monotonic()
-        tokens = sum(queued.tokens for queued in batch)
+        started = self._clock.monotonic()
+        tokens = sum([queued.tokens for queued in batch])
         rate = self._admission.tokens_per_s
-        is_bulk = batch[0].request.line.key.is_bulk
+        is_bulk = batch[0].request.terms.is_bulk
         alone = self._activity.busy == 1 and not self._queue.tokens and not is_bulk
-        self._watchdog.began(number, tokens / rate if rate else None)
-        try:
-            encodings = [queued.encoding for queued in batch]
-            outputs = self._engine.run(encodings, alone=alone)
-        except Exception as error:  # the runtime's errors have no common type
-            if len(batch) == 1:
-                if isinstance(error, ServiceError):  # not of the engine
-                    self._finish(batch[0].request, error)
+        with self._watchdog.run(number, tokens / rate if rate else None):
+            try:
+                encodings = [queued.encoding for queued in batch]
+                outputs = self._engine.run(encodings, alone=alone)
+            except Exception as error:  # the runtime's errors have no common type
+                if len(batch) == 1:
+                    self._fail(batch[0], error)
                     return
-                [queued] = batch
-                count, which = len(queued.request.outputs), "this input"
-                if count > 1:
-                    which = f"sequence {queued.position + 1} of {count} of this request"
-                message = f"the engine cannot run {which} ({type(error).__name__})"
-                self._finish(queued.request, EngineFailed(message))
-                self._probe()
+                middle = len(batch) // 2
+                for half in (batch[:middle], batch[middle:]):
+                    self._run(number, half, BatchFill.ERROR)
                 return
-            middle = len(batch) // 2
-            for half in (batch[:middle], batch[middle:]):
-                self._run(number, half, BatchFill.ERROR)
-            return
-        finally:
-            self._watchdog.finished(number)
-        seconds = time.monotonic() - started
-        traces = {trace for queued in batch if (trace := queued.request.trace)}
+        seconds = self._clock.monotonic() - started
+        traces = {trace for queued in batch if (trace := queued.request.terms.trace)}
         self._on_batch(BatchReport(len(batch), tokens, seconds, fill, tuple(traces)))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
         self._deliver(batch, outputs, seconds)
 
+    def _fail(self, queued: QueuedEncoding, error: Exception) -> None:
+        """End the request of an encoding on which the engine raised, and check the engine.
+
+        An engine that fails on its golden outputs too is dead.
+        """
+        if isinstance(error, ServiceError):  # not of the engine
+            queued.request.end(error)
+            return
+        count, which = len(queued.request.outputs), "this input"
+        if count > 1:
+            which = f"sequence {queued.position + 1} of {count} of this request"
+        name = type(error).__name__
+        queued.request.end(EngineFailed(f"the engine cannot run {which} ({name})"))
+        try:
+            self._engine.probe()
+        except Exception as further:  # the runtime's errors have no common type
+            name = type(further).__name__
+            self._die(f"after an error it could not repeat its golden outputs ({name})")
+
     def _deliver(
         self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], seconds: float
     ) -> None:
-        """Store the outputs of a batch, and finish the requests that have all their outputs."""
+        """Store the outputs of a batch, and end the requests that have all their outputs."""
         complete = []
+        now = self._clock.monotonic()
         with self._lock:
-            tokens = sum(queued.tokens for queued in batch)
-            is_bulk = batch[0].request.line.key.is_bulk
-            self._last_run = time.monotonic()
-            self._admission.batch_ended(tokens, tokens / max(seconds, 1e-9), is_bulk=is_bulk)
+            tokens = sum([queued.tokens for queued in batch])
+            is_bulk = batch[0].request.terms.is_bulk
+            self._last_run = now
+            self._admission.batch_ended(now, tokens, seconds, is_bulk=is_bulk)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output
@@ -377,45 +378,26 @@ class Scheduler:
                 if not request.missing:
                     complete.append(request)
         for request in complete:
-            self._finish(request, None)
-
-    def _probe(self) -> None:
-        """Declare the engine dead if it fails on its golden outputs too."""
-        try:
-            self._engine.probe()
-        except Exception as error:  # the runtime's errors have no common type
-            name = type(error).__name__
-            self._die(f"after an error it could not repeat its golden outputs ({name})")
-
-    def _finish(self, request: PendingRequest, error: ServiceError | None) -> None:
-        """End a request: with an error, or with its outputs if `error` is None."""
-        try:
-            if error is not None:
-                request.set_exception(error)
-                return
             assert request.started is not None
-            outputs = [output for output in request.outputs if output is not None]
-            inference_s = time.monotonic() - request.started
-            queue_s = request.started - request.submitted
-            request.set_result(BatchResult(outputs, queue_s, inference_s))
-        except InvalidStateError:
-            pass  # another thread has cancelled or failed the request in the meantime
+            queue_s, inference_s = request.started - request.submitted, now - request.started
+            request.end(BatchResult(request.outputs, queue_s, inference_s))
 
     def _forget(self, request: Future[BatchResult]) -> None:
         """Subtract an ended request from the queue; called when its future ends."""
-        assert isinstance(request, PendingRequest)
+        assert isinstance(request, Submission)
         with self._lock:
             self._queue.forget(request)
-        self._activity.count(request.line.client.name, -1)
-        if request.cancelled():
-            request.set_running_or_notify_cancel()  # wakes threads that wait for the future
+            requests, client = self._activity.requests, request.terms.client
+            requests[client] -= 1
+            if not requests[client]:
+                del requests[client]
 
     def _die(self, reason: str) -> None:
         """Declare the engine dead: fail all pending requests and stop the workers."""
         with self._lock:
             if self._closing:  # or dead already
                 return
-            self.dead, self._closing = reason, True
+            self.dead_reason, self._closing = reason, True
         self._end(lambda: EngineDead(f"the engine is dead: {reason}"))
         self._on_dead(reason)
 
@@ -426,25 +408,30 @@ class Watchdog:
     Args:
         margin_s: seconds that a run may take beyond ten times its predicted time.
         on_hang: called once with the reason, on the thread of `watch`.
+        clock: tells the time.
     """
 
-    def __init__(self, margin_s: float, on_hang: Callable[[str], None]) -> None:
+    def __init__(
+        self, margin_s: float, on_hang: Callable[[str], None], clock: Clock = CLOCK
+    ) -> None:
         self._margin_s = margin_s
         self._on_hang = on_hang
+        self._clock = clock
         self._lock = threading.Lock()
         self._runs: dict[int, tuple[float, float]] = {}  # by worker: the limit, and what is left
         self.ended = threading.Event()
 
-    def began(self, worker: int, predicted_s: float | None) -> None:
-        """Note the start of a worker's run; None: no run was measured yet."""
+    @contextmanager
+    def run(self, worker: int, predicted_s: float | None) -> Iterator[None]:
+        """Watch a worker's run in the context; a prediction of None: no run was measured yet."""
         limit_s = 10 * (_UNMEASURED_S if predicted_s is None else predicted_s) + self._margin_s
         with self._lock:
             self._runs[worker] = limit_s, limit_s
-
-    def finished(self, worker: int) -> None:
-        """Note the end of a worker's run."""
-        with self._lock:
-            self._runs.pop(worker, None)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs.pop(worker, None)  # a run of one half of the batch has ended it
 
     def watch(self) -> None:
         """Watch the runs until one hangs, or until `ended` is set.
@@ -453,9 +440,9 @@ class Watchdog:
         the machine.
         """
         period_s = self._margin_s / 4
-        before = time.monotonic()
-        while not self.ended.wait(period_s):
-            now = time.monotonic()
+        before = self._clock.monotonic()
+        while not self._clock.wait(self.ended, period_s):
+            now = self._clock.monotonic()
             passed_s, before = min(now - before, 2 * period_s), now
             with self._lock:
                 hung = [limit_s for limit_s, left_s in self._runs.values() if left_s <= 0]

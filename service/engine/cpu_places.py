@@ -8,11 +8,16 @@ than a short run (docs/decisions/0013-a-lone-request.md).
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from cloze.model_store.layouts import Feeds
 
 
 class Affinity(Protocol):
@@ -51,8 +56,8 @@ class LinuxAffinity:
         self.allowed = partial(os.sched_getaffinity, os.getpid())
 
 
-class CpuPlaces:
-    """The CPUs of a process's runs, and where the threads that wait for a run may wake.
+class ThreadSpread:
+    """Where the threads of a process run that run a graph, or wait for a run.
 
     Example: on CPUs 0 and 1, one request wakes workers A and B, both on CPU 0. A begins a run, and
     B may only run on CPU 1 from then on. When B begins, B may run everywhere again.
@@ -68,37 +73,35 @@ class CpuPlaces:
         self._waiting: set[int] = set()  # threads that have run a graph, and do not run one now
         self._moved: dict[int, set[int]] = {}  # by thread: where `_move` let it run
 
-    def begin(self, helpers: Collection[int]) -> None:
-        """Keep other threads off the CPU of the calling thread, which is about to run a graph.
+    @contextmanager
+    def run(self, helpers: Collection[int]) -> Iterator[None]:
+        """Keep other threads off the CPU of the calling thread while it runs a graph.
 
         Args:
             helpers: the runtime's threads of the session. If there are none, the threads that ran
                 graphs before are kept off: one of them may be on its way to a run beside this one.
         """
+        thread = threading.get_native_id()
         with self._lock, suppress(OSError):
-            if self._affinity is None or len(allowed := self._affinity.allowed()) < 2:
-                return
-            thread, cpu = threading.get_native_id(), self._affinity.current_cpu()
-            self._waiting.discard(thread)
-            self._running[thread] = cpu
-            self._free([thread], allowed)
-            if helpers:
-                self._move(helpers, allowed - {cpu})
-            elif others := allowed.difference(self._running.values()):
-                self._move(self._waiting, others)
-
-    def end(self) -> None:
-        """Let the threads that wait run everywhere again, unless another run goes on."""
-        with self._lock, suppress(OSError):
-            if self._running.pop(thread := threading.get_native_id(), None) is None:
-                return
-            if thread != os.getpid():  # the first thread, whose CPUs `allowed` returns
-                self._waiting.add(thread)
-            if self._affinity is not None and not self._running:
-                self._free(self._waiting, self._affinity.allowed())
-
-    def _free(self, threads: Collection[int], allowed: set[int]) -> None:
-        self._move([thread for thread in threads if thread in self._moved], allowed)
+            if self._affinity is not None and len(allowed := self._affinity.allowed()) > 1:
+                cpu = self._affinity.current_cpu()
+                self._waiting.discard(thread)
+                self._running[thread] = cpu
+                if thread in self._moved:
+                    self._move([thread], allowed)
+                if helpers:
+                    self._move(helpers, allowed - {cpu})
+                elif others := allowed.difference(self._running.values()):
+                    self._move(self._waiting, others)
+        try:
+            yield
+        finally:
+            with self._lock, suppress(OSError):
+                if self._running.pop(thread, None) is not None:
+                    if thread != os.getpid():  # the first thread, whose CPUs `allowed` returns
+                        self._waiting.add(thread)
+                    if self._affinity is not None and not self._running:
+                        self._move(self._waiting & self._moved.keys(), self._affinity.allowed())
 
     def _move(self, threads: Collection[int], cpus: set[int]) -> None:
         """Let threads run on these CPUs only. After an error, no thread is moved any more."""
@@ -115,6 +118,23 @@ class CpuPlaces:
             except OSError:
                 self._affinity = None
                 raise
+
+
+class SpreadSession(ort.InferenceSession):  # type: ignore[misc]  # has no types
+    """A session on the CPU, whose threads and callers are kept on different CPUs."""
+
+    def __init__(self, file: Path, options: ort.SessionOptions) -> None:
+        before = thread_ids()
+        # The fallback would print, and open the graph on the same provider once more.
+        providers = ["CPUExecutionProvider"]
+        super().__init__(file, options, providers=providers, enable_fallback=0)
+        self._helpers = started_since(before, options.intra_op_num_threads - 1)
+
+    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
+        """See `session.Session`."""
+        with _SPREAD.run(self._helpers):
+            outputs: list[NDArray[Any]] = super().run(wanted, feeds)
+            return outputs
 
 
 def thread_ids() -> set[int]:
@@ -137,9 +157,7 @@ def started_since(before: set[int], count: int) -> set[int]:
     return started if len(started) == count else set()
 
 
-def of_this_system() -> CpuPlaces:
-    """Return the places of this process's runs."""
-    try:
-        return CpuPlaces(LinuxAffinity())
-    except AttributeError:
-        return CpuPlaces(None)
+try:
+    _SPREAD = ThreadSpread(LinuxAffinity())
+except AttributeError:  # another system
+    _SPREAD = ThreadSpread(None)

@@ -34,16 +34,14 @@ from cloze.model_store.processor import (
     int8_settings,
 )
 from cloze.service.core import StartupError
-from cloze.service.engine.cpu_places import of_this_system, started_since, thread_ids
-from cloze.service.freed_memory import return_freed_memory
+from cloze.service.engine.cpu_places import SpreadSession
+from cloze.service.engine.freed_memory import return_freed_memory
 
 log = logging.getLogger("cloze")
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 _BUILDS = ("onnxruntime", "onnxruntime-gpu")
-
-_PLACES = of_this_system()
 
 _ON_HOST = frozenset({"top_k"})
 """Inputs that the kernels read in host memory."""
@@ -109,15 +107,15 @@ def cpu_session(file: Path, threads: int = 1, alone_threads: int = 0) -> Session
             above `threads`, the result is a `CpuSession`.
     """
     if alone_threads <= threads:
-        return PlacedSession(file, _cpu_options(threads))
+        return SpreadSession(file, _cpu_options(threads))
     folder = temporary_folder()
     if folder is None:
         log.info("a lone request runs on one core: no folder for temporary files is on a disk")
-        return PlacedSession(file, _cpu_options(threads))
+        return SpreadSession(file, _cpu_options(threads))
     try:
         return _open_twice(file, folder, threads, alone_threads)
     except Exception as error:  # the runtime's errors have no common type
-        session = PlacedSession(file, _cpu_options(threads))  # raises if the graph is at fault
+        session = SpreadSession(file, _cpu_options(threads))  # raises if the graph is at fault
         reason = first_line(error)
         log.warning("a lone request runs on one core: %s is not usable: %s", folder, reason)
         return session
@@ -157,11 +155,11 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
 
 def _open_pair(file: Path, threads: int, alone_threads: int) -> CpuSession:
     """Open the two sessions of a graph; one serves for both if it has as many threads."""
-    side_by_side = PlacedSession(file, _cpu_options(threads))
+    side_by_side = SpreadSession(file, _cpu_options(threads))
     return_freed_memory()
     alone = side_by_side
     if alone_threads > threads:
-        alone = PlacedSession(file, _cpu_options(alone_threads))
+        alone = SpreadSession(file, _cpu_options(alone_threads))
         return_freed_memory()
     return CpuSession(side_by_side, alone)
 
@@ -228,25 +226,6 @@ def is_aligned(graph: bytes) -> bool:
     it. From other addresses, the kernels end the process.
     """
     return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED.findall(graph))
-
-
-class PlacedSession(ort.InferenceSession):  # type: ignore[misc]  # has no types
-    """A session on the CPU, whose threads are kept apart by `cpu_places`."""
-
-    def __init__(self, file: Path, options: ort.SessionOptions) -> None:
-        before = thread_ids()
-        # The fallback would print, and open the graph on the same provider once more.
-        super().__init__(file, options, providers=[CPU], enable_fallback=0)
-        self._helpers = started_since(before, options.intra_op_num_threads - 1)
-
-    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
-        """See `Session`."""
-        _PLACES.begin(self._helpers)
-        try:
-            outputs: list[NDArray[Any]] = super().run(wanted, feeds)
-            return outputs
-        finally:
-            _PLACES.end()
 
 
 def _cpu_options(threads: int) -> ort.SessionOptions:

@@ -6,7 +6,7 @@ become, and refuses too many values.
 """
 
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -16,11 +16,10 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from cloze.model_store.error_lines import received
-from cloze.service.abandonment import check_awaited, run_on_thread
 from cloze.service.core import InvalidRequest, Location, MalformedRequest, RequestTooLarge
+from cloze.service.threads import check_awaited
 
 B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
 
 SHORT_BYTES = 65_536
 """Most bytes of a body that is parsed on the event loop; it stays below all limits of values."""
@@ -69,24 +68,6 @@ class BodyLimits:
         """
         max_parts = max(16 * max_texts, SHORT_BYTES // 2)
         return cls(max_bytes, max_parts, max_tokens + max_parts)
-
-
-async def run_anywhere(size: int, function: Callable[..., T], *arguments: object) -> T:
-    """Return the result of a function; it runs on a thread if the body has many bytes."""
-    if size <= SHORT_BYTES:
-        return function(*arguments)
-    return await run_on_thread(function, *arguments)
-
-
-def parse(model: type[B], data: bytes, limits: BodyLimits) -> B:
-    """Parse a JSON body.
-
-    Raises:
-        MalformedRequest: the body is not JSON.
-        RequestTooLarge: the body has too many values.
-        InvalidRequest: the JSON does not have the shape of the model.
-    """
-    return validate(model, load(data, limits))
 
 
 def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
@@ -185,7 +166,6 @@ def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any
     Raises:
         MalformedRequest: the body is not JSON.
         RequestTooLarge: the body has too many values.
-        Abandoned: nobody waits for the value any more.
     """
     if data.startswith(BOM_UTF8):
         data = b"   " + data[3:]  # spaces, so that places in errors are those of the body

@@ -1,29 +1,26 @@
-"""The record of a request: who sends it, what it asks for, and whether it may be sent."""
+"""What the headers of a request say: who sends it, on what terms, and whether it may be sent."""
 
 import ipaddress
 import logging
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.types import Scope
 
-from cloze.service.batching.fair_queue import LineKey
-from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
+from cloze.service.core import Forbidden, InvalidRequest, Unauthorized
 from cloze.service.http.keys import Key, Keys, Permission
-from cloze.service.http.memory_limit import Hold, Reader
-from cloze.service.logs import RequestCost
-from cloze.service.tracing import RequestTrace
+from cloze.service.request import OTHER_ROUTE, Headers, ServedRequest
 
 log = logging.getLogger("cloze")
 
 RECORD: Final = "cloze.record"
-"""Key of an ASGI scope: the `RequestRecord` of the request."""
+"""Key of an ASGI scope: its `ServedRequest`."""
 
 TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
 
@@ -45,66 +42,25 @@ _MOST_TOLD: Final = 8
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
-Headers = list[tuple[bytes, bytes]]
-"""The headers of a request, with names in lower case."""
+CONNECTION: Final = "connection"
+"""Key of the state of an ASGI scope: the `Connection` of the request."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class RequestRecord:
-    """What is noted of one request, from the end of its headers to the end of its answer.
-
-    The headers say the first part, and `Callers.record` fills it. The second part is noted later.
+class Connection(Protocol):
+    """The connection by which a request came.
 
     Attributes:
-        path: as it was sent; a path is never decoded, see `Paths`.
-        first: the first value of each header.
-        length: the bytes of its body that the headers announce.
-        client: the client, which has a fair share and limits: ``key:NAME`` or an address; "" if
-            it is unknown.
-        stated_s: the time limit that it states, in seconds.
-        is_bulk: whether it takes only what others leave.
-        terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
-        arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
-
-        connection: the connection that it came by; None if that is closed.
-        unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
-            its handler.
-        model: full name of the model; "" if none was chosen.
-        error: the kind of error; "" for a result.
-        rejection: why the server's own state let it fail.
-        hold: the memory that its answer holds.
-        charged: tokens that were taken from the limit of its key.
+        address: the address of its client; "" if it is unknown.
+        is_lost: whether its client has closed it.
+        on_lost: called when that happens; None: nobody asks.
     """
 
-    method: str
-    path: str
-    route: str | None
-    headers: Headers
-    first: Mapping[bytes, bytes]
-    length: int | None
-    identity: bytes
-    key: Key | None
-    client: str
-    stated_s: float | None
-    is_bulk: bool
-    terms_problem: str
-    arrived: float
+    address: str
+    is_lost: bool
+    on_lost: Callable[[], None] | None
 
-    connection: Reader | None = None
-    unstarted: tuple[LineKey, int] | None = None
-    trace: RequestTrace | None = None
-    model: str = ""
-    cost: RequestCost | None = None
-    error: str = ""
-    rejection: Rejection | None = None
-    hold: Hold | None = None
-    charged: int = 0
-
-    def charge(self, tokens: int) -> None:
-        """Take tokens from the limit of its key; a negative number gives them back."""
-        assert self.key is not None  # else nobody is charged
-        self.charged += tokens
-        self.key.take_tokens(tokens, time.monotonic())
+    def end(self, reason: str) -> None:
+        """Close the connection, even if its client does not read."""
 
 
 class Callers:
@@ -114,6 +70,7 @@ class Callers:
         trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
         keys: the API keys; None: there are none.
         max_timeout_s: largest time limit that a request may state.
+        timeout_s: time limit of a request that states none.
 
     Raises:
         ValueError: a string is neither an address nor a network.
@@ -124,15 +81,16 @@ class Callers:
         trusted_proxies: Sequence[str] = (),
         keys: Keys | None = None,
         max_timeout_s: float = 300.0,
+        timeout_s: float = 30.0,
     ) -> None:
         self.keys = keys
-        self._max_timeout_s = max_timeout_s
+        self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
         self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
         self._trusts = lru_cache(1024)(self._is_trusted)
         self._told: set[str] = set()
 
-    def record(self, scope: Scope, route: str | None) -> RequestRecord:
-        """Return the record of a request whose headers have arrived."""
+    def record(self, scope: Scope, route: str | None) -> ServedRequest:
+        """Return the request of an ASGI scope, whose headers have arrived."""
         headers: Headers = scope["headers"]
         first = dict(reversed(headers))  # the first value of each header
         length = first.get(b"content-length", b"")
@@ -156,10 +114,11 @@ class Callers:
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
-        return RequestRecord(
+        arrived, limit_s = time.monotonic(), self._timeout_s if stated_s is None else stated_s
+        return ServedRequest(
             method=scope["method"],
             path=scope["path"],
-            route=route,
+            route=route or OTHER_ROUTE,
             headers=headers,
             first=first,
             length=int(length) if length.isdigit() and len(length) <= 20 else None,
@@ -169,7 +128,10 @@ class Callers:
             stated_s=stated_s,
             is_bulk=stated_class == b"bulk",
             terms_problem=terms_problem,
-            arrived=time.monotonic(),
+            arrived=arrived,
+            limit_s=limit_s,
+            deadline=arrived + limit_s,
+            connection=scope.get("state", {}).get(CONNECTION),
         )
 
     def _tell_of_proxy(self, address: str) -> None:
@@ -246,7 +208,7 @@ class Access:
     hosts: frozenset[bytes]
     by_address: frozenset[str] = frozenset()
 
-    def check(self, request: RequestRecord) -> None:
+    def check(self, request: ServedRequest) -> None:
         """Raise unless a request may go on, and count it for its key.
 
         Raises:
@@ -260,7 +222,8 @@ class Access:
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
                 )
-        key, path = request.key, request.path
+        key: Key | None = request.key
+        path = request.path
         is_open = request.method in ("GET", "HEAD") and path in self.open_routes
         if is_open or not self.needs_keys:
             return

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cloze.service.core import Rejection
-from cloze.service.http.memory_limit import Reader
-from cloze.service.http.record import RequestRecord
+from cloze.service.http.record import Connection
+from cloze.service.request import ServedRequest
 
 _SHARE_OF_NEW = 0.5
 """Share of the limits for new requests while refused ones are due to come back.
@@ -87,9 +87,9 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self._refused: dict[Reader, _Refused] = {}
+        self._refused: dict[Connection, _Refused] = {}
 
-    def share(self, connection: Reader | None, line: RefusedLine, now: float) -> float:
+    def share(self, connection: Connection | None, line: RefusedLine, now: float) -> float:
         """Return the share of the limits that a request may use; all if it comes back as told."""
         if self._last.get(line, 0.0) <= now:
             return 1.0
@@ -99,7 +99,7 @@ class Returns:
         return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
 
     def refuse(
-        self, request: RequestRecord, line: RefusedLine, now: float, room_s: float, each_s: float
+        self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
     ) -> tuple[float, float]:
         """Return when a refused request may come back, and how long its refusal is to be held.
 
@@ -141,19 +141,19 @@ class Returns:
             self._refused[connection] = _Refused(line, at, moved_s, early)
         return at - now, hold_s
 
-    def admitted(self, request: RequestRecord) -> None:
+    def admitted(self, request: ServedRequest) -> None:
         """Note that the gate admits a request; if it comes early, its time is given back."""
         refused = None if request.connection is None else self._refused.get(request.connection)
         if refused is not None and refused.over is None:
             self._give_back(request.connection, request.arrived)
             refused.over = request.arrived
 
-    def closed(self, connection: Reader, now: float) -> None:
+    def closed(self, connection: Connection, now: float) -> None:
         """Forget a connection, and give its time back."""
         self._give_back(connection, now)
         self._refused.pop(connection, None)
 
-    def _give_back(self, connection: Reader | None, now: float) -> None:
+    def _give_back(self, connection: Connection | None, now: float) -> None:
         refused = None if connection is None else self._refused.get(connection)
         if refused is not None and refused.at > now and refused.line in self._last:
             self._last[refused.line] -= refused.moved_s

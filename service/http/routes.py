@@ -1,7 +1,9 @@
 """Routes, and how their requests are answered and recorded."""
 
+import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,21 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloze.service.core import Queue, ServiceError
-from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RECORD, Access, RequestRecord
-from cloze.service.logs import AccessLog, AccessRecord
-from cloze.service.metrics import Metrics
-from cloze.service.tracing import Tracing
+from cloze.service.core import Queue
+from cloze.service.http.body import RequestLimits
+from cloze.service.http.bytes_held import SMALL_BYTES
+from cloze.service.http.record import RECORD
+from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import Tracing
+from cloze.service.request import ServedRequest
 
 JSON = "application/json"
 RAW = "application/octet-stream"
 NPY = "application/x-npy"
 TEXT = "text/plain"
 HTML = "text/html"
-
-OTHER_ROUTE = "other"
-"""Metric label of requests to unknown routes, so that the number of labels is bounded."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -51,6 +52,28 @@ class BytesResponse(Response):
             (b"content-type", media_type),
             *headers,
         ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; a large body in parts, each when the client has read the others.
+
+        The connection of a client ends that does not read a part within the time limit of its
+        request.
+        """
+        if len(self.body) <= SMALL_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        record: ServedRequest = scope[RECORD]
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        try:
+            for first in range(0, len(self.body), SMALL_BYTES):
+                part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+                message = {"body": part, "more_body": end < len(self.body)}
+                async with asyncio.timeout(record.limit_s):
+                    await send({"type": "http.response.body", **message})
+        except TimeoutError:
+            if record.connection is not None:
+                record.connection.end("it reads its answer too slowly")
 
 
 class GateModel(NamedTuple):
@@ -106,36 +129,30 @@ class Route:
     models: Sequence[GateModel] | None = None
 
 
-class DirectRoutes:
-    """The ASGI application of all routes, which calls the handlers of POST routes without a router.
+class Paths:
+    """The paths of a set of routes.
 
-    `docs/decisions/0007` has the measured difference.
+    A path is never decoded: ``/%65mbed`` is another path than ``/embed``, and no route. So whatever
+    reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
+    before them) reads the same one.
 
     Args:
-        router: answers all other requests.
-        handlers: the handlers of POST routes by path.
-        respond: returns the response to a `ServiceError` of a handler.
+        routes: paths of routes. A part in braces stands for any text without a slash.
     """
 
-    def __init__(
-        self, router: ASGIApp, handlers: Mapping[str, Handler], access: Access, respond: Respond
-    ) -> None:
-        self._router, self._handlers = router, handlers
-        self._access, self._respond = access, respond
+    def __init__(self, routes: Iterable[str]) -> None:
+        self._routes = frozenset(routes)
+        self._patterns = {
+            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
+            for route in self._routes
+            if "{" in route
+        }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        request = Request(scope, receive)
-        handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
-        try:
-            self._access.check(scope[RECORD])
-            if handler is None:
-                await self._router(scope, receive, send)
-                return
-            response = await handler(request)
-        except ServiceError as error:
-            response = await self._respond(request, error)
-        await response(scope, receive, send)
+    def route(self, path: str) -> str | None:
+        """Return the route of a path; None if there is none."""
+        if path in self._routes:
+            return path
+        return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
 
 
 class Recorder:
@@ -143,7 +160,9 @@ class Recorder:
 
     Args:
         tracing: makes the spans of requests; None: there are none.
+        limits: the limits of the requests.
         respond: returns the response to an error that nothing else has handled.
+        is_ending: returns whether each connection is to end with its next answer.
     """
 
     def __init__(
@@ -151,15 +170,16 @@ class Recorder:
         metrics: Metrics,
         access_log: AccessLog,
         tracing: Tracing | None,
-        answers: UnreadAnswers,
+        limits: RequestLimits,
         respond: Respond,
+        is_ending: Callable[[], bool],
     ) -> None:
         self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
-        self._answers, self._respond = answers, respond
+        self._limits, self._respond, self._is_ending = limits, respond, is_ending
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an application answer a request, add its id and its model, and record the answer."""
-        record: RequestRecord = scope[RECORD]
+        record: ServedRequest = scope[RECORD]
         status = 0
         if self._tracing is not None:
             record.trace = self._tracing.begin(
@@ -173,6 +193,9 @@ class Recorder:
                 message["headers"] = [*message["headers"], (b"x-request-id", record.identity)]
                 if record.model:
                     message["headers"].append((b"x-model", record.model.encode("ascii")))
+                # A client that asks whether to send its body may send it or not after a refusal.
+                if self._is_ending() or (record.received == 0 and b"expect" in record.first):
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         self._metrics.in_flight += 1
@@ -186,34 +209,23 @@ class Recorder:
             raise  # so that uvicorn logs the traceback
         finally:
             self._metrics.in_flight -= 1
-            if record.hold is not None:
-                self._answers.sent(record.connection, record.hold)
-                record.hold = None
+            self._limits.sent(record)
             self.add(record, status or 500)
 
-    def add(self, record: RequestRecord, status: int) -> None:
+    def add(self, request: ServedRequest, status: int) -> None:
         """Record a request that is answered with a status.
 
         A request without a result costs its key no tokens, as it adds none to the metrics.
         """
-        if record.cost is None and record.charged:
-            record.charge(-record.charged)
-        answered = AccessRecord(
-            time.time(),
-            record.identity.decode("ascii"),
-            record.method,
-            record.route or OTHER_ROUTE,
-            record.model,
-            status,
-            time.monotonic() - record.arrived,
-            record.cost,
-            record.error,
-            record.rejection,
-            record.is_bulk,
-            record.client,
-            record.key.name if record.key is not None else "",
-        )
-        self._metrics.observe_request(answered)
-        if record.trace is not None:
-            record.trace.end(answered)
-        self._access_log.add(answered)
+        if request.tokens and not request.texts:
+            if request.key is not None:
+                request.key.take_tokens(-request.tokens, time.monotonic())
+            request.tokens = 0
+        request.status = status
+        request.ended, request.seconds = time.time(), time.monotonic() - request.arrived
+        self._metrics.observe_request(request)
+        if request.trace is not None:
+            request.trace.end(request)
+        # The access log keeps the request for longer than its connection and its span.
+        request.trace = request.usage = request.connection = None
+        self._access_log.add(request)

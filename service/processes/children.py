@@ -2,14 +2,12 @@
 
 import asyncio
 import ctypes
-import json
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,10 +17,11 @@ from typing import Any
 import uvloop
 from pydantic import TypeAdapter
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import StartupError
-from cloze.service.metrics import forget_process, share_folder, write_as
+from cloze.service.observe.processes import forget_process, share_folder, write_as
+from cloze.service.server.startup import begin, memory_problem
 from cloze.service.settings import Settings
-from cloze.service.startup import begin, memory_problem
 
 log = logging.getLogger("cloze")
 
@@ -39,13 +38,16 @@ _PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 30.0
-"""Before a child that died is restarted; doubled at each restart."""
+"""Seconds before a dead child is restarted; the delay doubles with each restart."""
 
 KINDS = ("engine", "frontend")
 """The kinds of children, with which their names begin."""
 
 _STEADY_S = 60.0
 """Reset the restart delay after a child has run for this long."""
+
+_LOOK_EVERY_S = 1.0
+"""Time between looks at a child that does not report."""
 
 _SILENT_S = 8.0
 """Replace a child whose event loop has not run for this long; it reports every `BEAT_S`."""
@@ -77,7 +79,7 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """Return the configuration as JSON."""
-        return json.dumps(TypeAdapter(ChildConfig).dump_python(self, mode="json"))
+        return TypeAdapter(ChildConfig).dump_json(self).decode()
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":
@@ -125,111 +127,125 @@ class Child:
     Attributes:
         name: for the log and the metrics.
         command: without the configuration.
+        listener: see `ChildConfig`.
+        device_id: see `ChildConfig`.
         process: None while the child waits to be started.
-        started: when the process was started, or will be.
-        delay_s: before the next restart.
-        reports: the descriptor on which the child reports that it runs; None: not started.
-        heard: `time.monotonic` time of its last report; None before the first.
-        is_ready: whether the child has been ready once; only then it is started again.
+        ready: is set when the child has been ready once; only then it is started again.
     """
 
     name: str
     command: tuple[str, ...]
     listener: socket.socket
     device_id: int = 0
+    clock: Clock = CLOCK
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
-    delay_s: float = field(default=_FIRST_DELAY_S)
-    reports: int | None = None
-    heard: float | None = None
-    is_ready: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def kind(self) -> str:
-        """One of `KINDS`."""
-        return self.name.partition("-")[0]
+    async def keep(
+        self,
+        sockets: tuple[Path, ...],
+        settings: Settings,
+        folder: Path,
+        restarted: Callable[[], None],
+    ) -> int:
+        """Keep a process running, until this coroutine is cancelled.
 
-    def start(self, sockets: tuple[Path, ...], settings: Settings, folder: Path) -> None:
-        """Start a process, which reports when it is ready.
+        Args:
+            sockets: see `ChildConfig`.
+            settings: see `ChildConfig`.
+            folder: where the metrics of all processes are.
+            restarted: called when a process has ended.
 
-        Its metrics go to a folder, as those of all processes.
+        Returns:
+            The exit code of a first process that ends before it is ready.
 
         Raises:
-            OSError: the system has no memory, process or descriptor left.
+            OSError: the system has no memory, process or descriptor left for the first process.
         """
-        ready, ready_writer = os.pipe()
+        delay_s = _FIRST_DELAY_S
+        while True:
+            began = self.clock.monotonic()
+            try:
+                code = await self._watch(await self._start(sockets, settings, folder))
+            except OSError as error:
+                if not self.ready.is_set():
+                    raise
+                reason = f"does not start ({error.strerror})"
+            else:
+                if not self.ready.is_set():
+                    return code
+                forget_process(folder, self.name)
+                restarted()
+                if self.clock.monotonic() - began > _STEADY_S:
+                    delay_s = _FIRST_DELAY_S
+                reason = f"ended with {code}"
+            log.error("%s %s; it starts again in %.2g s", self.name, reason, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
+
+    async def _start(
+        self, sockets: tuple[Path, ...], settings: Settings, folder: Path
+    ) -> asyncio.StreamReader:
+        """Start a process; return its reports, which end with the process."""
+        reader, writer = os.pipe()
         listener = self.listener.fileno()
         config = ChildConfig(
-            self.name, sockets, ready_writer, listener, self.device_id, os.getpid(), settings
+            self.name, sockets, writer, listener, self.device_id, os.getpid(), settings
         )
         try:
             self.process = subprocess.Popen(
                 [*self.command, config.to_argument()],
-                pass_fds=[ready_writer, listener],
+                pass_fds=[writer, listener],
                 env=os.environ | share_folder(folder),
                 # Ctrl-C reaches the supervisor alone: front ends finish before engines end.
                 start_new_session=True,
             )
         except OSError:
-            os.close(ready)
+            os.close(reader)
             raise
         finally:
-            os.close(ready_writer)
-        self.started = time.monotonic()
-        self.reports = ready
+            os.close(writer)
+        reports = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(reader, "rb", 0)
+        )
+        return reports
 
-    def listen(self) -> bool:
-        """Read the reports of the child; return whether there are any."""
-        assert self.reports is not None
-        if os.read(self.reports, 4096):
-            self.heard = time.monotonic()
-            return True
-        self.close_reports()  # the child has ended
-        return False
+    async def _watch(self, reports: asyncio.StreamReader) -> int:
+        """Return the exit code of the process when it has ended; kill one that does not report.
 
-    def close_reports(self) -> None:
-        """Stop to listen."""
-        if self.reports is not None:
-            os.close(self.reports)
-        self.reports = self.heard = None
-
-    def kill_if_silent(self) -> None:
-        """Kill the process if its event loop has not run for too long."""
-        if self.process is None or self.reports is None:
-            return
-        longest_s = _START_S if self.heard is None else _SILENT_S
-        if time.monotonic() - (self.heard or self.started) < longest_s:
-            return
-        log.error("%s has not reported for %.0f s; it is replaced", self.name, longest_s)
-        self.close_reports()
-        self.process.kill()
-
-    def note_end(self, code: int, folder: Path) -> None:
-        """Note that the process has ended, and when the next one starts."""
-        self.close_reports()
+        Silent looks are counted, not seconds: if all processes were stopped, the children have not
+        run since, and no child is replaced.
+        """
+        assert self.process is not None
+        silent_s, longest_s = 0.0, _START_S
+        while silent_s < longest_s:
+            try:
+                if not await asyncio.wait_for(reports.read(4096), _LOOK_EVERY_S):
+                    break
+            except TimeoutError:
+                silent_s += _LOOK_EVERY_S
+            else:
+                silent_s, longest_s = 0.0, _SILENT_S
+                self.ready.set()
+        else:
+            log.error("%s has not reported for %.0f s; it is replaced", self.name, longest_s)
+            self.process.kill()
+        # On a thread: a killed process whose driver hangs may end much later.
+        code = await asyncio.to_thread(self.process.wait)
         self.process = None
-        forget_process(folder, self.name)
-        if time.monotonic() - self.started > _STEADY_S:
-            self.delay_s = _FIRST_DELAY_S
-        self.postpone(f"ended with {code}")
-
-    def postpone(self, reason: str) -> None:
-        """Schedule the next start."""
-        log.error("%s %s; it starts again in %.2g s", self.name, reason, self.delay_s)
-        self.process = None
-        self.started = time.monotonic() + self.delay_s
-        self.delay_s = min(self.delay_s * 2, _LONGEST_DELAY_S)
+        return code
 
 
-def end_all(children: Sequence[Child], grace_s: float) -> None:
+def end_all(children: Sequence[Child], grace_s: float, clock: Clock = CLOCK) -> None:
     """Send SIGTERM to all children and wait; kill those that have not ended in time."""
     running = [child.process for child in children if child.process is not None]
     for process in running:
         process.terminate()
-    end = time.monotonic() + grace_s
+    end = clock.monotonic() + grace_s
     for process in running:
         try:
-            process.wait(max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, end - clock.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from cloze.service.core import BatchResult, EngineFailed, ServiceError
-from cloze.service.metrics import Metrics
-from cloze.service.processes import frames
-from cloze.service.processes.children import ChildConfig, run_child
-from cloze.service.served_models import (
+from cloze.service.core import BatchResult, EngineFailed, Queue, ServiceError, Submission
+from cloze.service.models.served_models import (
     EngineFactory,
     LocalModels,
     ServedModel,
     close_models,
     open_bundles,
 )
-from cloze.service.tracing import make_tracing, with_spans
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import make_tracing, with_spans
+from cloze.service.processes import frames
+from cloze.service.processes.children import ChildConfig, run_child
 
 log = logging.getLogger("cloze")
 
@@ -42,7 +42,7 @@ class FrontEndChannel(frames.Channel):
         super().__init__("a front end", max_unsent_bytes)
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[int, Future[BatchResult]] = {}
+        self._pending: dict[int, Submission] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the greeting."""
@@ -55,39 +55,36 @@ class FrontEndChannel(frames.Channel):
         request = frames.decode_request(message)
         if isinstance(request, frames.Run):
             self._submit(request)
-        elif (future := self._pending.get(request.number)) is not None:
-            future.cancel()
+        elif (pending := self._pending.get(request.number)) is not None:
+            pending.cancel()
 
     def lost(self) -> None:
         """Cancel the requests of a front end that has exited."""
-        for future in list(self._pending.values()):
-            future.cancel()
+        for submission in list(self._pending.values()):
+            submission.cancel()
         self._engine.channels.remove(self)
         self._engine.changed.set()
 
     def _submit(self, run: frames.Run) -> None:
-        tokens = run.submission.tokens
+        request, queue = Submission(run.terms, run.encodings), self._engine.queues[run.model]
         try:
-            future = self._engine.queues[run.model].submit(run.submission)
+            queue.submit(request)
         except ServiceError as error:
-            self.send(self._encoded(run, tokens, error))
-            return
-        self._pending[run.number] = future
-        terms = run._replace(submission=run.submission._replace(encodings=()))  # for the memory
-        future.add_done_callback(partial(self._finish, terms, tokens))
+            request.end(error)
+        self._pending[run.number] = request
+        request.add_done_callback(partial(self._finish, run.number, queue))
 
-    def _finish(self, run: frames.Run, tokens: int, future: Future[BatchResult]) -> None:
-        """Encode a request's answer. Called on the thread that ended the future."""
-        message = None if future.cancelled() else self._encoded(run, tokens, _outcome(future))
-        self._loop.call_soon_threadsafe(self._end, run.number, message)
+    def _finish(self, number: int, queue: Queue, request: Future[BatchResult]) -> None:
+        """Encode the answer to a request, with the expected wait of a further one like it.
 
-    def _encoded(self, run: frames.Run, tokens: int, outcome: BatchResult | ServiceError) -> bytes:
-        """Return the answer, with the expected wait of a further request like this one."""
-        terms = run.submission
-        queue = self._engine.queues[run.model]
-        client, timeout_s, is_bulk = terms.client, terms.timeout_s, terms.is_bulk
-        wait = queue.expected_wait(client, tokens, timeout_s, is_bulk=is_bulk)
-        return frames.encode_answer(frames.Answer(run.number, outcome, wait))
+        Called on the thread that ended the request.
+        """
+        assert isinstance(request, Submission)
+        message = None
+        if not request.cancelled():
+            wait = queue.expected_wait(request.terms.client, request.key, request.tokens)
+            message = frames.encode_answer(frames.Answer(number, _outcome(request), wait))
+        self._loop.call_soon_threadsafe(self._end, number, message)
 
     def _end(self, number: int, message: bytes | None) -> None:
         del self._pending[number]

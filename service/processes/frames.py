@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.service import core
-from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError, Submission
+from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError, Terms
 
 log = logging.getLogger("cloze")
 
@@ -62,11 +62,12 @@ class MalformedMessage(ValueError):
 
 
 class Run(NamedTuple):
-    """A request of a front end, whose number its answer has. `model` is an index."""
+    """A submission of a front end, whose number its answer has. `model` is an index."""
 
     number: int
     model: int
-    submission: Submission
+    terms: Terms
+    encodings: Sequence[Encoding]
 
 
 class Answer(NamedTuple):
@@ -107,7 +108,7 @@ class _Encodings(msgspec.Struct, array_like=True, gc=False):
 class _Run(msgspec.Struct, tag="run", array_like=True, gc=False):
     number: int
     model: _Index
-    submission: Submission  # without its encodings
+    terms: Terms
     encodings: _Encodings
 
 
@@ -153,8 +154,7 @@ def encode(message: Greeting | Cancel) -> bytes:
 
 def encode_run(run: Run) -> bytes:
     """Return the message of a request."""
-    terms = run.submission._replace(encodings=())
-    return _encoder.encode(_Run(run.number, run.model, terms, _pack(run.submission.encodings)))
+    return _encoder.encode(_Run(run.number, run.model, run.terms, _pack(run.encodings)))
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -190,8 +190,8 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
         decoded = _to_engine.decode(message)
         if isinstance(decoded, Cancel):
             return decoded
-        submission = decoded.submission._replace(encodings=_unpack(decoded.encodings))
-        return Run(decoded.number, decoded.model, submission)
+        encodings = _unpack(decoded.encodings)
+        return Run(decoded.number, decoded.model, decoded.terms, encodings)
     except _MALFORMED as error:
         raise _malformed(error) from error
 

@@ -10,34 +10,33 @@ import asyncio
 import itertools
 import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cloze.service import server
-from cloze.service.app import DEFAULT_REGISTRIES, Service
-from cloze.service.batching.fair_queue import LineKey
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     NO_WAIT,
     BatchResult,
     EngineDead,
     ExpectedWait,
+    LineKey,
     QueueState,
-    ServiceError,
     ShuttingDown,
     Submission,
 )
-from cloze.service.metrics import Metrics
+from cloze.service.models.served_models import ServedModel, open_bundles
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import make_tracing
 from cloze.service.processes import frames
 from cloze.service.processes.children import ChildConfig, run_child
 from cloze.service.protocols.operations import QUIET_ROUTES
-from cloze.service.served_models import ServedModel, open_bundles
-from cloze.service.tracing import make_tracing
+from cloze.service.server.process import answer_http
+from cloze.service.service import DEFAULT_REGISTRIES, Service
 
 _ENGINE_WAIT_S = 5.0
 """Longest time that a front end waits for an engine before it accepts connections.
@@ -48,12 +47,12 @@ still answer probes.
 
 
 @dataclass(slots=True)
-class _PendingRun:
-    """A request without an answer."""
+class _Pending:
+    """A request without an answer, and the number of engine processes that got it."""
 
-    future: Future[BatchResult]
-    run: frames.Run
-    sent: int = 0  # number of engine processes that got it
+    model: int
+    submission: Submission
+    sent: int = 0
 
 
 class EngineLink(frames.Channel):
@@ -63,9 +62,10 @@ class EngineLink(frames.Channel):
         path: of the engine's listening socket.
         references: the models that this front end serves.
         up: is set after the first greeting of any engine.
+        clock: tells the time.
 
     Attributes:
-        dead: why no engine runs; None while one runs.
+        dead_reason: why no engine runs; None while one runs.
         models: what the engine serves; empty before the first greeting.
         tokens: of the requests that are not answered.
         requests: number of these requests, by client.
@@ -74,18 +74,21 @@ class EngineLink(frames.Channel):
     _MAX_WAITS = 4096  # lines whose expected wait is kept
     _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait for the next engine process
 
-    def __init__(self, path: Path, references: Sequence[str], up: asyncio.Event) -> None:
+    def __init__(
+        self, path: Path, references: Sequence[str], up: asyncio.Event, clock: Clock = CLOCK
+    ) -> None:
         super().__init__(path.stem)
         self._path = path
         self._references = list(references)
         self._up = up
+        self._clock = clock
         self._numbers = itertools.count()
-        self._pending: dict[int, _PendingRun] = {}
-        # (model, client, line) -> expected wait, and the `time.monotonic` time of the figure
+        self._pending: dict[int, _Pending] = {}
+        # (model, client, line) -> expected wait, and the time of the figure
         self._waits: dict[tuple[int, str, LineKey], tuple[ExpectedWait, float]] = {}
         self._closed = False
         self._ended = asyncio.Event()
-        self.dead: str | None = f"{self.peer} has not started yet"
+        self.dead_reason: str | None = f"{self.peer} has not started yet"
         self.models: Sequence[frames.EngineModel] = ()
         self.tokens = 0
         self.requests: Counter[str] = Counter()
@@ -108,36 +111,32 @@ class EngineLink(frames.Channel):
             finally:
                 self.close()
 
-    def submit(self, model: int, submission: Submission) -> Future[BatchResult]:
+    def submit(self, model: int, submission: Submission) -> None:
         """Send a request; see `core.Queue`."""
         if self._closed:
             raise ShuttingDown("the server is shutting down")
-        tokens = submission.tokens
-        if self.dead is not None and (
-            not self.keeps_requests or self.tokens + tokens > self._MAX_KEPT_TOKENS
+        if self.dead_reason is not None and (
+            not self.keeps_requests or self.tokens + submission.tokens > self._MAX_KEPT_TOKENS
         ):
-            raise EngineDead(f"the engine is dead: {self.dead}")
-        future: Future[BatchResult] = Future()
-        run = frames.Run(next(self._numbers), model, submission)
-        pending = _PendingRun(future, run)
-        if self.dead is None:
-            self._send_run(pending)
-        self.tokens += tokens
-        self.requests[submission.client] += 1
-        self._pending[run.number] = pending
-        future.add_done_callback(partial(self._forget, run.number, tokens, submission.client))
-        return future
+            raise EngineDead(f"the engine is dead: {self.dead_reason}")
+        number, pending = next(self._numbers), _Pending(model, submission)
+        if self.dead_reason is None:
+            self._send(number, pending)
+        self.tokens += submission.tokens
+        self.requests[submission.terms.client] += 1
+        self._pending[number] = pending
+        submission.add_done_callback(partial(self._forget, number))
 
     @property
     def keeps_requests(self) -> bool:
         """Whether requests wait, until their deadlines, for the process that replaces one."""
-        return self.dead is not None and bool(self.models)
+        return self.dead_reason is not None and bool(self.models)
 
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
         wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
         return wait._replace(
-            seconds=max(0.0, wait.seconds - (time.monotonic() - reported)),
+            seconds=max(0.0, wait.seconds - (self._clock.monotonic() - reported)),
             requests=max(wait.requests, self.requests[client]),
         )
 
@@ -146,7 +145,7 @@ class EngineLink(frames.Channel):
         self._closed = True
         message = "the server shut down before this request was answered"
         for pending in list(self._pending.values()):
-            _settle(pending.future, ShuttingDown(message))
+            pending.submission.end(ShuttingDown(message))
 
     def received(self, message: memoryview) -> None:
         """Handle a greeting or an answer."""
@@ -155,18 +154,17 @@ class EngineLink(frames.Channel):
             if (pending := self._pending.get(decoded.number)) is not None:  # else cancelled
                 if len(self._waits) >= self._MAX_WAITS:
                     self._waits.clear()
-                _, model, submission = pending.run
-                tokens, is_bulk = submission.tokens, submission.is_bulk
-                line = LineKey.of(tokens, submission.timeout_s, is_bulk=is_bulk)
-                self._waits[model, submission.client, line] = decoded.wait, time.monotonic()
-                _settle(pending.future, decoded.outcome)
+                submission = pending.submission
+                line = pending.model, submission.terms.client, submission.key
+                self._waits[line] = decoded.wait, self._clock.monotonic()
+                submission.end(decoded.outcome)
         elif [model.reference for model in decoded.models] == self._references:
             self.models = decoded.models
-            self.dead = None
+            self.dead_reason = None
             self._up.set()
             self._send_again()
         else:
-            self.dead = f"{self.peer} serves other models than this front end"
+            self.dead_reason = f"{self.peer} serves other models than this front end"
 
     def lost(self) -> None:
         """Keep the requests that are not answered for the next engine process.
@@ -174,10 +172,10 @@ class EngineLink(frames.Channel):
         A request waits until its deadline, at which `RequestWatch` cancels its future. A request
         that was sent twice fails: it may be what ended both processes.
         """
-        self.dead = f"the process of {self.peer} ended"
+        self.dead_reason = f"the process of {self.peer} ended"
         for pending in list(self._pending.values()):
             if pending.sent > 1:
-                _settle(pending.future, EngineDead(f"the engine is dead: {self.dead}"))
+                pending.submission.end(EngineDead(f"the engine is dead: {self.dead_reason}"))
         self._ended.set()
 
     def _send_again(self) -> None:
@@ -185,36 +183,28 @@ class EngineLink(frames.Channel):
 
         What it had admitted stays admitted: the next one does not ask how long it will wait.
         """
-        for pending in list(self._pending.values()):
+        for number, pending in list(self._pending.items()):
             if pending.sent:
-                admitted = pending.run.submission._replace(later_round=True)
-                pending.run = pending.run._replace(submission=admitted)
-            self._send_run(pending)
+                submission = pending.submission
+                submission.terms = submission.terms._replace(later_round=True)
+            self._send(number, pending)
 
-    def _send_run(self, pending: _PendingRun) -> None:
+    def _send(self, number: int, pending: _Pending) -> None:
         pending.sent += 1
-        self.send(frames.encode_run(pending.run))
+        submission = pending.submission
+        run = frames.Run(number, pending.model, submission.terms, submission.encodings)
+        self.send(frames.encode_run(run))
 
-    def _forget(self, number: int, tokens: int, client: str, future: Future[BatchResult]) -> None:
+    def _forget(self, number: int, submission: Future[BatchResult]) -> None:
+        assert isinstance(submission, Submission)
         del self._pending[number]
-        self.tokens -= tokens
+        self.tokens -= submission.tokens
+        client = submission.terms.client
         self.requests[client] -= 1
         if not self.requests[client]:
             del self.requests[client]
-        if future.cancelled():
-            if self.dead is None:
-                self.send(frames.encode(frames.Cancel(number)))
-            future.set_running_or_notify_cancel()  # wakes threads that wait for the future
-
-
-def _settle(future: Future[BatchResult], outcome: BatchResult | ServiceError) -> None:
-    try:
-        if isinstance(outcome, ServiceError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        pass  # another thread cancelled the future a moment ago
+        if submission.cancelled() and self.dead_reason is None:
+            self.send(frames.encode(frames.Cancel(number)))
 
 
 class RemoteQueue:
@@ -231,7 +221,7 @@ class RemoteQueue:
         self._links = links
         self._model = model
         self._loop = asyncio.get_running_loop()
-        self._draining = False
+        self.draining = False
 
     @property
     def state(self) -> QueueState:
@@ -242,39 +232,30 @@ class RemoteQueue:
         return QueueState(sum(link.tokens for link in self._links), backlog_s=0.0)
 
     @property
-    def dead(self) -> str | None:
+    def dead_reason(self) -> str | None:
         """Why no engine runs; None while one runs."""
-        reasons = [link.dead for link in self._links]
+        reasons = [link.dead_reason for link in self._links]
         return None if None in reasons else "; ".join(filter(None, reasons))
 
-    @property
-    def draining(self) -> bool:
-        """Whether the queue refuses new requests."""
-        return self._draining
-
-    def submit(self, submission: Submission) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> None:
         """Send a request to the running engine with the fewest tokens; see `core.Queue`.
 
-        The engine bounds its queue: the future fails with `Overloaded` if the queue is full.
+        The engine bounds its queue: the request fails with `Overloaded` if the queue is full.
         """
-        if self._draining and not (submission.accepted or submission.later_round):
-            raise ShuttingDown("the server is shutting down")
-        running = [link for link in self._links if link.dead is None]
+        running = [link for link in self._links if link.dead_reason is None]
         keeping = [link for link in self._links if link.keeps_requests]
         link = min(running or keeping or self._links, key=lambda link: link.tokens)
-        return link.submit(self._model, submission)
+        link.submit(self._model, submission)
 
     def expected_wait(
         self,
         client: str,
-        tokens: int,
-        timeout_s: float | None,
+        line: LineKey,
+        tokens: int,  # noqa: ARG002
         unsubmitted: int = 0,  # noqa: ARG002
-        is_bulk: bool = False,
     ) -> ExpectedWait:
         """Return the shortest wait that an engine process reported; see `core.Queue`."""
-        line = LineKey.of(tokens, timeout_s, is_bulk=is_bulk)
-        running = [link for link in self._links if link.dead is None]
+        running = [link for link in self._links if link.dead_reason is None]
         waits = (link.expected_wait(self._model, client, line) for link in running)
         return min(waits, default=NO_WAIT)
 
@@ -284,8 +265,8 @@ class RemoteQueue:
         return next(served, "")
 
     def drain(self) -> None:
-        """Stop admitting requests; what was admitted still runs."""
-        self._draining = True
+        """Set `draining`; what was admitted still runs."""
+        self.draining = True
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002  # there is no thread to join
         """Fail pending requests with `ShuttingDown`, on the event loop."""
@@ -322,7 +303,7 @@ async def run_front_end(config: ChildConfig) -> None:
         connections = [tasks.create_task(link.run()) for link in links]
         with suppress(TimeoutError):
             await asyncio.wait_for(up.wait(), _ENGINE_WAIT_S)
-        await server.answer_http(
+        await answer_http(
             service,
             config.settings,
             socket.socket(fileno=config.listener),

@@ -4,19 +4,18 @@ The supervisor binds every socket: the HTTP port, and a Unix socket per engine p
 outlives the processes that accept on it. Speaks no HTTP.
 """
 
+import asyncio
 import logging
-import os
-import select
 import signal
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from typing import Any
 
 from cloze.service.core import NEEDS_ROLL, Device, StartupError
-from cloze.service.metrics import count_restarts
+from cloze.service.models.served_models import open_bundles
+from cloze.service.observe.processes import count_restarts
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     FRONTEND_COMMAND,
@@ -25,15 +24,11 @@ from cloze.service.processes.children import (
     end_all,
     listen_for_front_ends,
 )
-from cloze.service.served_models import open_bundles
+from cloze.service.server.listen import bind, listen
+from cloze.service.server.startup import begin, warn_of_unknown_variables
 from cloze.service.settings import Settings
-from cloze.service.sockets import bind, listen
-from cloze.service.startup import begin, warn_of_unknown_variables
 
 log = logging.getLogger("cloze")
-
-_LOOK_EVERY_S = 1.0
-"""Time between looks at the children."""
 
 _END_GRACE_S = 10.0
 
@@ -72,16 +67,9 @@ class Supervisor:
         self._front_ends = [
             Child(f"frontend-{n}", FRONTEND_COMMAND, listener) for n in range(settings.frontends)
         ]
-        self._stopping = self._hung_up = False
-        self._signals, writer = os.pipe()  # readable after a signal
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)
-        # SIGCHLD writes to the pipe, and so wakes the loop, only if it has a handler.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self._tasks: list[asyncio.Task[int]] = []
 
-    def run(self) -> int:
+    async def run(self) -> int:
         """Serve until SIGTERM or SIGINT.
 
         Returns:
@@ -90,92 +78,51 @@ class Supervisor:
         Raises:
             StartupError: another program listens on the port.
         """
+        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, log.error, "%s", NEEDS_ROLL)
+        stop = asyncio.create_task(stopping.wait())
         try:
-            if (code := self._start_all(self._engines)) is not None:
+            if (code := await self._start_all(self._engines, stop)) is not None:
                 return code
-            if self._stopping:
+            if stopping.is_set():
                 return 128 + signal.SIGTERM
             listen(self._listener, self._settings)
-            if (code := self._start_all(self._front_ends)) is not None:
+            if (code := await self._start_all(self._front_ends, stop)) is not None:
                 return code
-            log.info("%d front ends are ready", len(self._front_ends))
-            while not self._stopping:
-                self._tend()
-                self._wait()
-            return 0
+            if not stopping.is_set():
+                log.info("%d front ends are ready", len(self._front_ends))
+            return await self._wait(stop) or 0
         finally:
+            for task in self._tasks:
+                task.cancel()  # what ends now is not started again
             # Clients would go on to queue for a server that ends.
             self._listener.close()
             drain_s = self._settings.drain_s + self._settings.shutdown_grace_ms / 1000
             end_all(self._front_ends, drain_s + _END_GRACE_S)
             end_all(self._engines, _END_GRACE_S)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self._hung_up = True
-        else:
-            self._stopping = True
-
-    # ---- children -------------------------------------------------------------------------------
-
-    def _start_all(self, children: Sequence[Child]) -> int | None:
-        """Start children together, and wait until all are ready or a signal arrives.
+    async def _start_all(self, children: Sequence[Child], stop: asyncio.Task[Any]) -> int | None:
+        """Start children together, and wait until all are ready, one ends or `stop` does.
 
         Returns:
-            The exit code of the first child that ended instead; None if no child did.
+            The exit code of a child that ended instead; None if no child did.
         """
-        starting = list(children)
-        for child in starting:
-            child.start(self._sockets, self._settings, self._folder)
-        while starting and not self._stopping:
-            self._tend()
-            self._wait()
-            for child in starting.copy():
-                assert child.process is not None
-                if child.heard is not None:
-                    starting.remove(child)
-                    child.is_ready = True
-                elif (code := child.process.poll()) is not None:
-                    return code or 1
-        return None
+        for child in children:
+            restarted = self._restarts[child.name.partition("-")[0]].inc
+            kept = child.keep(self._sockets, self._settings, self._folder, restarted)
+            self._tasks.append(asyncio.create_task(kept))
+        ready = asyncio.gather(*(child.ready.wait() for child in children))
+        try:
+            return await self._wait(ready, stop)
+        finally:
+            ready.cancel()
 
-    def _tend(self) -> None:
-        """Note which children ended, and restart those whose delay is over."""
-        for child in (*self._engines, *self._front_ends):
-            if not child.is_ready:
-                continue
-            if child.process is not None:
-                if (code := child.process.poll()) is not None:
-                    child.note_end(code, self._folder)
-                    self._restarts[child.kind].inc()
-            elif time.monotonic() >= child.started:
-                try:  # its peers see when it is ready
-                    child.start(self._sockets, self._settings, self._folder)
-                except OSError as error:
-                    child.postpone(f"does not start ({error.strerror})")
-
-    def _wait(self) -> None:
-        """Wait until a child reports or ends, a restart is due, or a signal arrives."""
-        children = (*self._engines, *self._front_ends)
-        starts = [child.started for child in children if child.is_ready and child.process is None]
-        longest_s = max(0.0, min(starts) - time.monotonic()) if starts else _LOOK_EVERY_S
-        reporting = {child.reports: child for child in children if child.reports is not None}
-        asleep = time.monotonic()
-        readers = [*reporting, self._signals]
-        ready, _, _ = select.select(readers, [], [], min(longest_s, _LOOK_EVERY_S))
-        if self._signals in ready:
-            os.read(self._signals, 4096)
-        if self._hung_up:
-            self._hung_up = False
-            log.error("%s", NEEDS_ROLL)
-        for descriptor in reporting.keys() & ready:
-            reporting[descriptor].listen()
-        if time.monotonic() - asleep < 3 * _LOOK_EVERY_S:
-            for child in children:
-                child.kill_if_silent()
-        else:  # all processes were stopped, and the children have not run since
-            for child in children:
-                child.heard = child.heard and time.monotonic()
+    async def _wait(self, *ends: asyncio.Future[Any]) -> int | None:
+        """Wait until one future ends, or a child that does not start; return that child's code."""
+        await asyncio.wait([*ends, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        return next((task.result() or 1 for task in self._tasks if task.done()), None)
 
 
 def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:
@@ -199,4 +146,4 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
         TemporaryDirectory(prefix="cloze-", ignore_cleanup_errors=True) as folder,
         bind(settings) as listener,
     ):
-        return Supervisor(settings, listener, Path(folder), engine_command).run()
+        return asyncio.run(Supervisor(settings, listener, Path(folder), engine_command).run())

@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from cloze.service.core import Rejection, ServiceError
 from cloze.service.http.errors import describe_error, describe_service_error, rejection
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD
 from cloze.service.http.routes import JSON
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
+from cloze.service.request import ServedRequest
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     native.PROTOCOL,
@@ -42,7 +43,7 @@ class ErrorResponder:
     async def respond(self, request: Request, error: Exception) -> Response:
         """Return the response to an error."""
         info = describe_error(request, error)
-        record: RequestRecord = request.scope[RECORD]
+        record: ServedRequest = request.scope[RECORD]
         record.error, reason = type(error).__name__, rejection(error)
         stated_s = self._timeout_s if record.stated_s is None else record.stated_s
         if reason is Rejection.TIMEOUT and stated_s < self._timeout_s:

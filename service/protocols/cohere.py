@@ -9,35 +9,27 @@ Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's AP
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
-from starlette.requests import Request
 
 from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    in_body,
     json_response,
 )
-from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.task import (
-    Count,
-    NotEmpty,
-    Text,
-    Texts,
-    WireModel,
-)
+from cloze.service.request import ServedRequest
+from cloze.service.tasks import embed
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
+from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
 _PATH: Final = "/v2/embed"
 
@@ -154,6 +146,10 @@ class _Embed(TaskRoute):
 
     task = embed.TASK
     body = CohereEmbedBody
+    names: ClassVar[Mapping[Location, str]] = {
+        Location(("dimensions",)): "output_dimension",
+        INPUTS: "texts",
+    }
     doc = RouteDoc(
         "One vector per text, in Cohere's shape",
         "Cohere",
@@ -170,7 +166,7 @@ class _Embed(TaskRoute):
         errors=STATUSES_WITHOUT_422,
     )
 
-    def to_call(self, body: CohereEmbedBody) -> TaskCall:
+    def to_call(self, _: ServedRequest, body: CohereEmbedBody) -> tuple[Any, Any]:
         if (body.texts is None) == (body.inputs is None):
             given = "neither" if body.texts is None else "both"
             raise InvalidRequest(f"the request has {given} of texts and inputs; send one of them")
@@ -179,24 +175,24 @@ class _Embed(TaskRoute):
             input_type=body.input_type,
             **truncation_of(body.truncate),
         )
-        return TaskCall(_texts(body), parameters)
+        return _texts(body), parameters
 
-    def place(self, at: Location | None, body: CohereEmbedBody) -> Location | None:
-        """Return the place in the body, whose texts are in ``texts`` or in ``inputs``."""
-        texts = "inputs" if body.texts is None else "texts"
-        return in_body(at, {("dimensions",): "output_dimension", ("inputs",): texts})
+    def in_body(self, at: Location, body: CohereEmbedBody) -> Location:
+        """Return where the body has a place; the texts are in ``texts`` or in ``inputs``."""
+        return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
-    def respond(self, request: Request, body: CohereEmbedBody, result: TaskResult) -> BytesResponse:
-        record: RequestRecord = request.scope[RECORD]
+    def respond(
+        self, request: ServedRequest, body: CohereEmbedBody, value: Float32
+    ) -> BytesResponse:
         kinds = dict.fromkeys(body.embedding_types or ("float",))
         answer = EmbedByTypeResponse(
-            record.identity.decode("ascii"),
+            request.identity.decode("ascii"),
             "embeddings_by_type",
-            {kind: _NUMBERS[kind](result.value) for kind in kinds},
+            {kind: _NUMBERS[kind](value) for kind in kinds},
             _texts(body),
-            Meta(ApiVersion("2"), BilledUnits(result.tokens)),
+            Meta(ApiVersion("2"), BilledUnits(request.tokens)),
         )
-        return json_response(answer, in_parts=result.is_large)
+        return json_response(answer, in_parts=request.is_large)
 
 
 def _texts(body: CohereEmbedBody) -> list[str]:

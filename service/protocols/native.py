@@ -16,14 +16,12 @@ from typing import Annotated, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, create_model
-from starlette.requests import Request
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.json_bodies import load, validate
-from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Models, TaskResult
+from cloze.service.models.pipeline import Models
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (
     TIMING_HEADERS,
@@ -37,9 +35,9 @@ from cloze.service.protocols.protocol import (
     json_response,
     write_error,
 )
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
     Task,
-    TaskCall,
     embed,
     embed_all,
     embed_sparse,
@@ -48,15 +46,9 @@ from cloze.service.tasks import (
     text_classification,
     token_classification,
 )
-from cloze.service.tasks.task import (
-    INPUTS,
-    NoParameters,
-    NotEmpty,
-    NotEmptyText,
-    TextUsage,
-    WireModel,
-)
+from cloze.service.tasks.task import INPUTS, TextUsage
 from cloze.service.tasks.texts import UsageParameters
+from cloze.service.tasks.wire import NoParameters, NotEmpty, NotEmptyText, WireModel
 
 ModelName = Annotated[
     str | None,
@@ -91,7 +83,6 @@ class _NativeRoute(TaskRoute):
 
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.body = task, body_type(task)
-        self.check = accepted if task.vectors else None
         self.doc = RouteDoc(
             summary=task.summary,
             tag="tasks",
@@ -103,24 +94,23 @@ class _NativeRoute(TaskRoute):
         )
         super().__init__(context)
 
-    def to_call(self, body: Any) -> TaskCall:
+    def to_call(self, request: ServedRequest, body: Any) -> tuple[Any, Any]:
+        if self.task.vectors and (accept := request.first.get(b"accept", b"")) not in _ANY:
+            request.vector_format = vector_format(accept)
         if self.task.name in _PARAMETERS_AT_ROOT:
-            return TaskCall(body.inputs, body)
+            return body.inputs, body
         parameters = getattr(body, "parameters", None) or self.task.parameters()
-        return TaskCall(body.inputs, parameters)
+        return body.inputs, parameters
 
-    def respond(self, request: Request, body: Any, result: TaskResult) -> BytesResponse:
-        value = result.value
+    def respond(self, request: ServedRequest, body: Any, value: Any) -> BytesResponse:
         if isinstance(body.inputs, self.task.alone):
             [value] = value
-        if result.usage is not None:
-            value = {"result": value, "usage": result.usage}
-            return json_response(value, in_parts=result.is_large)
-        is_vectors = self.task.vectors and not getattr(body, "return_offsets", None)
-        kind, dtype = accepted(request) if is_vectors else (JSON, "")
-        if kind == JSON:
-            return json_response(value, in_parts=result.is_large)
-        return vector_bytes(value, kind, dtype)
+        if request.usage is not None:
+            value = {"result": value, "usage": request.usage}
+            return json_response(value, in_parts=request.is_large)
+        if request.vector_format is None or getattr(body, "return_offsets", None):
+            return json_response(value, in_parts=request.is_large)
+        return vector_bytes(value, *request.vector_format)
 
 
 def body_type(task: Task) -> type[BaseModel]:
@@ -191,18 +181,14 @@ DTYPES: Final[Mapping[str, Convert]] = {
 filled up with zeros: [n, ceil(D / 8)]."""
 
 
-def accepted(request: Request) -> tuple[str, str]:
-    """Return the media type that a request prefers, JSON, raw bytes or NumPy, and its dtype.
+def vector_format(accept: bytes) -> tuple[str, str] | None:
+    """Return the media type that a client prefers, raw bytes or NumPy, and its dtype; None: JSON.
 
     The type is JSON unless another type has a higher weight (RFC 9110, section 12.5.1).
 
     Raises:
         InvalidRequest: there is no such dtype, or the header is too long.
     """
-    record: RequestRecord = request.scope[RECORD]
-    accept = record.first.get(b"accept", b"")
-    if accept in _ANY:
-        return JSON, "float32"
     if len(accept) > _LONGEST_ACCEPT:
         raise InvalidRequest(f"Accept has {len(accept)} bytes; the limit is {_LONGEST_ACCEPT}")
     best, best_weight = (JSON, "float32"), 0.0
@@ -219,7 +205,7 @@ def accepted(request: Request) -> tuple[str, str]:
     kind, dtype = best
     if dtype not in DTYPES:
         raise InvalidRequest(f"Accept asks for dtype {dtype[:40]!a}; there are {', '.join(DTYPES)}")
-    return kind, dtype
+    return (kind, dtype) if kind != JSON else None
 
 
 def _weight(text: str) -> float:
@@ -293,10 +279,10 @@ class _Dispatcher:
         handler = partial(answer_task, self._context, self._parse)
         return Route("POST", "/", handler, doc, gate_models(self._context.models.pipelines))
 
-    def _parse(self, request: Request, data: bytes) -> tuple[TaskRoute, BaseModel]:
+    def _parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, BaseModel]:
         """Return the route of the task that a body asks for, and the body of that task."""
         value = load(data, self._context.body_limits)
-        models = self._context.models_of(request.scope[RECORD])
+        models = self._context.models_of(request)
         task = self._choose(validate(DispatchBody, value), models)
         route = self._routes.get(task.name)
         if route is None:

@@ -24,7 +24,7 @@ from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline, TaskResult
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     TIMING_HEADERS,
@@ -44,8 +44,10 @@ from cloze.service.protocols.tensors import (
     split,
     write_tensor,
 )
-from cloze.service.tasks import Task, TaskCall
-from cloze.service.tasks.task import INPUTS, WireModel
+from cloze.service.request import ServedRequest
+from cloze.service.tasks import Task
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import WireModel
 
 _TAG: Final = "Open Inference Protocol"
 
@@ -144,17 +146,17 @@ class _TaskModel(TaskRoute):
         self.task, self.tensors = task, TaskTensors(task)
         super().__init__(context)
 
-    def place(self, at: Location | None, _: Any) -> Location | None:
+    def in_body(self, at: Location, _: Any) -> Location:
         """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""
-        if not at or at[:1] != INPUTS:
+        if at[:1] != INPUTS:
             return at
         fields = [part for part in at[1:] if isinstance(part, str)]
         numbers = [part for part in at[1:] if isinstance(part, int)]
         return Location(((fields or [self.tensors.inputs[0].name])[0], *numbers))
 
-    def parse(self, request: Request, data: bytes) -> tuple[TaskRoute, Any]:
+    def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
         """Return the route, and a body whose tensors have the data that follows the JSON."""
-        head, binary = split(data, request.headers.get(JSON_LENGTH))
+        head, binary = split(data, request.first.get(JSON_LENGTH.encode()))
         body = validate(InferBody, load(head, self.context.body_limits))
         tensors, start = [], 0
         for tensor in body.inputs:
@@ -179,7 +181,7 @@ class _TaskModel(TaskRoute):
             raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
         return self, body.model_copy(update={"inputs": tensors})
 
-    def to_call(self, body: InferBody) -> TaskCall:
+    def to_call(self, _: ServedRequest, body: InferBody) -> tuple[Any, Any]:
         known = [tensor.name for tensor in self.tensors.outputs]
         for output in body.outputs or ():
             if output.name not in known:
@@ -196,13 +198,13 @@ class _TaskModel(TaskRoute):
         if getattr(parameters, "return_offsets", None):
             problem = "asks for offsets, which no tensor has; POST /embed_all returns them"
             raise InvalidRequest(problem, Location(("parameters", "return_offsets")))
-        return TaskCall(self.tensors.to_inputs(texts), parameters)
+        return self.tensors.to_inputs(texts), parameters
 
-    def respond(self, request: Request, body: InferBody, result: TaskResult) -> BytesResponse:
-        model, _, number = request.scope[RECORD].model.rpartition("@")
+    def respond(self, request: ServedRequest, body: InferBody, value: Any) -> BytesResponse:
+        model, _, number = request.model.rpartition("@")
         default = (body.parameters or {}).get("binary_data_output", False)
         asked = {output.name: output.parameters or {} for output in body.outputs or ()}
-        outputs = self.tensors.to_outputs(result.value, asked, body.inputs[0].shape[0])
+        outputs = self.tensors.to_outputs(value, asked, body.inputs[0].shape[0])
         datatypes = {tensor.name: tensor.datatype for tensor in self.tensors.outputs}
         rows, parts = [], []
         for name, data in outputs.items():
@@ -221,7 +223,7 @@ class _TaskModel(TaskRoute):
         }
         if body.id is not None:
             answer["id"] = body.id
-        head = json_response(answer, in_parts=result.is_large)
+        head = json_response(answer, in_parts=request.is_large)
         if not parts:
             return head
         length = (JSON_LENGTH.encode(), b"%d" % len(head.body))

@@ -1,7 +1,7 @@
 """OpenAI's protocol: ``/v1/embeddings`` and ``/v1/models``, with OpenAI's errors."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -10,22 +10,23 @@ from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import UnknownModel
+from cloze.service.core import Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
-    Names,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
     json_response,
 )
-from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.task import Count, WireModel
+from cloze.service.request import ServedRequest
+from cloze.service.tasks import embed
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
+from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
@@ -166,7 +167,7 @@ class _Embeddings(TaskRoute):
 
     task = embed.TASK
     body = OpenAiEmbeddingsBody
-    names: ClassVar[Names] = {("inputs",): "input"}
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
     doc = RouteDoc(
         "One vector per text, in OpenAI's shape",
         "OpenAI",
@@ -178,7 +179,7 @@ class _Embeddings(TaskRoute):
         errors=STATUSES_WITHOUT_422,
     )
 
-    def to_call(self, body: OpenAiEmbeddingsBody) -> TaskCall:
+    def to_call(self, _: ServedRequest, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
         if isinstance(body.truncate, bool):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
@@ -189,16 +190,18 @@ class _Embeddings(TaskRoute):
             normalize=body.normalized,
             **truncation,
         )
-        return TaskCall(body.input, parameters)
+        return body.input, parameters
 
-    def respond(self, _: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> BytesResponse:
-        vectors: Iterable[Any] = result.value.astype("<f4", copy=False)
+    def respond(
+        self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any
+    ) -> BytesResponse:
+        vectors: Iterable[Any] = value.astype("<f4", copy=False)
         if body.encoding_format == "base64":
             vectors = [b64encode(vector).decode() for vector in vectors]
         rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
-        usage = Usage(result.tokens, result.tokens)
+        usage = Usage(request.tokens, request.tokens)
         answer = EmbeddingList("list", rows, body.model, usage)
-        return json_response(answer, in_parts=result.is_large)
+        return json_response(answer, in_parts=request.is_large)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

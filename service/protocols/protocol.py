@@ -6,8 +6,7 @@ Each protocol module of the package defines its protocol as `PROTOCOL`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
-from io import BytesIO
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -16,19 +15,26 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.abandonment import check_awaited, run_on_thread
-from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
+from cloze.service.core import (
+    Changes,
+    Forbidden,
+    Location,
+    RequestError,
+    ServiceError,
+)
+from cloze.service.http.body import RequestLimits
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
-from cloze.service.http.memory_limit import SMALL_BYTES
-from cloze.service.http.record import RequestRecord
+from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
-from cloze.service.http.watch import RequestWatch
-from cloze.service.logs import RequestCost
-from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline, TaskResult
-from cloze.service.tasks import Task, TaskCall
-from cloze.service.tasks.task import WireModel
+from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
+from cloze.service.observe.metrics import Metrics
+from cloze.service.request import ServedRequest
+from cloze.service.tasks import Task
+from cloze.service.tasks.wire import WireModel
+from cloze.service.threads import check_awaited
+
+_VIEWS = 1024
+"""Sets of models whose order on a route is remembered; each limited API key has a set."""
 
 _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""
@@ -70,21 +76,21 @@ class ProtocolContext:
     state: ServerState
     body_limits: BodyLimits
     max_request_texts: int
-    watch: RequestWatch
+    limits: RequestLimits
     has_keys: bool
 
-    def models_of(self, record: RequestRecord) -> Models:
+    def models_of(self, request: ServedRequest) -> Models:
         """Return the models that exist for a request: those that its API key names, or all.
 
         Raises:
             Forbidden: none of the models that the key names is served.
         """
-        if record.key is None or (names := record.key.entry.models) is None:
+        if request.key is None or (names := request.key.entry.models) is None:
             return self.models
         models = self.models.within(frozenset(names))
         if not models.pipelines:
             raise Forbidden(
-                f"the key {record.key.name} is limited to models that are not served: "
+                f"the key {request.key.name} is limited to models that are not served: "
                 f"{', '.join(names)[:200]}"
             )
         return models
@@ -114,12 +120,9 @@ def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
     The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, so
     that a large value is written in parts.
     """
-    if not in_parts:
-        return BytesResponse(_json(value))
-    content = BytesIO()
-    for part in json_parts(value):
-        content.write(part)
-    return BytesResponse(content.getvalue())
+    if in_parts:
+        return BytesResponse(b"".join(json_parts(value)))
+    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def json_parts(value: Any) -> Iterator[bytes | memoryview]:
@@ -197,50 +200,49 @@ _EXPECTED_SPACE: Final = b"x-expect-embedding-space"
 """The header of a request that refuses vectors of another space."""
 
 
-Names = Mapping[tuple[str | int, ...], str]
-"""The fields of a body, by the places of the task's inputs in the native protocol."""
-
-
 class TaskRoute(ABC):
-    """A route of a task: how a body becomes a task call, and a task result a response.
+    """A route of a task: how a body becomes a call of the task, and a value a response.
 
     Attributes:
         task: the task that the route serves.
         body: the model of the request's body, with a field ``model``.
         doc: the documentation of the route, without what all routes of tasks have.
-        names: the names that the body's fields have instead of those of the native protocol.
-        check: checks the headers of a request before its texts are tokenized; None: nothing to
-            check.
-        models: the models that may answer, the default first.
+        names: the body's own name of each place of the native protocol that has another one. For
+            example, `/rerank` has ``query`` instead of ``inputs.source_sentence``.
+        serving: models -> those that may answer, the default first.
     """
 
     task: Task
     body: type[BaseModel]
     doc: RouteDoc
-    names: ClassVar[Names] = {}
-    check: Callable[[Request], object] | None = None
+    names: ClassVar[Mapping[Location, str]] = {}
 
     def __init__(self, context: ProtocolContext) -> None:
         self.context = context
-        self.models = self.serving(context.models)
+        self.serving = lru_cache(_VIEWS)(self._serving)
 
     @abstractmethod
-    def to_call(self, body: Any) -> TaskCall:
-        """Return the call of the task that a body asks for."""
+    def to_call(self, request: ServedRequest, body: Any) -> tuple[Any, Any]:
+        """Return the inputs and the parameters of the task that a body asks for."""
 
-    def respond(self, _: Request, __: Any, result: TaskResult) -> BytesResponse:
-        """Return the response to a request with a body, without timing headers."""
-        return json_response(result.value)
+    def respond(self, _: ServedRequest, __: Any, value: Any) -> BytesResponse:
+        """Return the response to a request with a body, without timing headers.
 
-    def serving(self, models: Models) -> Sequence[Pipeline]:
-        """Return the models that may answer, the default first."""
+        The value is that of `Task.decode`.
+        """
+        return json_response(value)
+
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
         return models.serving(self.task)
 
-    def place(self, at: Location | None, _: Any) -> Location | None:
-        """Return the place in a body of the route of what the native protocol has at ``at``."""
-        return in_body(at, self.names)
+    def in_body(self, at: Location, _: Any) -> Location:
+        """Return where a body has what the native protocol has at a place."""
+        for place, name in self.names.items():
+            if at[: len(place)] == place:
+                return Location((name, *at[len(place) :]))
+        return at
 
-    def parse(self, _: Request, data: bytes) -> tuple["TaskRoute", Any]:
+    def parse(self, _: ServedRequest, data: bytes) -> tuple["TaskRoute", Any]:
         """Return the route that a body is for, this one, and the parsed body."""
         return self, validate(self.body, load(data, self.context.body_limits))
 
@@ -253,7 +255,7 @@ class TaskRoute(ABC):
             errors=self.doc.errors or ERROR_STATUSES,
         )
         handler = partial(answer_task, self.context, self.parse)
-        return Route("POST", path, handler, doc, gate_models(self.models))
+        return Route("POST", path, handler, doc, gate_models(self.serving(self.context.models)))
 
 
 def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
@@ -263,8 +265,8 @@ def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
 
 async def answer_task(
     context: ProtocolContext,
-    parse: Callable[[Request, bytes], tuple[TaskRoute, Any]],
-    request: Request,
+    parse: Callable[[ServedRequest, bytes], tuple[TaskRoute, Any]],
+    http_request: Request,
     pipeline: Pipeline | None = None,
 ) -> Response:
     """Read the body of a request, choose the model, run the task, and return the response.
@@ -272,82 +274,55 @@ async def answer_task(
     Args:
         context: the parts of the service that the route uses.
         parse: (request, data) -> the route that a body is for, and the parsed body.
-        request: the request.
+        http_request: the request, whose `ServedRequest` is in its scope.
         pipeline: the model to use; None selects the one that the body names, or the default.
 
     Raises:
         ServiceError: the request gets no result.
     """
-    with context.watch.request(request) as watched:
-        data = await watched.read_body(context.body_limits.max_bytes)
-        size = len(data)
-        route, body = await run_anywhere(size, parse, request, data)
+    with context.limits.request(http_request) as request:
+        data = await context.limits.read(http_request, context.body_limits.max_bytes)
+        is_short = len(data) <= SHORT_BYTES
+        route, body = await run_anywhere(is_short, parse, request, data)
         del data  # a large body would otherwise stay in memory until the answer
         if pipeline is None:
-            models, serving = context.models, route.models
-            if watched.record.key is not None:
-                models = context.models_of(watched.record)
-                serving = serving if models is context.models else route.serving(models)
-            pipeline = models.choose(route.task, body.model, serving)
-        watched.record.model = pipeline.reference
-        if route.check is not None:
-            route.check(request)
-        call = await run_anywhere(size, route.to_call, body)
-        record = watched.record
-        space = record.first.get(_EXPECTED_SPACE)
+            models = context.models if request.key is None else context.models_of(request)
+            pipeline = models.choose(route.task, body.model, route.serving(models))
+        request.model = pipeline.reference
+        if (space := request.first.get(_EXPECTED_SPACE)) is not None:
+            request.expected_space = space.decode("latin-1")
+        inputs, parameters = await run_anywhere(is_short, route.to_call, request, body)
         try:
-            result = await pipeline.run(
-                route.task,
-                call,
-                size=size,
-                terms=watched.terms,
-                before_large=watched.begin_answer,
-                expected_space=space.decode("latin-1") if space is not None else None,
-                charge=record.charge if record.key is not None else None,
-            )
+            begin_answer = partial(context.limits.begin_answer, request)
+            value = await pipeline.run(route.task, inputs, parameters, request, begin_answer)
         except RequestError as error:
-            raise error.moved(route.place(error.at, body)) from None
-        watched.record.cost = RequestCost(
-            result.texts, result.tokens, result.timings, result.truncated
-        )
-        if result.is_large:
-            response = await run_on_thread(route.respond, request, body, result)
-        else:
-            response = route.respond(request, body, result)
-        warnings = ignored_fields(body) if isinstance(body, LenientModel) else ()
-        _add_headers(response, result, warnings)
-        if (kind := route.task.scores(pipeline.manifest, call.parameters)) is not None:
+            raise error.moved(error.at and route.in_body(error.at, body)) from None
+        if body.model_extra or parameters.model_extra:
+            request.warnings = (ignored_fields(body, parameters), *request.warnings)
+        response = await run_anywhere(not request.is_large, route.respond, request, body, value)
+        _add_headers(response, request)
+        if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
-        if len(response.body) > SMALL_BYTES:
-            await watched.hold_answer(len(response.body))
+        context.limits.hold_answer(request, len(response.body))
         return response
 
 
-def in_body(at: Location | None, names: Names) -> Location | None:
-    """Return the place in the body of what the native protocol has at ``at``."""
-    for length in range(len(at or ()), 0, -1):
-        if at is not None and (name := names.get(at[:length])) is not None:
-            return Location((name, *at[length:]))
-    return at
-
-
-def _add_headers(response: BytesResponse, result: TaskResult, warnings: Sequence[str]) -> None:
-    timings = result.timings
-    total_ms = 1000 * (timings.tokenize_s + timings.queue_s + timings.inference_s)
+def _add_headers(response: BytesResponse, request: ServedRequest) -> None:
+    total_ms = 1000 * (request.tokenize_s + request.queue_s + request.inference_s)
     # The clients of text-embeddings-inference expect whole numbers.
     response.raw_headers += [
         (b"x-compute-time", b"%.0f" % total_ms),
         (b"x-total-time", b"%.0f" % total_ms),
-        (b"x-tokenization-time", b"%.0f" % (1000 * timings.tokenize_s)),
-        (b"x-queue-time", b"%.0f" % (1000 * timings.queue_s)),
-        (b"x-inference-time", b"%.0f" % (1000 * timings.inference_s)),
-        (b"x-compute-tokens", b"%d" % result.tokens),
-        (b"x-truncated", b"%d" % result.truncated),
+        (b"x-tokenization-time", b"%.0f" % (1000 * request.tokenize_s)),
+        (b"x-queue-time", b"%.0f" % (1000 * request.queue_s)),
+        (b"x-inference-time", b"%.0f" % (1000 * request.inference_s)),
+        (b"x-compute-tokens", b"%d" % request.tokens),
+        (b"x-truncated", b"%d" % request.truncated),
     ]
-    if result.embedding_space is not None:
-        response.raw_headers.append((b"x-embedding-space", result.embedding_space.encode()))
-    if result.warnings or warnings:
-        warning = "; ".join((*warnings, *result.warnings))[:2000].encode("ascii")
+    if request.embedding_space is not None:
+        response.raw_headers.append((b"x-embedding-space", request.embedding_space.encode()))
+    if request.warnings:
+        warning = "; ".join(request.warnings)[:2000].encode("ascii")
         response.raw_headers.append((b"x-warning", warning))
 
 
@@ -379,17 +354,11 @@ class LenientModel(WireModel):
 _LONGEST_NAME, _MOST_NAMES = 40, 8
 
 
-def ignored_fields(body: Any) -> Sequence[str]:
-    """Return a warning with the names of a body's unknown fields; none if all are known.
-
-    Args:
-        body: a `LenientModel`, whose ``parameters`` may be one too.
-    """
-    names = list(body.model_extra)
-    if parameters := vars(body).get("parameters"):  # getattr of a missing field takes microseconds
-        names += [f"parameters.{name}" for name in parameters.model_extra]
-    if not names:
-        return ()
+def ignored_fields(body: BaseModel, parameters: BaseModel) -> str:
+    """Return a warning with the names of the unknown fields of a body and of its parameters."""
+    names = list(body.model_extra or ())
+    if parameters is not body:
+        names += [f"parameters.{name}" for name in parameters.model_extra or ()]
     shown = ", ".join(ascii(name[:_LONGEST_NAME])[1:-1] for name in names[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return (f"ignored unknown fields: {shown}{more}",)
+    return f"ignored unknown fields: {shown}{more}"

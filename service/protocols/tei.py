@@ -6,39 +6,38 @@ these in ``x-warning``.
 Source: the routes of text-embeddings-inference 1.9, as it answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from typing import Annotated, Any, ClassVar, Final
 
-import orjson
 from pydantic import Field
-from starlette.requests import Request
 
+from cloze.service.core import Location
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline, TaskResult
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
     LenientModel,
-    Names,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
     json_response,
     write_error,
 )
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
-    TaskCall,
     embed,
     embed_all,
+    late_interaction,
     rerank,
     similarity,
     text_classification,
     token_ids,
 )
-from cloze.service.tasks.task import NotEmpty, Text, Texts, TokenIds
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds
 
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 
@@ -111,19 +110,19 @@ class _Predict(TaskRoute):
         },
     )
 
-    def to_call(self, body: PredictBody) -> TaskCall:
+    def to_call(self, _: ServedRequest, body: PredictBody) -> tuple[Any, Any]:
         function: text_classification.Function | None = "none" if body.raw_scores else None
         truncation = body.model_dump(include=set(TruncationParameters.model_fields))
         parameters = TextClassificationParameters(function_to_apply=function, **truncation)
         if isinstance(body.inputs, str):
-            return TaskCall(body.inputs, parameters)
+            return body.inputs, parameters
         if body.inputs and isinstance(body.inputs[0], str):
-            return TaskCall(_text_pair(body.inputs), parameters)
-        return TaskCall([_text_pair(texts) for texts in body.inputs], parameters)
+            return _text_pair(body.inputs), parameters
+        return [_text_pair(texts) for texts in body.inputs], parameters
 
-    def respond(self, _: Request, body: PredictBody, result: TaskResult) -> BytesResponse:
+    def respond(self, _: ServedRequest, body: PredictBody, value: Any) -> BytesResponse:
         is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
-        return json_response(result.value if is_batch else result.value[0])
+        return json_response(value if is_batch else value[0])
 
 
 def _text_pair(texts: Any) -> TextPair:
@@ -143,11 +142,6 @@ class _Rerank(TaskRoute):
 
     task = rerank.TASK
     body = RerankBody
-    names: ClassVar[Names] = {
-        ("inputs", "source_sentence"): "query",
-        ("inputs", "sentences"): "texts",
-        ("inputs",): "texts",
-    }
     doc = _doc(
         "Texts in the order of their relevance to a query",
         result=list[rerank.Rank] | rerank.RankReport,
@@ -157,35 +151,34 @@ class _Rerank(TaskRoute):
         headers={"x-ranked-by": ("string", _RANKED_BY)},
     )
 
-    def serving(self, models: Models) -> Sequence[Pipeline]:
-        """Return the models that rank: classifiers with one label are first.
-
-        Those of late interaction follow, then those that embed.
-        """
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
+        """Return classifiers with one label, models of late interaction, and those that embed."""
         classifying = models.serving(text_classification.TASK)
-        ranking = [p for p in classifying if rerank.classifies(p.manifest)]
-        ranking += [p for p in models.serving(embed_all.TASK) if rerank.interacts(p.manifest)]
+        ranking = [p for p in classifying if rerank.scorer_of(p.manifest) == "classifier"]
+        interacting = models.serving(embed_all.TASK)
+        ranking += [p for p in interacting if late_interaction.interaction(p.manifest) is not None]
         ranking += models.serving(similarity.TASK)
         return list(dict.fromkeys(ranking))
 
-    def to_call(self, body: RerankBody) -> TaskCall:
-        return TaskCall(body, body)
+    def to_call(self, _: ServedRequest, body: RerankBody) -> tuple[Any, Any]:
+        return body, body
 
-    def respond(self, _: Request, body: RerankBody, result: TaskResult) -> BytesResponse:
-        ranking: rerank.Ranking = result.value
+    def respond(
+        self, request: ServedRequest, body: RerankBody, value: rerank.Ranking
+    ) -> BytesResponse:
         ranks: list[dict[str, Any]] = [
-            {"index": rank.index, "score": rank.score} for rank in ranking.ranks
+            {"index": rank.index, "score": rank.score} for rank in value.ranks
         ]
         if body.return_text:
-            for row, rank in zip(ranks, ranking.ranks, strict=True):
+            for row, rank in zip(ranks, value.ranks, strict=True):
                 row["text"] = rank.text
-        value: Any = ranks
-        if result.usage is not None:
-            for row, rank in zip(ranks, ranking.ranks, strict=True):
+        answer: Any = ranks
+        if request.usage is not None:
+            for row, rank in zip(ranks, value.ranks, strict=True):
                 row["window"] = rank.window
-            value = {"result": ranks, "usage": result.usage}
-        response = json_response(value)
-        response.raw_headers.append((b"x-ranked-by", ranking.by.encode()))
+            answer = {"result": ranks, "usage": request.usage}
+        response = json_response(answer)
+        response.raw_headers.append((b"x-ranked-by", value.by.encode()))
         return response
 
 
@@ -195,7 +188,7 @@ class _Rerank(TaskRoute):
 class _TokenizerRoute(TaskRoute):
     """A route that needs a tokenizer only, which every model has."""
 
-    def serving(self, models: Models) -> Sequence[Pipeline]:
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
         """Return all models; those that embed are first."""
         embedding = models.serving(embed.TASK)
         return [*embedding, *(p for p in models.pipelines if p not in embedding)]
@@ -210,35 +203,22 @@ class _Tokenize(_TokenizerRoute):
         examples={"One text": {"inputs": "A house."}},
     )
 
-    def to_call(self, body: TokenizeBody) -> TaskCall:
-        return TaskCall(body.inputs, body)
-
-    def respond(self, _: Request, __: TokenizeBody, result: TaskResult) -> BytesResponse:
-        """Write the tokens part by part: as one value, they would need ten times the memory."""
-        written = BytesIO()
-        texts: list[token_ids.TokenizedText] = result.value
-        for number, text in enumerate(texts):
-            written.write(b",[" if number else b"[[")
-            for index, part in enumerate(text.parts()):
-                written.write(b"," if index else b"")
-                written.write(memoryview(orjson.dumps(part))[1:-1])
-            written.write(b"]")
-        written.write(b"]")
-        return BytesResponse(written.getvalue())
+    def to_call(self, _: ServedRequest, body: TokenizeBody) -> tuple[Any, Any]:
+        return body.inputs, body
 
 
 class _Decode(_TokenizerRoute):
     task = token_ids.DECODE
     body = DecodeBody
-    names: ClassVar[Names] = {("inputs",): "ids"}
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "ids"}
     doc = _doc(
         "The texts of token ids",
         result=list[str],
         examples={"One text": {"ids": [2, 43, 1596, 18, 3]}},
     )
 
-    def to_call(self, body: DecodeBody) -> TaskCall:
-        return TaskCall(body.ids, body)
+    def to_call(self, _: ServedRequest, body: DecodeBody) -> tuple[Any, Any]:
+        return body.ids, body
 
 
 PROTOCOL: Final = WireProtocol(

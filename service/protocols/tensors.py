@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, MalformedRequest, quoted
 from cloze.service.tasks import Task
-from cloze.service.tasks.task import INPUTS, WireModel
+from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.wire import WireModel
 
 _DATATYPES: Final[Mapping[Any, str]] = {str: "BYTES", float: "FP32", int: "INT64"}
 
@@ -204,7 +205,7 @@ JSON_LENGTH: Final = "inference-header-content-length"
 _LENGTH: Final = struct.Struct("<I")
 
 
-def split(data: bytes, length: str | None) -> tuple[bytes, memoryview]:
+def split(data: bytes, length: bytes | None) -> tuple[bytes, memoryview]:
     """Return the JSON and the bytes of the tensors.
 
     Args:
@@ -216,11 +217,11 @@ def split(data: bytes, length: str | None) -> tuple[bytes, memoryview]:
     """
     if length is None:
         return data, memoryview(b"")
-    size = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else -1
+    size = int(length) if length.isdigit() and len(length) < 16 else -1
     if not 0 < size <= len(data):
         raise MalformedRequest(
             f"{JSON_LENGTH}: a whole number from 1 to the {len(data)} bytes of the body, "
-            f"got {ascii(length)[:40]}"
+            f"got {ascii(length.decode('latin-1'))[:40]}"
         )
     return data[:size], memoryview(data)[size:]
 

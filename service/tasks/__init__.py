@@ -24,7 +24,7 @@ from cloze.service.tasks import (
     token_classification,
     zero_shot_classification,
 )
-from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits
 
 TASKS: Final[dict[str, Task]] = {
     module.TASK.name: module.TASK
@@ -45,4 +45,4 @@ TASKS: Final[dict[str, Task]] = {
 }
 """The tasks of all protocols, by name."""
 
-__all__ = ["TASKS", "PreparedRequest", "Task", "TaskCall", "TaskContext", "TaskLimits"]
+__all__ = ["TASKS", "PreparedRequest", "Task", "TaskContext", "TaskLimits"]

@@ -19,24 +19,15 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
-from cloze.service.tasks.task import (
-    Count,
-    CountOrZero,
-    NotEmpty,
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    check_range,
-)
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import (
     EmbedInputs,
     TextEncoder,
     TextParameters,
     encode_texts,
-    offsets,
 )
 from cloze.service.tasks.windows import Bounds, LongText
+from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
 PoolingChoice = Literal["cls", "mean", "max"]
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
@@ -86,16 +77,14 @@ class _State(NamedTuple):
 
     Attributes:
         head: name of the head that gives the vectors.
-        dimensions: number of leading dimensions to keep.
-        windows: number of encodings of each text, and tokens of each encoding; None: a text has
-            one encoding.
+        recipe: the length and the number of dimensions of the vectors.
+        windows: the tokens of each window of each text; None: a text has one encoding.
         spans: the (first, end) tokens of each vector of the only text; None: a vector per text.
     """
 
     head: str
-    dimensions: int
-    normalize: bool
-    windows: tuple[list[int], list[int]] | None = None
+    recipe: VectorRecipe
+    windows: list[list[int]] | None = None
     spans: list[Bounds] | None = None
 
 
@@ -109,64 +98,48 @@ def prepare(
     inputs: Any, parameters: EmbedParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
     """Tokenize the texts to embed."""
-    recipe = context.manifest.embedding
+    recipe, requests = context.own_vectors, _REQUEST
     assert recipe is not None  # a model with the head has a recipe
-    size, request = recipe.dimensions, _REQUEST
     if parameters.pooling is not None or parameters.layers is not None:
         if parameters.spans is not None:
             raise InvalidRequest("spans have the mean of the last layer; leave out pooling, layers")
-        layers = _layer_request(parameters, context)
-        if layers is not None:
-            size = context.manifest.architecture.hidden_size * len(layers.vectors)
-            request = {layer_embedding.HEAD.name: layers}
-    dimensions = size
+        if (chosen := _of_layers(parameters, context)) is not None:
+            recipe, request = chosen
+            requests = {layer_embedding.HEAD.name: request}
     if parameters.dimensions is not None:
-        dimensions = parameters.dimensions
-        check_range(dimensions, 1, size, "dimensions")
-    normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
-    if parameters.spans is not None:
+        check_range(parameters.dimensions, 1, recipe.dimensions, "dimensions")
+        recipe = replace(recipe, dimensions=parameters.dimensions)
+    if parameters.normalize is not None:
+        recipe = replace(recipe, normalize=parameters.normalize)
+    windows = spans = None
+    if parameters.spans is None:
+        texts, prompt = context.limits.checked(inputs), parameters.prompt(context)
+        rule = parameters.rule(report=parameters.return_usage)
+        encoder = encode_texts(texts, rule, context, requests, prompt)
+        if encoder.rule.choice == "window":
+            windows = [list(map(len, text.encodings)) for text in encoder.texts]
+    else:
         if isinstance(inputs, list) and len(inputs) == 1:
             [inputs] = inputs  # some protocols have lists only
+        requests = _TOKENS_REQUEST
         encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
-        state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
-        vectors = _recipe(parameters, state, context)
-        return encoder.prepared(state, vectors)._replace(others=len(parameters.spans))
-    texts = context.limits.listed(inputs)
-    encoder = encode_texts(texts, parameters, context, request)
-    windows = None
-    if encoder.rule.choice == "window":
-        windows = encoder.windows, list(map(len, encoder.encodings))
-    state = _State(next(iter(request)), dimensions, normalize, windows)
-    return encoder.prepared(state, _recipe(parameters, state, context))
+    if encoder.prompt != recipe.prompt:
+        recipe = replace(recipe, prompt=encoder.prompt)
+    prepared = encoder.prepared(_State(next(iter(requests)), recipe, windows, spans), recipe)
+    return prepared if spans is None else prepared._replace(others=len(spans))
 
 
-def _recipe(parameters: EmbedParameters, state: _State, context: TaskContext) -> VectorRecipe:
-    """Return how the vectors of a request are made; what equals the model's own is its own."""
-    model, own = context.manifest.embedding, context.own_vectors
-    prompt = parameters.prompt(context)
-    assert model is not None  # a model with the head has a recipe
-    assert own is not None
-    of_last_layer = state.head != layer_embedding.HEAD.name
-    same_form = (state.normalize, state.dimensions) == (own.normalize, own.dimensions)
-    if of_last_layer and same_form and prompt == own.prompt:
-        return own
-    recipe = replace(own, normalize=state.normalize, dimensions=state.dimensions, prompt=prompt)
-    if of_last_layer:
-        return recipe
-    pooling, layers = parameters.pooling or model.pooling, parameters.layers or own.layers
-    return replace(recipe, pooling=pooling, layers=layers)
-
-
-def _layer_request(
+def _of_layers(
     parameters: EmbedParameters, context: TaskContext
-) -> LayerEmbeddingRequest | None:
-    """Return the request for other vectors than the model's own; None if its own are asked for.
+) -> tuple[VectorRecipe, LayerEmbeddingRequest] | None:
+    """Return how to make other vectors than the model's own; None if its own are asked for.
 
     Source: Devlin et al. 2019, table 7, which compares layers.
     """
     manifest, pooling, layers = context.manifest, parameters.pooling, parameters.layers
-    recipe = manifest.embedding
+    recipe, own_vectors = manifest.embedding, context.own_vectors
     assert recipe is not None  # a model with the head has a recipe
+    assert own_vectors is not None
     chosen = recipe.pooling if pooling is None else Pooling(pooling)
     is_own = pooling is None or (chosen is recipe.pooling and not recipe.further_poolings)
     if is_own and layers in (None, "last"):
@@ -191,7 +164,9 @@ def _layer_request(
         "concat-last-four": [{layer: 1.0} for layer in last_four],
         "sum-all": [dict.fromkeys(range(1, count + 1), 1.0)],
     }
-    return LayerEmbeddingRequest(weights[layers], chosen)
+    size = manifest.architecture.hidden_size * len(weights[layers])
+    vectors = replace(own_vectors, pooling=chosen, layers=layers, dimensions=size)
+    return vectors, LayerEmbeddingRequest(weights[layers], chosen)
 
 
 def _encode_spans(
@@ -201,7 +176,8 @@ def _encode_spans(
     manifest, limits = context.manifest, context.limits
     recipe, reference = manifest.embedding, manifest.reference
     assert recipe is not None  # a model with the head has a recipe
-    if parameters.rule().choice == "window":
+    rule = parameters.rule(report=parameters.return_usage)
+    if rule.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
     if recipe.poolings != (Pooling.MEAN,):
@@ -210,24 +186,20 @@ def _encode_spans(
     _check_no_projection(manifest, "spans")
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
-    limits.check_count(len(spans), _SPANS, "span")
-    for index, (start, end) in enumerate(spans):
+    located = limits.checked(spans, _SPANS, "span")
+    for at, (start, end) in located:
         if not 0 <= start < end <= len(text):
-            raise InvalidRequest(
-                f"is ({start}, {end}); the text has {len(text)} characters", _SPANS.below(index)
-            )
-    texts = limits.listed(text)
-    encoder = encode_texts(texts, parameters, context, _TOKENS_REQUEST)
-    [places] = offsets(texts, encoder, parameters)
+            raise InvalidRequest(f"is ({start}, {end}); the text has {len(text)} characters", at)
+    texts = limits.checked(text)
+    encoder = encode_texts(texts, rule, context, _TOKENS_REQUEST, parameters.prompt(context))
+    [places] = encoder.offsets(texts)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
     starts, ends = [place[0] for _, place in own], [place[1] for _, place in own]
     rows = []
-    for index, (start, end) in enumerate(spans):
+    for at, (start, end) in located:
         first, last = bisect_right(ends, start), bisect_left(starts, end)  # tokens never overlap
         if first >= last:
-            raise InvalidRequest(
-                f"has no token among the {len(places)} that the model reads", _SPANS.below(index)
-            )
+            raise InvalidRequest(f"has no token among the {len(places)} that the model reads", at)
         rows.append((own[first][0], own[last - 1][0] + 1))
     return encoder, rows
 
@@ -249,22 +221,15 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
         rows = [vectors_of_tokens[first:end].mean(0) for first, end in state.spans]
     else:
         rows = [result.array.ravel() for result in results]  # of layers: their vectors, joined
+    if state.windows is not None:
+        rest = iter(rows)  # the mean of each text's windows, weighted by their tokens
+        rows = [np.average([next(rest) for _ in sizes], 0, sizes) for sizes in state.windows]
     # The array of a single vector is that of the engine; `np.array` would take 2 us.
     vectors = rows[0][None] if len(rows) == 1 else np.array(rows, np.float32)
-    if state.windows is not None:
-        # The mean of each text's windows, weighted by their tokens.
-        counts, tokens = state.windows
-        weights = np.array(tokens, np.float32)[:, None]
-        firsts = np.cumsum([0, *counts[:-1]])
-        means = np.add.reduceat(vectors * weights, firsts) / np.add.reduceat(weights, firsts)
-        vectors = means.astype(np.float32, copy=False)
-    if state.dimensions < vectors.shape[1]:
-        vectors = np.ascontiguousarray(vectors[:, : state.dimensions])
-    return normalized(vectors) if state.normalize else vectors
-
-
-def normalized(vectors: Float32) -> Float32:
-    """Return vectors [n, D] scaled to length 1."""
+    if state.recipe.dimensions < vectors.shape[1]:
+        vectors = np.ascontiguousarray(vectors[:, : state.recipe.dimensions])
+    if not state.recipe.normalize:
+        return vectors
     norms = np.sqrt(np.vecdot(vectors, vectors))
     scaled: Float32 = vectors / np.maximum(norms, _LEAST_NORM)[:, None]
     return scaled
@@ -278,7 +243,7 @@ TASK: Final = Task(
     inputs=EmbedInputs,
     parameters=EmbedParameters,
     result=list[list[float]],
-    takes_long=lambda parameters: parameters.spans is not None,  # one text has many vectors
+    needs_thread=lambda parameters: parameters.spans is not None,  # one text has many vectors
     prepare=prepare,
     decode=decode,
     examples={

@@ -18,7 +18,7 @@ from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, Offsets, encode_texts, offsets
+from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, Offsets, encode_texts
 
 _REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
@@ -57,29 +57,26 @@ def prepare(
     inputs: Any, parameters: TokenParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
     """Tokenize the texts."""
-    texts = context.limits.listed(inputs)
+    texts = context.limits.checked(inputs)
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest("is a list of token ids, which have no offsets", at)
-    kept, role = None, Role.DOCUMENT
+    kept, role, prompt = None, Role.DOCUMENT, ""
+    rule = parameters.rule(report=parameters.return_usage)
     if late_interaction.interaction(context.manifest) is None:
-        encoder = encode_texts(texts, parameters, context, _REQUEST)
+        prompt = parameters.prompt(context)
+        encoder = encode_texts(texts, rule, context, _REQUEST, prompt)
     else:
         role = parameters.role() or late_interaction.role_of(parameters.prompt_name)
-        rule = parameters.rule(report=parameters.return_usage)
         encoder, kept = late_interaction.encode(texts, role, rule, context)
-    tokens = sum(map(len, encoder.encodings))
-    context.limits.check_results(tokens, "the request asks for", "vectors")
-    places = None
-    if parameters.return_offsets:
-        places = (
-            offsets(texts, encoder, parameters)
-            if kept is None
-            else late_interaction.places(texts, kept, encoder)
-        )
-    prepared = encoder.prepared(_State(places, kept))
-    prompt = parameters.prompt(context) if kept is None else ""
-    return prepared._replace(vectors=tokens_recipe(context.manifest, prompt, role))
+    context.limits.check_results(encoder.tokens, "the request asks for", "vectors")
+    offsets = None
+    if parameters.return_offsets and kept is None:
+        offsets = encoder.offsets(texts)
+    elif parameters.return_offsets and kept is not None:
+        offsets = late_interaction.offsets(texts, kept, encoder)
+    recipe = tokens_recipe(context.manifest, prompt, role)
+    return encoder.prepared(_State(offsets, kept), recipe)
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[Float32] | list[TokenVectors]:

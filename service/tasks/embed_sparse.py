@@ -19,16 +19,9 @@ from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.task import (
-    Count,
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    TaskLimits,
-    check_range,
-)
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext, TaskLimits
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
+from cloze.service.tasks.wire import Count, check_range
 
 _WORDS_PER_RESULT = 16
 """Number of words that cost about as much as one prediction of a mask, in time and memory."""
@@ -74,31 +67,33 @@ class _State(NamedTuple):
 
     with_tokens: bool
     top_k: int
-    encodings: list[Encoding] | None
+    encodings: list[Encoding] | None = None
+
+
+_LEXICAL: Final = {lexical.HEAD.name: HeadRequest()}
 
 
 def prepare(
     inputs: Any, parameters: SparseParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
     """Tokenize the texts."""
-    texts = context.limits.listed(inputs)
+    texts = context.limits.checked(inputs)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, largest, "top_k")
     if parameters.top_k is not None:
         context.limits.check_results(len(texts) * top_k, "the request asks for", "words")
-    encoder = encode_texts(texts, parameters, context, None)
     is_lexical = lexical.HEAD.name in context.manifest.heads
-    for encoding in encoder.encodings:
-        encoding.requests = (
-            {lexical.HEAD.name: HeadRequest()}
-            if is_lexical
-            else {sparse_embedding.HEAD.name: SparseEmbeddingRequest(len(encoding), top_k)}
-        )
-    encodings = encoder.encodings if is_lexical else None
-    state = _State(bool(parameters.return_tokens), top_k, encodings)
-    prepared = encoder.prepared(state)
-    return prepared._replace(vectors=words_recipe(context.manifest, parameters.prompt(context)))
+    rule, prompt = parameters.rule(report=parameters.return_usage), parameters.prompt(context)
+    encoder = encode_texts(texts, rule, context, _LEXICAL if is_lexical else {}, prompt)
+    recipe = words_recipe(context.manifest, prompt)
+    prepared = encoder.prepared(_State(bool(parameters.return_tokens), top_k), recipe)
+    if is_lexical:
+        return prepared._replace(state=prepared.state._replace(encodings=prepared.encodings))
+    for encoding in prepared.encodings:
+        request = SparseEmbeddingRequest(len(encoding), top_k)
+        encoding.requests = {sparse_embedding.HEAD.name: request}
+    return prepared
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVectors:

@@ -13,14 +13,14 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import UP_TO, Input, Outputs, PreparedRequest, TaskContext
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
 
@@ -38,8 +38,7 @@ class Filling:
     sequence: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Hypothesis:
+class _Hypothesis(NamedTuple):
     """The tokens of the first masks, and the logarithm of their probability."""
 
     tokens: tuple[int, ...] = ()
@@ -107,34 +106,31 @@ class JointFilling:
 
     def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
         """Return the fillings of each text."""
-        return [
-            [_filling(text, one, context.tokenizer) for one in text.hypotheses[: self.top_k]]
-            for text in self.texts
-        ]
+        decode = context.tokenizer.decode
+        results = []
+        for text in self.texts:
+            best, fillings, ids = text.hypotheses[: self.top_k], [], list(text.ids)
+            for tokens, log_probability in best:
+                for position, token in zip(text.masks, tokens, strict=True):
+                    ids[position - 1] = token  # the ids are without [CLS]
+                [sequence] = decode([ids], skip_special_tokens=True)
+                words = decode([[token] for token in tokens])
+                fillings.append(Filling(math.exp(log_probability), list(tokens), words, sequence))
+            results.append(fillings)
+        return results
 
     def _unfinished(self) -> list[_Text]:
         return [text for text in self.texts if text.filled < len(text.masks)]
 
     def _encoding(self, text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Encoding:
-        encoding = tokenizer.encode(text.ids, len(text.ids) + 2)
-        positions = text.masks
+        ids, positions = list(text.ids), text.masks
         if self.method != "independent":
-            encoding.input_ids[text.masks[: text.filled]] = hypothesis.tokens
+            for position, token in zip(text.masks, hypothesis.tokens, strict=False):
+                ids[position - 1] = token  # the ids are without [CLS]
             positions = [text.masks[text.filled]]
         greedy = self.method == "left-to-right" and text.filled
         request = MaskedLMRequest(positions, 1 if greedy else self.beam_width)
-        encoding.requests = {masked_lm.HEAD.name: request}
-        return encoding
-
-
-def _filling(text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Filling:
-    ids = list(text.ids)
-    for position, token in zip(text.masks, hypothesis.tokens, strict=True):
-        ids[position - 1] = token  # the ids are without [CLS]
-    [sequence] = tokenizer.decode([ids], skip_special_tokens=True)
-    words = tokenizer.decode([[token] for token in hypothesis.tokens])
-    score = math.exp(hypothesis.log_probability)
-    return Filling(score, list(hypothesis.tokens), words, sequence)
+        return tokenizer.encode(ids, {masked_lm.HEAD.name: request})
 
 
 def prepare_jointly(

@@ -14,19 +14,10 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
-from cloze.service.tasks.task import (
-    Count,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    TaskLimits,
-    Text,
-    Texts,
-    TextUsage,
-    check_range,
-)
-from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
+from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
+from cloze.service.tasks.wire import Count, Text, Texts, check_range
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.
@@ -73,7 +64,7 @@ def prepare(
 ) -> PreparedRequest[Any]:
     """Tokenize texts that each hold at least one mask token."""
     tokenizer, limits = context.tokenizer, context.limits
-    texts = limits.listed(inputs)
+    texts = limits.checked(inputs)
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
     targets = _targets(parameters, limits)
@@ -94,11 +85,14 @@ def prepare(
         windows = None
         if rule.report and choice == "window" and end - first < len(ids):
             windows = characters([(first, end)], tokenizer.spans(text).offsets)
-        encoder.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
+        usage = TextUsage(len(ids) + TEXT_TOKENS, end - first + TEXT_TOKENS, windows)
+        encoder.texts.append(EncodedText([], usage))
         read.append((at, ids[first:end]))
         predictions += len(masks) * max(top_k, len(targets))
         written += len(masks) * max(top_k, len(targets)) * (end - first)
-    _check_predictions(predictions, written, limits)
+    limits.check_results(predictions, "the request asks for", "predictions (masks x top_k)")
+    if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
+        raise InvalidRequest(f"the predictions' texts hold {written} tokens; the limit is {most}")
     prepared: PreparedRequest[Any]
     if parameters.decode is not None:
         prepared = fill_jointly.prepare_jointly(read, parameters.decode, top_k, context)
@@ -110,12 +104,13 @@ def prepare(
     else:
         tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
         prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
-    encoder.encodings = prepared.encodings
     described = encoder.prepared(prepared.state)
-    return described._replace(warnings=warnings, advance=prepared.advance)
+    return described._replace(
+        encodings=prepared.encodings, warnings=warnings, advance=prepared.advance
+    )
 
 
-def _takes_long(parameters: FillMaskParameters) -> bool:
+def _needs_thread(parameters: FillMaskParameters) -> bool:
     return (
         parameters.decode is not None
         or parameters.targets_as == "words"
@@ -180,18 +175,6 @@ def _part(
     return first, end
 
 
-def _check_predictions(predictions: int, written: int, limits: TaskLimits) -> None:
-    """Raise `InvalidRequest` for the predictions, or the tokens of their sequences."""
-    if predictions > (most := limits.max_results):
-        raise InvalidRequest(
-            f"the request asks for more than {most} predictions (masks x top_k), the limit"
-        )
-    if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
-        raise InvalidRequest(
-            f"the predictions' sequences would hold more than {most} tokens, the limit"
-        )
-
-
 _Result = (
     fill_tokens.Masks | fill_tokens.RankedOriginal | fill_tokens.Words | list[fill_jointly.Filling]
 )
@@ -209,7 +192,7 @@ TASK: Final = Task(
     prepare=prepare,
     decode=lambda filling, outputs, context: filling.decode(outputs, context),
     alone=(str,),
-    takes_long=_takes_long,
+    needs_thread=_needs_thread,
     scores=lambda *_: "probability",
     examples={
         "One text": {"inputs": "Paris is the [MASK] of France."},

@@ -19,7 +19,7 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 _MOST_RANKED: Final = 64
 """Most texts of a request whose original tokens are ranked, for each needs V numbers."""
@@ -81,24 +81,21 @@ class TokenFilling:
         results: list[Masks | RankedOriginal] = []
         for index, (encoding, output) in enumerate(zip(self.encodings, outputs, strict=True)):
             result: MaskedLMResult = output[masked_lm.HEAD.name]
-            masks = self._predictions(tokenizer, encoding, result)
-            if self.originals is not None:
-                token = self.originals[index]
-                logits = result.target_logits[0]  # [V]
-                score = float(np.exp(logits[token] - result.logsumexp[0]))
-                rank = 1 + int((logits > logits[token]).sum())
-                [word] = tokenizer.decode([[token]])
-                original = OriginalToken(token, word, score, rank)
-                results.append(RankedOriginal(masks[0], original))
-            else:
+            masks = self._predictions(tokenizer, encoding.input_ids.tolist(), result)
+            if self.originals is None:
                 results.append(masks[0] if len(masks) == 1 else masks)
+                continue
+            token, logits = self.originals[index], result.target_logits[0]  # [V]
+            score = float(np.exp(logits[token] - result.logsumexp[0]))
+            rank = 1 + int((logits > logits[token]).sum())
+            [word] = tokenizer.decode([[token]])
+            results.append(RankedOriginal(masks[0], OriginalToken(token, word, score, rank)))
         return results
 
     def _predictions(
-        self, tokenizer: Tokenizer, encoding: Encoding, result: MaskedLMResult
+        self, tokenizer: Tokenizer, sequence: list[int], result: MaskedLMResult
     ) -> list[list[Prediction]]:
         """Return the predictions for each mask of a text."""
-        sequence = encoding.input_ids.tolist()
         positions = tokenizer.mask_positions(sequence)
         masks = []
         for mask, position in enumerate(positions):
@@ -155,11 +152,9 @@ def prepare_tokens(
     logits_of = targets if originals is None else list(range(tokenizer.vocab_size))
     encodings = []
     for _, text in ids:
-        encoding = tokenizer.encode(text, context.limits.max_tokens)
-        positions = tokenizer.mask_positions(encoding.input_ids.tolist())
+        positions = [1 + index for index in tokenizer.mask_positions(text)]  # after [CLS]
         request = MaskedLMRequest(positions, 0 if targets else top_k, logits_of)
-        encoding.requests = {masked_lm.HEAD.name: request}
-        encodings.append(encoding)
+        encodings.append(tokenizer.encode(text, {masked_lm.HEAD.name: request}))
     return PreparedRequest(encodings, TokenFilling(encodings, top_k, targets, originals))
 
 
@@ -177,7 +172,7 @@ def original_tokens(
         raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []
     for (at, text), original in zip(ids, originals, strict=True):
-        context.limits.check_text(original, _ORIGINAL)
+        context.limits.checked(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = quoted(original)
@@ -228,18 +223,16 @@ Words = list[WordPrediction] | list[list[WordPrediction]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """The ids of a text with special tokens, and the positions of its masks."""
-
-    ids: list[int]
-    masks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class WordFilling:
-    """The state of a request whose targets are words: the ids of their sub-tokens."""
+    """The state of a request whose targets are words.
 
-    texts: Sequence[_Text]
+    Attributes:
+        texts: the ids of the texts, with special tokens.
+        words: the ids of each word's sub-tokens.
+        top_k: most words per mask.
+    """
+
+    texts: Sequence[list[int]]
     words: Sequence[list[int]]
     top_k: int
 
@@ -248,26 +241,21 @@ class WordFilling:
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
         answers: list[Words] = []
         for text in self.texts:
-            masks = []
-            for mask in text.masks:
+            positions, masks = context.tokenizer.mask_positions(text), []
+            for mask in positions:
                 scores = [
                     sum(next(results).target_log_probability() for _ in word) for word in self.words
                 ]
-                masks.append(self._best(text, mask, scores, context.tokenizer))
+                order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+                order = order[: self.top_k]
+                best = [(math.exp(scores[index]), self.words[index]) for index in order]
+                words = [word for _, word in best]
+                shown = _shown(context.tokenizer, text, mask, words, alone=len(positions) == 1)
+                masks.append(
+                    [WordPrediction(*one, *texts) for one, texts in zip(best, shown, strict=True)]
+                )
             answers.append(masks[0] if len(masks) == 1 else masks)
         return answers
-
-    def _best(
-        self, text: _Text, mask: int, scores: Sequence[float], tokenizer: Tokenizer
-    ) -> list[WordPrediction]:
-        """Return the best words; the scores are logarithms of probabilities."""
-        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: self.top_k]
-        words = [self.words[index] for index in order]
-        shown = _shown(tokenizer, text.ids, mask, words, alone=len(text.masks) == 1)
-        return [
-            WordPrediction(math.exp(scores[index]), word, string, sequence)
-            for index, word, (string, sequence) in zip(order, words, shown, strict=True)
-        ]
 
 
 def prepare_words(
@@ -283,19 +271,17 @@ def prepare_words(
     """
     tokenizer, limits = context.tokenizer, context.limits
     longest, pieces = max(map(len, words)), sum(map(len, words))
-    texts, tokens = [], 0
+    texts, masks, tokens = [], [], 0
     for at, text in ids:
-        whole = tokenizer.special.text(text)
-        masks = tokenizer.mask_positions(whole)
-        texts.append(_Text(whole, masks))
-        tokens += len(masks) * pieces * (len(text) + 2 + longest - 1)
+        texts.append(tokenizer.special.text(text))
+        masks.append(tokenizer.mask_positions(texts[-1]))
+        tokens += len(masks[-1]) * pieces * (len(texts[-1]) + longest - 1)
         limits.check_tokens(tokens, "the targets take", at)
-    count = sum(len(text.masks) for text in texts) * pieces
-    limits.check_results(count, "the targets need")
+    limits.check_results(sum(map(len, masks)) * pieces, "the targets need")
     encodings = [
         _word_encoding(tokenizer, text, mask, word, known)
-        for text in texts
-        for mask in text.masks
+        for text, positions in zip(texts, masks, strict=True)
+        for mask in positions
         for word in words
         for known in range(len(word))
     ]
@@ -319,13 +305,11 @@ def target_words(
 
 
 def _word_encoding(
-    tokenizer: Tokenizer, text: _Text, mask: int, word: Sequence[int], known: int
+    tokenizer: Tokenizer, text: Sequence[int], mask: int, word: Sequence[int], known: int
 ) -> Encoding:
     """Return a text whose mask stands for a word, of which some sub-tokens are known."""
     assert tokenizer.mask_id is not None  # a model with the head has the token
-    place = [*word[:known], *[tokenizer.mask_id] * (len(word) - known)]
-    ids = [*text.ids[1:mask], *place, *text.ids[mask + 1 : -1]]
-    encoding = tokenizer.encode(ids, len(ids) + 2)
+    in_place = [*word[:known], *[tokenizer.mask_id] * (len(word) - known)]
     request = MaskedLMRequest([mask + known], targets=[word[known]])
-    encoding.requests = {masked_lm.HEAD.name: request}
-    return encoding
+    ids = [*text[1:mask], *in_place, *text[mask + 1 : -1]]
+    return tokenizer.encode(ids, {masked_lm.HEAD.name: request})

@@ -4,7 +4,8 @@ Sources: Khattab & Zaharia 2020, "ColBERT"; PyLate's ``ColBERT``; Chen et al. 20
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from itertools import zip_longest
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,28 +17,11 @@ from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorReq
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
-from cloze.service.tasks.texts import Offsets, TextEncoder, own_ids
+from cloze.service.tasks.texts import EncodedText, Offsets, TextEncoder, own_ids
 from cloze.service.tasks.windows import LongTextRule
 
-
-class Kept(NamedTuple):
-    """Which tokens of a text count.
-
-    Attributes:
-        tokens: bool [S], the tokens whose vectors count.
-        before: number of tokens before those of the text.
-        own: number of the text's tokens.
-    """
-
-    tokens: NDArray[np.bool_]
-    before: int
-    own: int
-
-    def offsets(self, places: Offsets) -> Offsets:
-        """Return the places of the tokens that count, from those of the text's tokens."""
-        after = len(self.tokens) - self.before - self.own
-        all_places = [*[None] * self.before, *places, *[None] * after]
-        return [place for place, kept in zip(all_places, self.tokens, strict=True) if kept]
+Kept = NDArray[np.bool_]
+"""Whether the vector of each token of a text counts: bool [S]."""
 
 
 def interaction(manifest: Manifest) -> LateInteraction | None:
@@ -62,61 +46,57 @@ def role_of(prompt_name: str | None) -> Role:
 def encode(
     texts: Sequence[Input[str | list[int]]], role: Role, rule: LongTextRule, context: TaskContext
 ) -> tuple[TextEncoder, list[Kept]]:
-    """Return the encodings of texts in a role, and which tokens of each count."""
+    """Return the encodings of texts in a role, and which tokens of each count.
+
+    The second token of a sequence is the marker of the role. The filling follows a short query:
+    ``[CLS] [Q] red door [SEP] [MASK] [MASK]``, for example.
+    """
     options, tokenizer = interaction(context.manifest), context.tokenizer
     assert options is not None  # callers ask models with the head
-    most = options.query_tokens if role is Role.QUERY else options.document_tokens
+    marker, most = options.document_marker, options.document_tokens
+    if role is Role.QUERY:
+        marker, most = options.query_marker, options.query_tokens
+    markers = [] if marker is None else [marker]
     encoder = TextEncoder(rule, context, min(most, context.limits.max_tokens))
+    encoder.before += len(markers)
     ids = iter(tokenizer.ids([text for _, text in texts if isinstance(text, str)]))
     kept = []
     for at, text in texts:
         own = next(ids) if isinstance(text, str) else own_ids(text, at, tokenizer)
-        kept.append(_add(encoder, at, own, role, options))
+        [(first, end)] = encoder.divide(at, len(own), encoder.before + 1)
+        sequence = tokenizer.special.text([*markers, *own[first:end]])
+        read, keys = len(sequence), 0
+        if role is Role.QUERY and options.filling is not None:
+            sequence += [options.filling] * (encoder.max_tokens - read)
+            keys = read if options.has_unattended and len(sequence) > read else 0
+        input_ids = np.array(sequence, np.int32)
+        requests = {multi_vector.HEAD.name: MultiVectorRequest(keys)}
+        encoding = Encoding(input_ids, np.zeros_like(input_ids), requests)
+        usage = TextUsage(len(own) + encoder.before + 1, read)
+        encoder.texts.append(EncodedText([encoding], usage))
+        skipped = options.skipped_ids if role is Role.DOCUMENT else ()
+        counts = ~np.isin(input_ids, skipped)
+        if options.skips_first:
+            counts[0] = False
+        kept.append(counts)
     return encoder, kept
 
 
-def _add(
-    encoder: TextEncoder, at: Location, ids: Sequence[int], role: Role, options: LateInteraction
-) -> Kept:
-    """Add the encoding of one text: its marker is the second token, and a query is filled."""
-    tokenizer = encoder.context.tokenizer
-    marker = options.query_marker if role is Role.QUERY else options.document_marker
-    markers = [] if marker is None else [marker]
-    before = 1 + len(markers)
-    [(first, end)] = encoder.divide(at, len(ids), before + 1)
-    sequence = tokenizer.special.text([*markers, *ids[first:end]])
-    read = len(sequence)
-    keys = 0
-    if role is Role.QUERY and options.filling is not None:
-        sequence += [options.filling] * (encoder.max_tokens - read)
-        keys = read if options.has_unattended and len(sequence) > read else 0
-    input_ids = np.array(sequence, np.int32)
-    requests = {multi_vector.HEAD.name: MultiVectorRequest(keys)}
-    encoding = Encoding(input_ids, np.zeros_like(input_ids), requests)
-    encoder.add_encodings([encoding], TextUsage(len(ids) + before + 1, read))
-    tokens = np.ones(len(sequence), bool)
-    if role is Role.DOCUMENT:
-        tokens = ~np.isin(input_ids, options.skipped_ids)
-    if options.skips_first:
-        tokens[0] = False
-    return Kept(tokens, before, read - before - 1)
-
-
-def places(
+def offsets(
     texts: Sequence[Input[str]], kept: Sequence[Kept], encoder: TextEncoder
 ) -> list[Offsets]:
     """Return the place of each token that counts, in characters of its text."""
-    found: list[Offsets] = []
-    for (_, text), one in zip(texts, kept, strict=True):
-        found.append(one.offsets([*encoder.places(text, one.own)]))
-    return found
+    return [
+        [place for place, counts in zip_longest(places, tokens) if counts]  # no place: filling
+        for places, tokens in zip(encoder.offsets(texts), kept, strict=True)
+    ]
 
 
 def vectors(outputs: Outputs, kept: Sequence[Kept]) -> list[Float32]:
     """Return the vectors [n, D] of each text's tokens that count."""
     return [
-        np.ascontiguousarray(output[multi_vector.HEAD.name].array[one.tokens])
-        for output, one in zip(outputs, kept, strict=True)
+        np.ascontiguousarray(output[multi_vector.HEAD.name].array[tokens])
+        for output, tokens in zip(outputs, kept, strict=True)
     ]
 
 

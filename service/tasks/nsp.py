@@ -11,20 +11,10 @@ from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, next_sentence
 from cloze.service.core import Location
-from cloze.service.tasks.task import (
-    INPUTS,
-    NotEmpty,
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    Text,
-    Texts,
-    WireModel,
-    softmax,
-)
+from cloze.service.tasks.task import INPUTS, Outputs, PreparedRequest, Task, TaskContext, softmax
 from cloze.service.tasks.texts import UsageParameters, encode_pairs
 from cloze.service.tasks.windows import LongTextRule
+from cloze.service.tasks.wire import NotEmpty, Text, Texts, WireModel
 
 
 class Pair(WireModel):
@@ -80,14 +70,14 @@ def prepare(
     limits = context.limits
     pairs: list[tuple[Location, str, str | None]]
     if isinstance(inputs, Candidates):
-        limits.check_count(len(inputs.candidates), INPUTS)
-        place = INPUTS.below("candidates")
-        pairs = [(place.below(n), inputs.text, text) for n, text in enumerate(inputs.candidates)]
+        limits.checked(inputs.text, INPUTS.below("text"))
+        candidates = limits.checked(inputs.candidates, INPUTS.below("candidates"))
+        pairs = [(at, inputs.text, text) for at, text in candidates]
     else:
-        pairs = [(at, pair.text, pair.next) for at, pair in limits.listed(inputs)]
-    for at, first, second in pairs:
-        limits.check_text(first, at.below("text"))
-        limits.check_text(second or "", at.below("next"))
+        pairs = [(at, pair.text, pair.next) for at, pair in limits.checked(inputs)]
+        for at, first, second in pairs:
+            limits.checked(first, at.below("text"))
+            limits.checked(second, at.below("next"))
     rule = LongTextRule(parameters.long_text or "truncate", report=parameters.return_usage)
     prepared = encode_pairs(pairs, rule, context, _REQUEST).prepared(inputs)
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))

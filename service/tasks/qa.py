@@ -20,23 +20,18 @@ from cloze.service.tasks.answer_spans import (
     first_ends,
 )
 from cloze.service.tasks.task import (
-    Count,
-    CountOrZero,
     Input,
-    NotEmpty,
     Outputs,
     PreparedRequest,
     Task,
     TaskContext,
     TaskLimits,
-    Text,
     TextUsage,
-    WireModel,
     check_has_tokens,
-    check_range,
 )
-from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import LongText, LongTextRule, characters
+from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
 """Defaults of parameters. The default is the model's limit if that is less."""
@@ -102,11 +97,11 @@ _State = tuple[list[Question], QaOptions]
 
 def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize questions and their contexts into windows."""
-    pairs = context.limits.listed(inputs)
+    pairs = context.limits.checked(inputs)
     options = _options(parameters, context.limits)
     context.limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
     rule = LongTextRule(options.long_text, side="right", report=options.return_usage)
-    encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
+    encoder = TextEncoder(rule, context, options.max_seq_len)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
     contexts = sum(1 + len(question.context) // _CHARACTERS_OF_A_ROW for question in questions)
     prepared = encoder.prepared((questions, options))
@@ -119,8 +114,8 @@ def _add(
     """Add the windows of a question's context to the encodings of a request; see `prepare`."""
     (at, asked), tokenizer = pair, context.tokenizer
     question, text = asked.question, asked.context
-    context.limits.check_text(question, at.below("question"))
-    context.limits.check_text(text, at.below("context"))
+    context.limits.checked(question, at.below("question"))
+    context.limits.checked(text, at.below("context"))
     ids, spans = tokenizer.ids([question])[0], tokenizer.spans(text)
     check_has_tokens(ids, at.below("question"))
     check_has_tokens(spans.ids, at.below("context"))
@@ -138,10 +133,12 @@ def _add(
     if ends[0] == len(ends):
         raise InvalidRequest("has no answer: its tokens are white space", at.below("context"))
     encodings = [
-        tokenizer.pair(cut, read.ids[first:end], options.max_seq_len) for first, end in bounds
+        tokenizer.pair(cut, read.ids[first:end], options.max_seq_len, _REQUEST)
+        for first, end in bounds
     ]
     places = characters(bounds, read.offsets) if len(bounds) > 1 else None
-    encoder.add_encodings(encodings, TextUsage(whole, around + len(read.ids), places))
+    usage = TextUsage(whole, around + len(read.ids), places)
+    encoder.texts.append(EncodedText(encodings, usage))
     return Question(text, read, tokenizer.special.second_start(len(cut)), bounds, ends)
 
 

@@ -16,23 +16,15 @@ from cloze.model_store.heads import token_classification as head
 from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
-from cloze.service.tasks.label_sets import LABEL_SET
 from cloze.service.tasks.patterns import Pattern, find, regions
-from cloze.service.tasks.task import (
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    Text,
-    Texts,
-    check_range,
-)
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.token_classification import (
     TaggedTexts,
     TokenClassificationParameters,
     entity_group,
 )
+from cloze.service.tasks.wire import LABEL_SET, Text, Texts, check_range
 
 _LABELS: Final = Location(("labels",))
 _OUTSIDE: Final = "O"
@@ -138,12 +130,11 @@ def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) 
     known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != _OUTSIDE)
     if asked is None:
         return frozenset(known)
-    context.limits.check_count(len(asked), _LABELS, "label")
-    for number, label in enumerate(asked):
+    for at, label in context.limits.checked(asked, _LABELS, "label"):
         if label not in known:
             shown = ascii(", ".join(known))[1:-1][:200]
             problem = f"is {quoted(label)}; {context.manifest.reference} has {shown}"
-            raise InvalidRequest(problem, _LABELS.below(number))
+            raise InvalidRequest(problem, at)
     return frozenset(asked)
 
 
@@ -228,7 +219,7 @@ TASK: Final = Task(
     result=Redaction | list[Redaction],
     alone=(str,),
     own_parameters=("across_texts", "min_score", "patterns"),
-    takes_long=lambda parameters: bool(parameters.patterns),  # a search takes 1 us per character
+    needs_thread=lambda parameters: bool(parameters.patterns),  # a search takes 1 us per character
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

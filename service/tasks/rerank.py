@@ -7,7 +7,7 @@ best window gives the score.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -19,21 +19,25 @@ from cloze.model_store.manifest import Role
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
 from cloze.service.tasks.late_interaction import Kept
-from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
+from cloze.service.tasks.similarity import VECTORS
 from cloze.service.tasks.task import (
+    Input,
     Outputs,
     PreparedRequest,
     ScoreKind,
     Task,
     TaskContext,
-    Text,
-    Texts,
     TextUsage,
-    WireModel,
 )
-from cloze.service.tasks.text_classification import TextClassificationParameters
-from cloze.service.tasks.texts import TruncationParameters, UsageParameters
+from cloze.service.tasks.texts import (
+    TextEncoder,
+    TruncationParameters,
+    UsageParameters,
+    encode_pairs,
+    encode_texts,
+)
 from cloze.service.tasks.windows import LongText, LongTextRule
+from cloze.service.tasks.wire import Text, Texts, WireModel
 
 
 class RerankInputs(WireModel):
@@ -102,149 +106,108 @@ class _State(NamedTuple):
 
     Attributes:
         scorer: what scores each encoding, or each text.
-        inner: the state of what scores.
+        kept: which tokens of the query and of each text count, for late interaction.
         texts: the texts if the answer repeats them.
         windows: the characters of each window of each text; None: each text has one.
         function: makes scores of what the texts are ranked by, so that saturation ties none.
     """
 
     scorer: Scorer
-    inner: Any
+    kept: list[Kept]
     texts: list[str] | None
     windows: list[Windows] | None
-    function: text_classification.Function = "none"
+    function: text_classification.Function
 
 
 _QUERY: Final = Location(("query",))
 _TEXTS: Final = Location(("texts",))
 
 
-def classifies(manifest: Manifest) -> bool:
-    """Return whether a model classifies texts with one label, whose score ranks them."""
+def scorer_of(manifest: Manifest) -> Scorer:
+    """Return what scores the texts of a model: a classifier needs one label alone."""
     options = manifest.heads.get(sequence_classification.HEAD.name)
-    return isinstance(options, SequenceLabels) and len(options.labels) == 1
-
-
-def interacts(manifest: Manifest) -> bool:
-    """Return whether a model ranks by late interaction."""
-    return late_interaction.interaction(manifest) is not None
+    if isinstance(options, SequenceLabels) and len(options.labels) == 1:
+        return "classifier"
+    return "similarity" if late_interaction.interaction(manifest) is None else "late-interaction"
 
 
 def _function(manifest: Manifest, parameters: RerankParameters) -> text_classification.Function:
-    """Return the function from a classifier's logits to scores."""
+    """Return the function from what the texts are ranked by to scores."""
+    if scorer_of(manifest) != "classifier":
+        return "none"
     declared = text_classification.sequence_labels(manifest).raw_scores
     raw = declared if parameters.raw_scores is None else parameters.raw_scores
     return "none" if raw else "sigmoid"
 
 
 def _scores(manifest: Manifest, parameters: RerankParameters) -> ScoreKind:
-    if classifies(manifest):
+    scorer = scorer_of(manifest)
+    if scorer == "classifier":
         return text_classification.score_kind(_function(manifest, parameters))
-    return "maxsim" if interacts(manifest) else "cosine"
+    return "maxsim" if scorer == "late-interaction" else "cosine"
 
 
 def prepare(
     inputs: RerankInputs, parameters: RerankParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
     """Tokenize the query with the texts, which are named as in this task."""
-    limits = context.limits
-    limits.check_text(inputs.query, _QUERY)
-    limits.check_count(len(inputs.texts), _TEXTS)
-    for index, text in enumerate(inputs.texts):
-        limits.check_text(text, _TEXTS.below(index))
+    scorer = scorer_of(context.manifest)
+    query = context.limits.checked(inputs.query, _QUERY)
+    texts = context.limits.checked(inputs.texts, _TEXTS, others=scorer == "similarity")
     is_divided = parameters.long_text == "window"
-    report = is_divided or bool(parameters.return_usage)
-    rule, scorer = parameters.rule(report=report), _scorer(context.manifest)
-    function: text_classification.Function = "none"
+    report = is_divided or parameters.return_usage
+    rule = parameters.rule(report=report)._replace(divides_pairs=True)
+    kept: list[Kept] = []
     if scorer == "classifier":
-        function = _function(context.manifest, parameters)
-        prepared = _classified(inputs, rule, context)
+        pairs = [(at, inputs.query, text) for at, text in texts]
+        encoder = encode_pairs(pairs, rule, context, text_classification.REQUEST)
     elif scorer == "late-interaction":
-        prepared = _prepare_interaction(inputs, rule, context)
+        encoder, kept = _encode_roles(query, texts, rule, context)
     else:
-        prepared = _compared(inputs, parameters, context, report=report)
-    usage = (prepared.usage or ())[-len(inputs.texts) :]  # without the query's
-    texts = inputs.texts if parameters.return_text else None
+        prompts = [context.prompt_of(Role.QUERY), *[context.prompt_of(Role.DOCUMENT)] * len(texts)]
+        encoder = encode_texts([*query, *texts], rule, context, VECTORS, prompts=prompts)
+        if (usage := encoder.texts[0].usage).windows:
+            problem = f"has {usage.tokens} tokens; long_text window divides only texts"
+            raise InvalidRequest(problem, _QUERY)
+    usages = [text.usage for text in encoder.texts[-len(texts) :]]  # without the query's
     windows: list[Windows] | None = None
     if is_divided:
-        windows = [text.windows or (None,) for text in usage]
-    return prepared._replace(
-        state=_State(scorer, prepared.state, texts, windows, function),
-        texts=len(inputs.texts),
-        usage=usage if parameters.return_usage else None,
-    )
+        windows = [usage.windows or (None,) for usage in usages]
+    repeated = inputs.texts if parameters.return_text else None
+    function = _function(context.manifest, parameters)
+    prepared = encoder.prepared(_State(scorer, kept, repeated, windows, function))
+    usage_or_none = usages if parameters.return_usage else None
+    return prepared._replace(texts=len(texts), usage=usage_or_none)
 
 
-def _scorer(manifest: Manifest) -> Scorer:
-    """Return what scores the texts of a model."""
-    if classifies(manifest):
-        return "classifier"
-    return "late-interaction" if interacts(manifest) else "similarity"
-
-
-def _classified(
-    inputs: RerankInputs, rule: LongTextRule, context: TaskContext
-) -> PreparedRequest[Any]:
-    """Tokenize the pairs that a classifier scores."""
-    scored = TextClassificationParameters(function_to_apply="none")
-    pairs = [(_TEXTS.below(n), inputs.query, text) for n, text in enumerate(inputs.texts)]
-    prepared: PreparedRequest[Any]
-    rule = rule._replace(divides_pairs=True)
-    prepared = text_classification.prepare_pairs(pairs, scored, rule, context)
-    # Each window has a score of its own.
-    return prepared._replace(state=prepared.state._replace(windows=None))
-
-
-def _compared(
-    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext, *, report: bool
-) -> PreparedRequest[Any]:
-    """Tokenize the query and the texts whose embeddings are compared."""
-    compared = SimilarityInputs.model_construct(
-        source_sentence=inputs.query, sentences=inputs.texts
-    )
-    truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
-    cosine = SimilarityParameters.model_construct(**truncation, return_usage=report)  # windows too
-    prepared = similarity.prepare(compared, cosine, context, in_roles=True)
-    if prepared.usage and prepared.usage[0].windows:
-        tokens = prepared.usage[0].tokens
-        raise InvalidRequest(f"has {tokens} tokens; long_text window divides only texts", _QUERY)
-    return prepared
-
-
-def _prepare_interaction(
-    inputs: RerankInputs, rule: LongTextRule, context: TaskContext
-) -> PreparedRequest[Any]:
+def _encode_roles(
+    query: list[Input[str]], texts: list[Input[str]], rule: LongTextRule, context: TaskContext
+) -> tuple[TextEncoder, list[Kept]]:
     """Return the encodings of a query and of the texts, as documents."""
     if rule.choice == "window":
         problem = "is window, which late interaction does not divide texts into; leave it out"
         raise InvalidRequest(problem, Location(("long_text",)))
-    query, of_query = late_interaction.encode([(_QUERY, inputs.query)], Role.QUERY, rule, context)
-    places = [(_TEXTS.below(index), text) for index, text in enumerate(inputs.texts)]
-    documents, of_documents = late_interaction.encode(places, Role.DOCUMENT, rule, context)
-    query.encodings += documents.encodings
-    query.usage += documents.usage
-    vectors = sum(map(len, query.encodings))
-    context.limits.check_results(vectors, "the request compares", "vectors")
-    return query.prepared([*of_query, *of_documents])
-
-
-def _interaction_scores(kept: list[Kept], outputs: Outputs, context: TaskContext) -> list[float]:
-    options = late_interaction.interaction(context.manifest)
-    assert options is not None  # `prepare` saw them
-    query, *documents = late_interaction.vectors(outputs, kept)
-    return late_interaction.scores(query, documents, options)
+    encoder, of_query = late_interaction.encode(query, Role.QUERY, rule, context)
+    documents, of_documents = late_interaction.encode(texts, Role.DOCUMENT, rule, context)
+    encoder.texts += documents.texts
+    context.limits.check_results(encoder.tokens, "the request compares", "vectors")
+    return encoder, of_query + of_documents
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
     scores: list[float]
     if state.scorer == "classifier":
-        labels = text_classification.TASK.decode(state.inner, outputs, context)
-        scores = [best[0].score for best in labels]
+        name = sequence_classification.HEAD.name
+        _, columns = context.label_set(sequence_classification.HEAD, None)
+        scores = [float(output[name].array[columns][0]) for output in outputs]
     elif state.scorer == "late-interaction":
-        scores = _interaction_scores(state.inner, outputs, context)
+        options = late_interaction.interaction(context.manifest)
+        assert options is not None  # `prepare` saw them
+        query, *documents = late_interaction.vectors(outputs, state.kept)
+        scores = late_interaction.scores(query, documents, options)
     else:
-        scores = similarity.TASK.decode(state.inner, outputs, context)
+        scores = similarity.cosines_to_first(outputs)
     rest = iter(scores)
     windows = state.windows or [(None,)] * len(scores)
     # The score and the characters of each text's best window.

@@ -23,14 +23,13 @@ from cloze.service.tasks.task import (
     PreparedRequest,
     Task,
     TaskContext,
-    Text,
-    Texts,
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import TextEncoder, UsageParameters
+from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
 from cloze.service.tasks.windows import LongText, LongTextRule, centred
-from cloze.service.tokenizer import Spans
+from cloze.service.tasks.wire import Text, Texts
+from cloze.service.text.tokenizer import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def prepare(
     encoder = TextEncoder(
         LongTextRule(choice, side="right", report=parameters.return_usage), context, most
     )
-    texts = limits.listed(inputs)
+    texts = limits.checked(inputs)
     scored: list[Spans] = []
     usages: list[TextUsage] = []
     held = 0
@@ -94,7 +93,7 @@ def prepare(
         limits.check_tokens(held, "the masked copies hold", at)
     limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
     for spans, usage in zip(scored, usages, strict=True):
-        encoder.add_encodings(_masked_copies(spans.ids, context), usage)
+        encoder.texts.append(EncodedText(_masked_copies(spans.ids, context), usage))
     return encoder.prepared(scored)
 
 
@@ -108,7 +107,7 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
     copies = []
     for position, token in enumerate(ids):
         first, end = centred(position, len(ids), room)
-        part = tokenizer.encode(ids[first:end], room + 2)
+        part = tokenizer.encode(ids[first:end])
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
         part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}
@@ -140,7 +139,7 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     alone=(str,),
-    takes_long=lambda _: True,
+    needs_thread=lambda _: True,
     scores=lambda *_: "log-probability",
     examples={
         "One text": {"inputs": "Paris is the capital of France."},

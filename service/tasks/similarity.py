@@ -10,20 +10,10 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, embedding, token_embedding
-from cloze.model_store.manifest import Role
 from cloze.service.core import Float32
-from cloze.service.tasks.embed import normalized
-from cloze.service.tasks.task import (
-    INPUTS,
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    Text,
-    Texts,
-    WireModel,
-)
-from cloze.service.tasks.texts import CutTextParameters, Offsets, encode_texts, offsets
+from cloze.service.tasks.task import INPUTS, Outputs, PreparedRequest, Task, TaskContext
+from cloze.service.tasks.texts import CutTextParameters, Offsets, encode_texts
+from cloze.service.tasks.wire import Text, Texts, WireModel
 
 
 class SimilarityInputs(WireModel):
@@ -66,59 +56,58 @@ class DetailedSimilarity:
 _PAIRS = 10
 """Most pairs of tokens per sentence in the result."""
 
-_VECTORS: Final = {embedding.HEAD.name: HeadRequest()}
-_ALL_VECTORS: Final = _VECTORS | {token_embedding.HEAD.name: HeadRequest()}
-_SENTENCES: Final = INPUTS.below("sentences")
+VECTORS: Final = {embedding.HEAD.name: HeadRequest()}
+_ALL_VECTORS: Final = VECTORS | {token_embedding.HEAD.name: HeadRequest()}
+_LEAST_LENGTH: Final = np.float32(1e-24)
+"""What the product of two lengths is taken for, if the product is less."""
 
 
 def prepare(
-    inputs: SimilarityInputs,
-    parameters: SimilarityParameters,
-    context: TaskContext,
-    *,
-    in_roles: bool = False,
+    inputs: SimilarityInputs, parameters: SimilarityParameters, context: TaskContext
 ) -> PreparedRequest[Any]:
-    """Tokenize the text, then the texts to compare with it.
-
-    In roles, the text is a query and the others are documents, each with the prompt of its role.
-    """
-    context.limits.check_count(len(inputs.sentences), _SENTENCES, others=1)
-    texts = [(INPUTS.below("source_sentence"), inputs.source_sentence)]
-    texts += [(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
-    for at, text in texts:
-        context.limits.check_text(text, at)
-    prompts = None
-    if in_roles:
-        query, document = context.prompt_of(Role.QUERY), context.prompt_of(Role.DOCUMENT)
-        prompts = [query, *[document] * len(inputs.sentences)]
+    """Tokenize the text, then the texts to compare with it."""
+    texts = context.limits.checked(inputs.source_sentence, INPUTS.below("source_sentence"))
+    texts += context.limits.checked(inputs.sentences, INPUTS.below("sentences"), others=1)
+    rule, prompt = parameters.rule(report=parameters.return_usage), parameters.prompt(context)
     if not parameters.details:
-        return encode_texts(texts, parameters, context, _VECTORS, prompts).prepared(None)
+        return encode_texts(texts, rule, context, VECTORS, prompt).prepared(None)
     context.check_head(token_embedding.HEAD, "details need vectors of tokens")
-    encoder = encode_texts(texts, parameters, context, _ALL_VECTORS)
-    tokens = sum(map(len, encoder.encodings))
-    context.limits.check_results(tokens, "details need", "vectors")
-    return encoder.prepared(offsets(texts, encoder, parameters))
+    encoder = encode_texts(texts, rule, context, _ALL_VECTORS, prompt)
+    context.limits.check_results(encoder.tokens, "details need", "vectors")
+    return encoder.prepared(encoder.offsets(texts))
 
 
 def decode(
     offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
-    rows = [output[embedding.HEAD.name].array for output in outputs]
-    vectors = normalized(np.array(rows, np.float32))
-    cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
+    scores = cosines_to_first(outputs)
     if offsets is None:
-        return cosines
-    tokens = [normalized(output[token_embedding.HEAD.name].array) for output in outputs]
+        return scores
+    tokens = [output[token_embedding.HEAD.name].array for output in outputs]
     source, *sentences = zip(tokens, offsets, strict=True)
     return [
-        DetailedSimilarity(cosine, _pairs(source, sentence))
-        for cosine, sentence in zip(cosines, sentences, strict=True)
+        DetailedSimilarity(score, _pairs(source, sentence))
+        for score, sentence in zip(scores, sentences, strict=True)
     ]
 
 
+def cosines_to_first(outputs: Outputs) -> list[float]:
+    """Return the cosine of the first text's embedding with that of each other text."""
+    vectors = np.array([output[embedding.HEAD.name].array for output in outputs], np.float32)
+    cosines: list[float] = _cosines(vectors[1:], vectors[:1])[:, 0].tolist()
+    return cosines
+
+
+def _cosines(rows: Float32, columns: Float32) -> Float32:
+    """Return the cosines [n, m] of vectors [n, D] and vectors [m, D]."""
+    lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(columns, axis=1)
+    cosines: Float32 = (rows @ columns.T) / np.maximum(lengths, _LEAST_LENGTH)
+    return cosines
+
+
 _Tokens = tuple[Float32, Offsets]
-"""The vectors [S, H] of a text's tokens, of length 1, and the places of the tokens."""
+"""The vectors [S, H] of a text's tokens, and the places of the tokens."""
 
 
 def _pairs(source: _Tokens, sentence: _Tokens) -> list[TokenPair]:
@@ -126,7 +115,7 @@ def _pairs(source: _Tokens, sentence: _Tokens) -> list[TokenPair]:
 
     Source: the late interaction of Khattab & Zaharia 2020, "ColBERT".
     """
-    cosines = source[0] @ sentence[0].T  # [S, S']
+    cosines = _cosines(source[0], sentence[0])  # [S, S']
     cosines[:, [place is None for place in sentence[1]]] = -np.inf
     best = cosines.argmax(1).tolist()
     pairs = [

@@ -2,27 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import HEADS, Head
+from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask, quoted
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.tasks.wire import WireModel
+from cloze.service.text.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
@@ -40,91 +32,8 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-def _stop_at_first_error(schema: Any) -> None:
-    """Set what a core schema says of lists, tuples and dictionaries, in all of its parts."""
-    if isinstance(schema, dict):
-        if schema.get("type") in ("list", "tuple", "dict"):
-            schema["fail_fast"] = True
-        if schema.get("type") == "tuple":
-            schema["strict"] = False  # JSON has lists only
-        for part in schema.values():
-            _stop_at_first_error(part)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            _stop_at_first_error(part)
-
-
-class WireModel(BaseModel):
-    """A part of a request body. Validation is strict and refuses unknown fields.
-
-    Validation stops at the first wrong element of each list, tuple and dictionary, and at the first
-    unknown field: one error per element of a large body would exhaust the memory.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the model, with validation that stops at the first error."""
-        schema = handler(source)
-        _stop_at_first_error(schema)
-        return schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown_field(cls, value: Any) -> Any:
-        fields = cls.__pydantic_fields__  # `model_fields` takes ten times as long
-        if not isinstance(value, dict) or len(value) <= len(fields):
-            return value
-        if cls.model_config["extra"] != "forbid":
-            return value
-        unknown = next(name for name in value if name not in fields)
-        return {name: value[name] for name in (*fields, unknown) if name in value}
-
-
-class NoParameters(WireModel):
-    """The parameters of a task that has none."""
-
-
-# Keywords for the schema only: a task checks these values, with errors of its own.
-NotEmpty = Field(json_schema_extra={"minItems": 1})
-NotEmptyText = Field(json_schema_extra={"minLength": 1})
-
-Text = Annotated[str, NotEmptyText]
-Texts = Annotated[list[Text], NotEmpty]
-Count = Annotated[int, Field(json_schema_extra={"minimum": 1})]
-CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
-
 _SHOWN_TOKENS: Final = 16
 """Tokens of a filled text whose decoding takes about as long as the rest of its prediction."""
-
-_IDS_AT_ONCE = 65_536
-"""Ids that are checked in one call: more would keep the interpreter from other threads."""
-
-
-def _check_ids(ids: list[Any]) -> list[Any]:
-    """Check that a list has integers only.
-
-    A request may have a million token ids. pydantic needs 40 ms for them, in one call that keeps
-    the interpreter from the event loop.
-    """
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        part = ids[start : start + _IDS_AT_ONCE]
-        if set(map(type, part)) != {int}:
-            index = next(index for index, item in enumerate(part) if type(item) is not int)
-            place = f"element {start + index}"
-            message = f"Input should be a list of integers; {place} is another value"
-            raise PydanticCustomError("ids", message)
-    return ids
-
-
-TokenIds = Annotated[
-    list[Any],
-    AfterValidator(_check_ids),
-    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}),
-]
-"""The token ids of a text."""
-
 
 Input = tuple[Location, T]
 """The place of an input of a call, ``inputs`` or ``inputs[3]``, and the input."""
@@ -152,34 +61,36 @@ class TaskLimits:
     max_text_characters: int
     max_request_texts: int = 2048
 
-    def listed(self, inputs: Any) -> list[Input[Any]]:
-        """Return the inputs of a call, one or a list, with the place of each; check the texts.
+    def checked(
+        self, values: Any, at: Location = INPUTS, kind: str = "text", others: int = 0
+    ) -> list[Input[Any]]:
+        """Return one value or a list of values, each with its place; check their number and texts.
 
-        A list of token ids is one input.
+        A list of token ids is one value. For example, ``["a", [5, 6]]`` has an element at
+        ``inputs[0]`` and one at ``inputs[1]``.
+
+        Args:
+            values: the value or the values.
+            at: the place of the values.
+            kind: what a value is, for the error.
+            others: number of texts that the request has besides.
         """
-        if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
-            places = [(INPUTS, inputs)]
+        if not isinstance(values, list) or (values and isinstance(values[0], int)):
+            located = [(at, values)]
         else:
-            self.check_count(len(inputs), INPUTS)
-            places = [(INPUTS.below(index), value) for index, value in enumerate(inputs)]
-        for at, value in places:
-            if isinstance(value, str):
-                self.check_text(value, at)
-        return places
-
-    def check_count(self, count: int, at: Location, kind: str = "text", others: int = 0) -> None:
-        """Check the number of elements of a list of texts, beside which the request has others."""
-        if not count:
-            raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
-        if count > (most := self.max_request_texts - others):
-            raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
-
-    def check_text(self, text: str, at: Location) -> None:
-        """Check the number of characters of a text."""
-        if not text:
-            raise EmptyRequest("is empty; it needs at least 1 character", at)
-        if len(text) > (most := self.max_text_characters):
-            raise InvalidRequest(f"has {len(text)} characters; the limit is {most}", at)
+            if not values:
+                raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
+            if (count := len(values)) > (most := self.max_request_texts - others):
+                raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
+            located = [(at.below(index), value) for index, value in enumerate(values)]
+        for place, text in located:
+            if not isinstance(text, str):
+                continue
+            if not text:
+                raise EmptyRequest("is empty; it needs at least 1 character", place)
+            if len(text) > (most := self.max_text_characters):
+                raise InvalidRequest(f"has {len(text)} characters; the limit is {most}", place)
+        return located
 
     def check_tokens(self, tokens: int, use: str, at: Location) -> None:
         """Check the tokens of the texts up to a place; the use is like ``the windows hold``."""
@@ -199,15 +110,19 @@ class TaskContext:
 
     Attributes:
         own_vectors: the recipe of a request without parameters; None if the model does not embed.
+        default_prompt: the text before each text of such a request; often "".
     """
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
     own_vectors: VectorRecipe | None = field(init=False)
+    default_prompt: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "own_vectors", own_recipe(self.manifest))
+        own = own_recipe(self.manifest)
+        object.__setattr__(self, "own_vectors", own)
+        object.__setattr__(self, "default_prompt", own.prompt if own else "")
 
     def check_head(self, head: Head, need: str) -> None:
         """Check that the model has a head that only some calls of a task need.
@@ -220,17 +135,32 @@ class TaskContext:
             reference = self.manifest.reference
             raise WrongTask(f"{need}; export {reference} with --task {head.task} too")
 
+    def label_set(self, head: Head, name: str | None) -> tuple[LabelSet, slice]:
+        """Return the named label set of a classifier, and its logits; None: the first set.
+
+        Raises:
+            InvalidRequest: the classifier has no label set of that name.
+        """
+        options = self.manifest.heads[head.name]
+        assert isinstance(options, LabelSets)
+        try:
+            return options.choose(name)
+        except KeyError:
+            known = ", ".join(filter(None, options.names))[:200] or "none"
+            reference = self.manifest.reference
+            problem = f"{quoted(name or '')} is not one of the label sets of {reference} ({known})"
+            raise InvalidRequest(problem, Location(("label_set",))) from None
+
     def prompt(self, name: str | None) -> str:
         """Return the prompt to put before each text: the named one, or the model's default.
 
         Raises:
             InvalidRequest: the model has no prompt of that name.
         """
+        if not name:
+            return self.default_prompt
         recipe = self.manifest.embedding
         prompts = recipe.prompts if recipe else {}
-        name = name or (recipe.default_prompt if recipe else None)
-        if name is None:
-            return ""
         if name not in prompts:
             known = ", ".join(map(ascii, prompts)) or "none"
             problem = f"{quoted(name)} is not one of the model's prompts ({known})"
@@ -241,13 +171,6 @@ class TaskContext:
         """Return the prompt of a role; see `Embedding.prompt_of`."""
         recipe = self.manifest.embedding
         return self.prompt(recipe.prompt_of(role) if recipe else None)
-
-
-class TaskCall(NamedTuple):
-    """A client's call of a task, independent of the protocol; the task has the types of both."""
-
-    inputs: Any
-    parameters: Any
 
 
 @dataclass(slots=True)  # not frozen: every request makes one; see `Submission`
@@ -334,16 +257,16 @@ class Task:
             serves the task.
         alone: types of inputs that clients may send without a list; `decode` then returns a list
             of one result, and the native protocol writes the result without the list.
-        takes_long: parameters -> whether a short body may take milliseconds, because one text
-            becomes many encodings, or is searched.
+        needs_thread: parameters -> whether even a short body is tokenized and decoded on a thread,
+            because one text becomes many encodings, or is searched.
         scores: (manifest, parameters) -> what the scores in the results are; None: the results
             have no scores.
         vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
         own_parameters: parameters that only this task has, likewise.
-        missing: manifest of a bundle with the heads -> why the bundle does not do the task all the
-            same; "" if it does.
+        why_not_served: manifest of a bundle with the heads -> what else the bundle lacks; None if
+            it serves the task. For example, zero-shot classification needs a label of entailment.
     """
 
     name: str
@@ -357,12 +280,12 @@ class Task:
     decode: Callable[[Any, Outputs, TaskContext], Any]
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
-    takes_long: Callable[[Any], bool] = lambda _: False
+    needs_thread: Callable[[Any], bool] = lambda _: False
     scores: Callable[[Manifest, Any], ScoreKind | None] = lambda *_: None
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
     own_parameters: tuple[str, ...] = ()
-    missing: Callable[[Manifest], str] = lambda _: ""
+    why_not_served: Callable[[Manifest], str | None] = lambda _: None
     other_heads: tuple[str, ...] = ()
 
     def has_heads(self, manifest: Manifest) -> bool:
@@ -372,19 +295,13 @@ class Task:
 
     def is_served_by(self, manifest: Manifest) -> bool:
         """Return whether a bundle does the task."""
-        return self.has_heads(manifest) and not self.missing(manifest)
+        return self.has_heads(manifest) and self.why_not_served(manifest) is None
 
 
 def check_has_tokens(ids: Sequence[int], at: Location) -> None:
     """Raise `InvalidRequest` for a text without a token."""
     if not ids:
         raise InvalidRequest("has no token, only spaces or control characters", at)
-
-
-def check_range(value: float, low: float, high: float, name: str) -> None:
-    """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
-    if not low <= value <= high:
-        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))
 
 
 def softmax(logits: Float32) -> Float32:

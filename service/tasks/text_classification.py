@@ -15,23 +15,18 @@ from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 from cloze.service.core import Float32, Location
-from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
 from cloze.service.tasks.task import (
-    Count,
     Input,
-    NotEmpty,
     Outputs,
     PreparedRequest,
     ScoreKind,
     Task,
     TaskContext,
-    Text,
-    WireModel,
-    check_range,
     softmax,
 )
 from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
-from cloze.service.tasks.windows import LongText, LongTextRule
+from cloze.service.tasks.windows import LongText
+from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel, check_range
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -69,7 +64,7 @@ class LabelScore:
     score: float
 
 
-_REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
+REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
 
 _FUNCTIONS: Final[dict[str, Function]] = {
     "single_label_classification": "softmax",
@@ -89,9 +84,9 @@ class _State(NamedTuple):
 def prepare(
     inputs: Any, parameters: TextClassificationParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
-    """Tokenize the texts."""
+    """Tokenize texts and pairs of texts."""
     limits = context.limits
-    texts: list[Input[str | TextPair]] = limits.listed(inputs)
+    texts: list[Input[str | TextPair]] = limits.checked(inputs)
     if parameters.top_k is not None:
         check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
     pairs: list[tuple[Location, str, str | None]] = []
@@ -99,29 +94,16 @@ def prepare(
         if isinstance(text, str):
             pairs.append((at, text, None))
             continue
-        limits.check_text(text.text, at.below("text"))
+        limits.checked(text.text, at.below("text"))
         if text.text_pair is not None:
-            limits.check_text(text.text_pair, at.below("text_pair"))
+            limits.checked(text.text_pair, at.below("text_pair"))
         pairs.append((at, text.text, text.text_pair))
-    return prepare_pairs(
-        pairs, parameters, parameters.rule(report=parameters.return_usage), context
-    )
-
-
-def prepare_pairs(
-    pairs: Sequence[tuple[Location, str, str | None]],
-    parameters: TextClassificationParameters,
-    rule: LongTextRule,
-    context: TaskContext,
-) -> PreparedRequest[_State]:
-    """Tokenize pairs of texts, and texts whose second text is None."""
-    encoder = encode_pairs(pairs, rule, context, _REQUEST)
-    options = sequence_labels(context.manifest)
-    chosen, columns = choose_label_set(options, parameters.label_set, context)
+    rule = parameters.rule(report=parameters.return_usage)
+    encoder = encode_pairs(pairs, rule, context, REQUEST)
+    chosen, columns = context.label_set(sequence_classification.HEAD, parameters.label_set)
     function = _function(chosen, parameters)
     windows = encoder.windows if rule.choice == "window" else None
-    state = _State(chosen.labels, columns, parameters.top_k, function, windows)
-    return encoder.prepared(state)
+    return encoder.prepared(_State(chosen.labels, columns, parameters.top_k, function, windows))
 
 
 def sequence_labels(manifest: Manifest) -> SequenceLabels:

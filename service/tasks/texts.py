@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -13,24 +13,10 @@ from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
-from cloze.service.tasks.task import (
-    Input,
-    NotEmpty,
-    PreparedRequest,
-    TaskContext,
-    Text,
-    TextUsage,
-    TokenIds,
-    WireModel,
-)
-from cloze.service.tasks.windows import (
-    Bounds,
-    Divider,
-    LongText,
-    LongTextRule,
-    characters,
-)
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
+from cloze.service.tasks.windows import Bounds, Divider, LongText, LongTextRule, characters
+from cloze.service.tasks.wire import NotEmpty, Text, TokenIds, WireModel
+from cloze.service.text.tokenizer import Tokenizer
 
 TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 
@@ -125,7 +111,7 @@ def truncation_of(word: Truncate | None) -> dict[str, Any]:
 
 
 class TextParameters(TruncationParameters, UsageParameters):
-    """How a text becomes a sequence: the fields of text-embeddings-inference, and our own."""
+    """Request fields that change how a text is tokenized: TEI's and Cloze's own."""
 
     prompt_name: str | None = Field(
         None, description="name of a prompt of the model, which is put before each text"
@@ -143,11 +129,10 @@ class TextParameters(TruncationParameters, UsageParameters):
         Raises:
             InvalidRequest: the model has no such prompt, or there is no such type of input.
         """
-        if self.input_type is None:
-            return context.prompt(self.prompt_name)
+        if self.input_type is None and self.prompt_name is None:
+            return context.default_prompt
         role = self.role()
-        assert role is not None
-        return context.prompt_of(role)
+        return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
 
     def role(self) -> Role | None:
         """Return the role that ``input_type`` names; None: the request has no ``input_type``.
@@ -167,7 +152,7 @@ class TextParameters(TruncationParameters, UsageParameters):
 
 
 class CutTextParameters(TextParameters):
-    """How a text becomes a sequence, of tasks that do not divide long texts."""
+    """The same fields, of tasks that do not divide long texts."""
 
     long_text: Literal["error", "truncate"] | None = Field(
         None, description="error refuses a long text, truncate cuts it; the default is truncate"
@@ -177,21 +162,28 @@ class CutTextParameters(TextParameters):
 # ---- encodings -----------------------------------------------------------------------------------
 
 
+class EncodedText(NamedTuple):
+    """The encodings of a text or pair, one per window, and how much of the text they have."""
+
+    encodings: Sequence[Encoding]
+    usage: TextUsage
+
+
 @dataclass(slots=True)
 class TextEncoder(Divider):
     """Builds the encodings of one request, text by text; see `Divider` for long texts.
 
     Attributes:
-        requests: what each encoding asks of the heads; None: each has its own requests.
-        encodings: one per text or pair, or one per window of a text.
-        windows: number of encodings of each text or pair.
-        usage: how much of each text or pair the encodings have.
+        requests: what each encoding asks of the heads.
+        prompt: the text before each text, unless each has its own.
+        before: number of tokens before those of a text.
+        texts: the texts and pairs so far.
     """
 
-    requests: Mapping[str, HeadRequest] | None = None
-    encodings: list[Encoding] = field(default_factory=list)
-    windows: list[int] = field(default_factory=list)
-    usage: list[TextUsage] = field(default_factory=list)
+    requests: Mapping[str, HeadRequest] = field(default_factory=dict)
+    prompt: str = ""
+    before: int = 1
+    texts: list[EncodedText] = field(default_factory=list)
 
     def add(
         self,
@@ -219,28 +211,28 @@ class TextEncoder(Divider):
         prefix, own = ids[:repeated], ids[repeated:]
         bounds = [(0, len(ids))] if is_short else self.divide(at, len(own), TEXT_TOKENS + repeated)
         encodings = [
-            tokenizer.encode([*prefix, *own[first:end]], self.max_tokens) for first, end in bounds
+            tokenizer.encode([*prefix, *own[first:end]], self.requests) for first, end in bounds
         ]
         windows = None
         if places:
             read = characters(bounds, places[repeated:])
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
         used = tokens if len(bounds) > 1 else len(encodings[0])
-        self.add_encodings(encodings, TextUsage(tokens, used, windows))
+        self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
         if prompt:
-            self._leave_out(len(encodings), prompt_tokens)
+            self._leave_out(encodings, prompt_tokens)
         return bounds
 
-    def _leave_out(self, encodings: int, prompt_tokens: int) -> None:
-        """Leave the prompt out of the pooling of the last encodings, if the model does so.
+    def _leave_out(self, encodings: Sequence[Encoding], prompt_tokens: int) -> None:
+        """Leave the prompt out of the pooling of encodings, if the model does so.
 
         The start token is left out too, and the end token is not. As in sentence-transformers, as
         many tokens are left out where the start of the text, with its prompt, is cut.
         """
         recipe, asked = self.context.manifest.embedding, self.requests
-        if recipe is None or recipe.include_prompt or not asked or embedding.HEAD.name not in asked:
+        if recipe is None or recipe.include_prompt or embedding.HEAD.name not in asked:
             return
-        for encoding in self.encodings[-encodings:]:
+        for encoding in encodings:
             first = min(1 + prompt_tokens, len(encoding) - 1)
             encoding.requests = {**asked, embedding.HEAD.name: EmbeddingRequest(first)}
 
@@ -263,37 +255,52 @@ class TextEncoder(Divider):
                     at,
                 )
             bounds = self.divide(at, len(second), around)
-            encodings = [tokenizer.pair(first, second[a:b], self.max_tokens) for a, b in bounds]
+            parts, keep_end = [second[start:end] for start, end in bounds], False
             if self.rule.report:
                 windows = characters(bounds, tokenizer.spans(text).offsets)
         else:
-            pair = tokenizer.pair(first, second, self.max_tokens, keep_end=self.keep_end)
-            encodings, used = [pair], len(pair)
-        self.add_encodings(encodings, TextUsage(tokens, used, windows))
+            parts, keep_end = [second], self.keep_end
+        encodings = [
+            tokenizer.pair(first, part, self.max_tokens, self.requests, keep_end=keep_end)
+            for part in parts
+        ]
+        if len(parts) == 1:
+            used = len(encodings[0])
+        self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
 
-    def add_encodings(self, encodings: Sequence[Encoding], usage: TextUsage) -> None:
-        """Add the encodings of one text or pair."""
-        if self.requests is not None:
-            for encoding in encodings:
-                encoding.requests = self.requests
-        self.encodings += encodings
-        self.windows.append(len(encodings))
-        self.usage.append(usage)
+    def offsets(self, texts: Sequence[Input[str]]) -> list[Offsets]:
+        """Return the place of each token of the texts, which have no windows."""
+        skipped = len(self.prompt)
+        offsets: list[Offsets] = []
+        for (_, text), (_, usage) in zip(texts, self.texts, strict=True):
+            read = usage.used - self.before - 1
+            enough = None if self.keep_end else read
+            places = self.context.tokenizer.spans(self.prompt + text, enough).offsets
+            first = len(places) - read if self.keep_end else 0
+            places = places[first : first + read]
+            own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in places]
+            offsets.append([*[None] * self.before, *own, None])
+        return offsets
 
-    def places(self, text: str, read: int) -> Sequence[tuple[int, int]]:
-        """Return the places of the ``read`` tokens of a text at the end that the model reads."""
-        places = self.context.tokenizer.spans(text, None if self.keep_end else read).offsets
-        first = len(places) - read if self.keep_end else 0
-        return places[first : first + read]
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all encodings."""
+        return sum(len(encoding) for text in self.texts for encoding in text.encodings)
+
+    @property
+    def windows(self) -> list[int]:
+        """Number of encodings of each text or pair."""
+        return [len(text.encodings) for text in self.texts]
 
     def prepared(self, state: S, vectors: VectorRecipe | None = None) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""
+        usage = [text.usage for text in self.texts]
         return PreparedRequest(
-            self.encodings,
+            [encoding for text in self.texts for encoding in text.encodings],
             state,
-            truncated=sum([usage.used < usage.tokens for usage in self.usage]),
-            usage=self.usage if self.rule.report else None,
-            texts=len(self.usage),
+            truncated=sum([each.used < each.tokens for each in usage]),
+            usage=usage if self.rule.report else None,
+            texts=len(usage),
             vectors=vectors,
         )
 
@@ -316,26 +323,22 @@ def encode_pairs(
     return encoder
 
 
-# ---- texts to embed ------------------------------------------------------------------------------
-
-
 def encode_texts(
     texts: Sequence[Input[str | list[int]]],
-    parameters: TextParameters,
+    rule: LongTextRule,
     context: TaskContext,
-    requests: Mapping[str, HeadRequest] | None,
+    requests: Mapping[str, HeadRequest],
+    prompt: str = "",
     prompts: Sequence[str] | None = None,
 ) -> TextEncoder:
-    """Return the encodings of texts to embed, or of their token ids; see `listed`.
+    """Return the encodings of texts to embed, or of their token ids.
 
-    Each text has its own prompt; without prompts, all have that of the parameters.
+    All texts have the prompt, unless each has its own.
     """
     recipe, tokenizer = context.manifest.embedding, context.tokenizer
     max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
-    if prompts is None:
-        prompts = [parameters.prompt(context)] * len(texts)
-    rule = parameters.rule(report=parameters.return_usage)
-    encoder = TextEncoder(rule, context, max_tokens, requests)
+    prompts = prompts or [prompt] * len(texts)
+    encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}
     if recipe is not None and not recipe.include_prompt:
         lengths = {prompt: len(tokenizer.ids([prompt])[0]) for prompt in {*prompts}}
@@ -361,17 +364,3 @@ def own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
     special = tokenizer.special
     is_wrapped = len(ids) >= 2 and ids[0] == special.cls and ids[-1] == special.sep
     return ids[1:-1] if is_wrapped else ids
-
-
-def offsets(
-    texts: Sequence[Input[str]], encoder: TextEncoder, parameters: TextParameters
-) -> list[Offsets]:
-    """Return the place of each token of the texts' encodings, which `encode_texts` made."""
-    prompt = parameters.prompt(encoder.context)
-    skipped = len(prompt)
-    places: list[Offsets] = []
-    for (_, text), encoding in zip(texts, encoder.encodings, strict=True):
-        kept = encoder.places(prompt + text, len(encoding) - TEXT_TOKENS)
-        own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in kept]
-        places.append([None, *own, None])
-    return places

@@ -14,25 +14,21 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, token_classification
-from cloze.model_store.heads.token_classification import TokenLabels, as_iob2
+from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.label_sets import LABEL_SET, choose_label_set
 from cloze.service.tasks.task import (
-    CountOrZero,
     Outputs,
     PreparedRequest,
     Task,
     TaskContext,
-    Text,
-    Texts,
     check_has_tokens,
-    check_range,
     softmax,
 )
 from cloze.service.tasks.texts import TextEncoder, UsageParameters
 from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
-from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
+from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
+from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
 
@@ -134,7 +130,7 @@ def prepare(
 ) -> PreparedRequest[TaggedTexts]:
     """Tokenize the texts, long texts in windows if the client asks."""
     limits = context.limits
-    texts = limits.listed(inputs)
+    texts = limits.checked(inputs)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
     choice = _long_text(parameters, strategy, limits.max_tokens - 2)
     rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
@@ -149,9 +145,7 @@ def prepare(
         windows = encoder.add(at, ids, text)
         prepared.append(TaggedText(text, spans.first(windows[-1][1]), windows))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
-    options = context.manifest.heads[token_classification.HEAD.name]
-    assert isinstance(options, TokenLabels)
-    chosen, columns = choose_label_set(options, parameters.label_set, context)
+    chosen, columns = context.label_set(token_classification.HEAD, parameters.label_set)
     return encoder.prepared(TaggedTexts(chosen.labels, columns, prepared, strategy, ignored))
 
 

@@ -1,30 +1,17 @@
 """Tokens of texts, and texts of token ids. Both tasks need no head of a model."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.service.abandonment import check_awaited
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks.task import (
-    INPUTS,
-    UP_TO,
-    NotEmpty,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    Text,
-    Texts,
-    TokenIds,
-    WireModel,
-)
-
-_PART_TOKENS = 1024
-"""Most tokens of a part in which a long text's tokens are written; a part takes about 1 ms."""
+from cloze.service.tasks.task import INPUTS, UP_TO, PreparedRequest, Task, TaskContext
+from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds, WireModel
+from cloze.service.text.tokenizer import Spans
+from cloze.service.threads import check_awaited
 
 _MOST_ID = 2**32 - 1
 """Largest id that the tokenizers library reads; it skips those outside the vocabulary."""
@@ -51,77 +38,58 @@ class Token:
     stop: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedText:
-    """The tokens of a text, which take less memory here than as a list of `Token`.
+class _Tokenized(NamedTuple):
+    """The texts after their prompt with their tokens, and the special tokens around each text."""
 
-    Attributes:
-        text: the text, after its prompt.
-        ids: vocabulary ids [n] int32, without special tokens.
-        offsets: (start, end) of each token [n, 2] int32, in characters of the text.
-        around: the special tokens before and after the text, if there are any.
-    """
-
-    text: str
-    ids: NDArray[np.int32]
-    offsets: NDArray[np.int32]
+    texts: list[tuple[str, Spans]]
     around: tuple[Token, ...]
-
-    def parts(self) -> Iterator[list[Token]]:
-        """Yield the tokens in order, at most `_PART_TOKENS` at once."""
-        if self.around:
-            yield [self.around[0]]
-        ends = _byte_ends(self.text)
-        for first in range(0, len(self.ids), _PART_TOKENS):
-            check_awaited()
-            part = slice(first, first + _PART_TOKENS)
-            offsets = self.offsets[part]
-            rows = zip(
-                self.ids[part].tolist(), offsets.tolist(), ends[offsets].tolist(), strict=True
-            )
-            yield [
-                Token(token_id, self.text[start:end], False, *in_bytes)
-                for token_id, (start, end), in_bytes in rows
-            ]
-        if self.around:
-            yield [self.around[1]]
-
-
-def _byte_ends(text: str) -> NDArray[np.int64]:
-    """Return the number of bytes in UTF-8 before each character, and of the whole text [n + 1]."""
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    ends = np.zeros(len(codes) + 1, np.int64)
-    np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000), out=ends[1:])
-    return ends
 
 
 def prepare_texts(
     inputs: Any, parameters: TokenizeParameters, context: TaskContext
-) -> PreparedRequest[list[TokenizedText]]:
+) -> PreparedRequest[_Tokenized]:
     """Tokenize the texts."""
     limits, tokenizer = context.limits, context.tokenizer
-    texts = limits.listed(inputs)
-    prompt = context.prompt(parameters.prompt_name)
-    special = tokenizer.special
+    prompt, special = context.prompt(parameters.prompt_name), tokenizer.special
     around = tuple(
         Token(token, tokenizer.token_of(token), True, None, None)
         for token in ((special.cls, special.sep) if parameters.add_special_tokens else ())
     )
-    tokenized: list[TokenizedText] = []
+    texts: list[tuple[str, Spans]] = []
     tokens = 0
-    for at, text in texts:
+    for at, text in limits.checked(inputs):
         check_awaited()
         spans = tokenizer.spans(prompt + text, limits.max_results - tokens)
         tokens += len(spans.ids) + len(around)
         if tokens > limits.max_results:
             problem = f"at least {tokens} tokens; the limit is {limits.max_results}"
-            if tokenized:
+            if texts:
                 raise InvalidRequest(f"have {problem}", at, f"the texts {UP_TO}")
             raise InvalidRequest(f"has {problem}", INPUTS)
-        ids = np.array(spans.ids, np.int32)
-        offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
-        tokenized.append(TokenizedText(prompt + text, ids, offsets, around))
-    return PreparedRequest([], tokenized, texts=len(tokenized), others=tokens)
+        texts.append((prompt + text, spans))
+    return PreparedRequest([], _Tokenized(texts, around), texts=len(texts), others=tokens)
+
+
+def decode_texts(state: _Tokenized, _: Any, __: TaskContext) -> list[list[Token]]:
+    """Return the tokens of each text."""
+    results = []
+    for text, spans in state.texts:
+        check_awaited()
+        ends = byte_ends(text).tolist()
+        tokens = [
+            Token(token_id, text[start:end], False, ends[start], ends[end])
+            for token_id, (start, end) in zip(spans.ids, spans.offsets, strict=True)
+        ]
+        results.append([*state.around[:1], *tokens, *state.around[1:]])
+    return results
+
+
+def byte_ends(text: str) -> NDArray[np.int64]:
+    """Return the number of bytes in UTF-8 before each character, and of the whole text [n + 1]."""
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    ends = np.zeros(len(codes) + 1, np.int64)
+    np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000), out=ends[1:])
+    return ends
 
 
 TOKENIZE: Final = Task(
@@ -132,9 +100,9 @@ TOKENIZE: Final = Task(
     inputs=Annotated[Text | Texts, Field(description="a text or a list of texts")],
     parameters=TokenizeParameters,
     result=list[list[Token]],
-    takes_long=lambda _: True,  # each text may have a long prompt, and each token is an object
+    needs_thread=lambda _: True,  # each text may have a long prompt, and each token is an object
     prepare=prepare_texts,
-    decode=lambda texts, _outputs, _context: texts,
+    decode=decode_texts,
 )
 
 
@@ -157,7 +125,7 @@ def prepare_ids(
     """Check the ids."""
     limits = context.limits
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
-    limits.check_count(len(lists), INPUTS)
+    limits.checked(lists)
     if not all(lists):
         raise EmptyRequest("has an empty list; it needs at least 1 token id", INPUTS)
     if (count := sum(map(len, lists))) > (most := limits.max_results):

@@ -17,13 +17,10 @@ from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
-    NotEmpty,
     Outputs,
     PreparedRequest,
     Task,
     TaskContext,
-    Text,
-    Texts,
     TextUsage,
     check_has_tokens,
     softmax,
@@ -34,8 +31,14 @@ from cloze.service.tasks.text_classification import (
     means,
     sequence_labels,
 )
-from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
+from cloze.service.tasks.texts import (
+    EncodedText,
+    TextEncoder,
+    TruncationParameters,
+    UsageParameters,
+)
 from cloze.service.tasks.windows import LongText, characters
+from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
 _PLACE: Final = "{}"
@@ -101,10 +104,10 @@ def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
     return None
 
 
-def _missing(manifest: Manifest) -> str:
-    """Return why a classifier does not do this task; "" if it does."""
+def _why_not_served(manifest: Manifest) -> str | None:
+    """Return why a classifier cannot do this task; None if it can."""
     if _entailing(manifest) is not None:
-        return ""
+        return None
     shown = ", ".join(label for each in sequence_labels(manifest).sets for label in each.labels)[
         :200
     ]
@@ -116,12 +119,12 @@ def prepare(
 ) -> PreparedRequest[_State]:
     """Tokenize each text with the hypothesis of each label."""
     limits, tokenizer = context.limits, context.tokenizer
-    texts: list[Input[str]] = limits.listed(inputs)
+    texts: list[Input[str]] = limits.checked(inputs)
     if (labels := parameters.candidate_labels) is None:
         raise InvalidRequest("is missing; name at least 1 label", _LABELS)
     hypotheses = _hypotheses(labels, parameters.hypothesis_template, context)
     rule = parameters.rule(report=parameters.return_usage)
-    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
+    encoder = TextEncoder(rule, context, limits.max_tokens)
     limits.check_results(len(texts) * len(hypotheses), "the request asks for", "scores")
     around = [len(hypothesis) + tokenizer.special.pair_tokens for hypothesis in hypotheses]
     tokens, windows = 0, []
@@ -138,7 +141,7 @@ def prepare(
         tokens += len(parts) * sum(around)
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
         encodings = [
-            tokenizer.pair(ids[slice(*own[part])], hypothesis, limits.max_tokens)
+            tokenizer.pair(ids[slice(*own[part])], hypothesis, limits.max_tokens, _REQUEST)
             for part in range(len(parts))
             for own, hypothesis in zip(parts_of, hypotheses, strict=True)
         ]
@@ -146,7 +149,7 @@ def prepare(
         if len(parts) > 1 and rule.report:
             places = characters(parts, tokenizer.spans(text).offsets)
         used = whole if len(parts) > 1 else parts[0][1] - parts[0][0] + TEXT_TOKENS
-        encoder.add_encodings(encodings, TextUsage(whole, used, places))
+        encoder.texts.append(EncodedText(encodings, TextUsage(whole, used, places)))
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
@@ -156,18 +159,16 @@ def prepare(
 def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContext) -> list[Ids]:
     """Return the tokens of each label's hypothesis, after a check of the labels."""
     limits = context.limits
-    limits.check_count(len(labels), _LABELS, "label")
-    first: dict[str, int] = {}
-    for number, label in enumerate(labels):
-        limits.check_text(label, _LABELS.below(number))
+    first: dict[str, Location] = {}
+    for at, label in limits.checked(labels, _LABELS, "label"):
         if len(label) > _LABEL_CHARACTERS:
             problem = f"has {len(label)} characters; the limit of a label is {_LABEL_CHARACTERS}"
-            raise InvalidRequest(problem, _LABELS.below(number))
-        if (other := first.setdefault(label, number)) != number:
-            problem = f"is {quoted(label)}, as {_LABELS.below(other)} is; a label is given once"
-            raise InvalidRequest(problem, _LABELS.below(number))
+            raise InvalidRequest(problem, at)
+        if (other := first.setdefault(label, at)) != at:
+            problem = f"is {quoted(label)}, as {other} is; a label is given once"
+            raise InvalidRequest(problem, at)
     template = _TEMPLATE if template is None else template
-    limits.check_text(template, _TEMPLATE_PLACE)
+    limits.checked(template, _TEMPLATE_PLACE)
     before, place, after = template.partition(_PLACE)
     if not place or set(_PLACE) & set(before + after):
         problem = f"is {quoted(template)}; it needs {_PLACE} once, for the label, and no brace"
@@ -217,7 +218,7 @@ TASK: Final = Task(
     route="/zero-shot-classification",
     summary="Which of the request's own labels fit a text",
     heads=(sequence_classification.HEAD.name,),
-    missing=_missing,
+    why_not_served=_why_not_served,
     inputs=Annotated[
         Text | Annotated[list[Text], NotEmpty], Field(description="a text or a list of texts")
     ],
@@ -225,7 +226,7 @@ TASK: Final = Task(
     result=list[LabelScore] | list[list[LabelScore]],
     alone=(str,),
     own_parameters=("candidate_labels",),
-    takes_long=lambda _: True,
+    needs_thread=lambda _: True,
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

@@ -97,12 +97,11 @@ errors = st.builds(core.Overloaded, names, numbers) | st.builds(
     ),
     names,
 )
-submissions = st.builds(
-    core.Submission, seconds, encodings(), names, st.none() | seconds, names,
-    st.booleans(), st.booleans(), st.booleans(),
-)  # fmt: skip
-runs = st.builds(frames.Run, numbers, numbers, submissions)
-waits = st.builds(core.ExpectedWait, seconds, seconds, numbers)
+terms = st.builds(
+    core.Terms, seconds, names, st.none() | seconds, names, st.booleans(), st.booleans()
+)
+runs = st.builds(frames.Run, numbers, numbers, terms, encodings())
+waits = st.builds(core.ExpectedWait, seconds, seconds, numbers, numbers)
 done = st.builds(Answer, numbers, results(), waits)
 failed = st.builds(Answer, numbers, errors, waits)
 greetings = st.builds(Greeting, st.lists(st.builds(EngineModel, names, names), max_size=3))

@@ -24,10 +24,10 @@ from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.core import ServiceError
-from cloze.service.http.json_bodies import BodyLimits, parse
+from cloze.service.http.json_bodies import BodyLimits, load, validate
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS, TaskContext, TaskLimits
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.fuzz.damage import damaged_bytes, json_values
 from tests.fuzz.search import Target
 
@@ -172,7 +172,7 @@ def check(data: bytes, _: Path) -> bool:
     task, model = ROUTES[route]
     random = np.random.default_rng(zlib.crc32(data))
     try:
-        asked: Any = parse(model, body.encode("utf-8", "surrogateescape"), BODY_LIMITS)
+        asked: Any = validate(model, load(body.encode("utf-8", "surrogateescape"), BODY_LIMITS))
         at_root = isinstance(asked, task.parameters)
         parameters = asked if at_root else getattr(asked, "parameters", None) or task.parameters()
         prepared = task.prepare(asked.inputs, parameters, context())

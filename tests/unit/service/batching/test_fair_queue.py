@@ -14,22 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
-from cloze.service.batching import fair_queue
-from cloze.service.batching.fair_queue import (
-    Batch,
-    Client,
-    Demand,
-    FairQueue,
-    Line,
-    LineKey,
-    PendingRequest,
-    due_time,
-)
+from cloze.service.batching.fair_queue import Batch, Demand, FairQueue
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
     BatchFill,
+    LineKey,
     Submission,
+    Terms,
 )
 from tests.encodings import encoding
 
@@ -40,15 +32,32 @@ BULK = LineKey.of(1, None, is_bulk=True)
 FOREVER = float("inf")
 
 
+NOW = [1000.0]
+
+
 @pytest.fixture(autouse=True)
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    clock = [1000.0]
-    monkeypatch.setattr(fair_queue.time, "monotonic", lambda: clock[0])
-    return clock
+def now() -> list[float]:
+    NOW[0] = 1000.0
+    return NOW
 
 
 def sized(length: int, rows: int = 0) -> Encoding:
     return encoding([1] * length, masks=range(rows), top_k=1, embed=True)
+
+
+def submission(
+    client: str,
+    *lengths: int,
+    key: LineKey = SHORT,
+    deadline: float = FOREVER,
+    rows: int = 0,
+) -> Submission:
+    """Return encodings of some lengths, in a line of the test's choice, as admitted now."""
+    terms = Terms(deadline, client, is_bulk=key.is_bulk)
+    request = Submission(terms, [sized(length, rows) for length in lengths])
+    request.key, request.submitted = key, NOW[0]
+    request.due = math.inf if key.is_bulk else NOW[0] + 0.9 * (deadline - NOW[0])
+    return request
 
 
 class Queue(FairQueue):
@@ -64,11 +73,15 @@ class Queue(FairQueue):
         key: LineKey = SHORT,
         deadline: float = FOREVER,
         rows: int = 0,
-    ) -> PendingRequest:
-        batch = [sized(length, rows) for length in lengths]
-        request = self.add(Submission(deadline, batch, client), key)
+    ) -> Submission:
+        request = submission(client, *lengths, key=key, deadline=deadline, rows=rows)
+        self.add(request)
         request.add_done_callback(lambda _: self.forget(request))
         return request
+
+    def taken(self, max_tokens: int = 100, **options: Any) -> Batch:
+        """Return the next batch, taken now."""
+        return self.take(max_tokens, NOW[0], **options)
 
     @property
     def in_memory(self) -> int:
@@ -78,7 +91,7 @@ class Queue(FairQueue):
 
     def took(self, max_tokens: int = 100, **options: Any) -> list[int]:
         """Return the lengths of the next batch."""
-        return lengths_of(self.take(max_tokens, **options))
+        return lengths_of(self.taken(max_tokens, **options))
 
 
 def lengths_of(taken: Batch) -> list[int]:
@@ -101,35 +114,29 @@ def test_classes_of_size(tokens: int, size: int) -> None:
 )
 def test_classes_of_patience(timeout_s: float | None, patience: int) -> None:
     assert LineKey.of(1, timeout_s) == LineKey(0, patience)
-    later = LineKey.of(5000, timeout_s, later_round=True)
-    assert later == LineKey(-1, patience), "before all others"
 
 
-def test_a_request_is_due_a_little_before_its_deadline() -> None:
-    assert due_time(100.0, 110.0) == 109.0
-    assert due_time(100.0, math.inf) == math.inf
-
-
-def test_a_line_has_its_oldest_encoding_and_drops_those_of_ended_requests() -> None:
+def test_a_later_round_goes_before_all_others() -> None:
     queue = Queue()
-    assert Line(Client("a"), SHORT).oldest() is None
+    queue.put("a", 5)
+    later = Submission(Terms(FOREVER, "a", timeout_s=3.0, later_round=True), [sized(6)])
+    queue.add(later)
+    assert queue.lines[later].key == LineKey(-1, 3)
+    assert later.key == LineKey(0, 3), "another request like it has a first round"
+    assert [queue.took(), queue.took()] == [[6], [5]]
+
+
+def test_a_line_drops_the_encodings_of_ended_requests() -> None:
+    queue = Queue()
     other = queue.put("a", 7, 5, 8, 9)
     request = queue.put("a", 6, 5, 7)
-    line = request.line
-    serials = [line.oldest(longest) for longest in (None, 7, 6, 5)]
-    assert [(each.serial, each.tokens) for each in serials if each] == [
-        (0, 7),
-        (0, 7),
-        (1, 5),
-        (1, 5),
-    ]
-    assert line.oldest(4) is None
+    line = queue.lines[request]
     request.cancel()
     assert {key: len(group) for key, group in line.groups.items()} == {7: 2, 5: 2, 8: 1, 9: 1, 6: 1}
     line.sweep()
     assert {key: len(group) for key, group in line.groups.items()} == {7: 1, 5: 1, 8: 1, 9: 1}
     assert (line.ended_tokens, line.tokens, line.requests) == (0, 29, 1)
-    assert other.line is line
+    assert queue.lines == {other: line}
 
 
 # ---- turns --------------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def test_a_batch_is_of_one_length_unless_lengths_may_be_mixed() -> None:
         queue = Queue(varlen=varlen)
         queue.put("a", 3, 4)
         queue.put("b", 3)
-        taken = queue.take(100)
+        taken = queue.taken(100)
         assert lengths_of(taken) == expected
         assert taken.fill is BatchFill.WAITING
         assert taken.expired == []
@@ -253,16 +260,16 @@ def test_tokens_bound_a_batch(varlen: bool) -> None:
     queue = Queue(varlen=varlen)
     queue.put("a", 5, 5, 5)
     queue.put("b", 5)
-    taken = queue.take(10)
+    taken = queue.taken(10)
     assert (lengths_of(taken), taken.fill) == ([5, 5], BatchFill.TOKENS)
     assert queue.tokens == 10
-    assert lengths_of(queue.take(9)) == [5]
+    assert lengths_of(queue.taken(9)) == [5]
 
 
 def test_a_long_encoding_runs_alone() -> None:
     queue = Queue(varlen=True)
     queue.put("a", 50, 1)
-    taken = queue.take(10)
+    taken = queue.taken(10)
     assert (lengths_of(taken), taken.fill) == ([50], BatchFill.TOKENS)
     assert queue.took(10) == [1]
 
@@ -272,7 +279,7 @@ def test_rows_of_the_vocabulary_bound_a_batch() -> None:
     queue = Queue()
     for _ in range(3):
         queue.put("a", 70, rows=half)
-    taken = queue.take(10_000)
+    taken = queue.taken(10_000)
     assert (lengths_of(taken), taken.fill) == ([70, 70], BatchFill.VOCABULARY)
     queue.put("a", 70, rows=1)
     assert queue.took(10_000) == [70, 70]
@@ -289,11 +296,11 @@ def test_padding_bounds_a_batch() -> None:
     assert MAX_PADDING_FACTOR == 4
     queue = Queue(varlen=True)
     queue.put("a", 10, *[1] * 10)
-    taken = queue.take(20)  # 8 x 10 cells are 4 x 20
+    taken = queue.taken(20)  # 8 x 10 cells are 4 x 20
     assert (lengths_of(taken), taken.fill) == ([10, *[1] * 7], BatchFill.PADDING)
     assert queue.took(20) == [1, 1, 1]
     queue.put("a", *[1] * 7, 10, 1)
-    taken = queue.take(20)
+    taken = queue.taken(20)
     assert (lengths_of(taken), taken.fill) == ([*[1] * 7, 10], BatchFill.PADDING)
     assert queue.took(20) == [1]
     queue.put("a", *[1] * 8, 10, 1)
@@ -304,7 +311,7 @@ def test_workers_share_what_waits() -> None:
     queue = Queue()
     queue.put("a", *[5] * 4)
     queue.put("b", *[5] * 3)
-    taken = queue.take(100, takers=2)
+    taken = queue.taken(100, takers=2)
     assert (lengths_of(taken), taken.fill) == ([5] * 4, BatchFill.SHARE)
     assert queue.took(100, takers=2) == [5, 5]
     assert queue.took(100, takers=9) == [5]
@@ -375,11 +382,11 @@ def test_a_request_whose_time_is_over_does_not_run(now: list[float]) -> None:
     queue = Queue()
     over = queue.put("a", 5, deadline=now[0])
     queue.put("a", 5, deadline=now[0] + 0.01)
-    taken = queue.take(100)
+    taken = queue.taken(100)
     assert (lengths_of(taken), taken.expired) == ([5], [over])
     assert queue.tokens == 0
     last = queue.put("a", 5, deadline=now[0])
-    taken = queue.take(100, rate=1000.0)
+    taken = queue.taken(100, rate=1000.0)
     assert (lengths_of(taken), taken.expired) == ([], [last]), "the last one too"
     assert over.started is None
 
@@ -390,9 +397,9 @@ def test_a_request_that_cannot_end_in_time_does_not_run(now: list[float]) -> Non
     queue.put("b", 15, deadline=now[0] + 1.0)
     queue.put("c", 40)
     # At 10 per second, 33 tokens take 3.3 s, more than 1.5 x 2 s; 15 take 1.5 x 1 s.
-    taken = queue.take(100, rate=10.0)
+    taken = queue.taken(100, rate=10.0)
     assert (lengths_of(taken), taken.expired) == ([15], [])
-    taken = queue.take(100, rate=10.0)
+    taken = queue.taken(100, rate=10.0)
     assert (lengths_of(taken), taken.expired) == ([], [hopeless])
     assert hopeless.queued_tokens == 23
 
@@ -400,7 +407,7 @@ def test_a_request_that_cannot_end_in_time_does_not_run(now: list[float]) -> Non
 def test_the_last_request_runs_though_it_seems_hopeless(now: list[float]) -> None:
     queue = Queue()
     last = queue.put("a", 50, 50, deadline=now[0] + 0.1)
-    taken = queue.take(100, rate=1.0)
+    taken = queue.taken(100, rate=1.0)
     assert lengths_of(taken) == [50, 50]
     assert taken.expired == []
     assert last.started == now[0]
@@ -410,9 +417,9 @@ def test_a_request_starts_with_its_first_encoding(now: list[float]) -> None:
     queue = Queue()
     request = queue.put("a", 5, 6)
     assert request.started is None
-    queue.take(100)
+    queue.taken(100)
     now[0] += 1
-    queue.take(100)
+    queue.taken(100)
     assert request.started == 1000.0
 
 
@@ -430,7 +437,7 @@ def test_what_a_request_waits_behind() -> None:
     queue.put("a", 50, key=LONG)
     assert queue.share("a", SHORT) == (11, 2, 2)
     assert queue.share("a", LONG) == (50, 2, 2)
-    queue.take(1)
+    queue.taken(1)
     assert queue.share("a", SHORT)[0] == 6
 
 
@@ -453,17 +460,18 @@ def test_a_queue_counts_what_waits_and_what_is_in_memory() -> None:
     assert (queue.in_memory, queue.tokens) == (0, 0)
     first = queue.put("a", 5, 6)
     assert (queue.in_memory, queue.tokens) == (2, 11)
-    assert (queue.requests, first.queued_tokens) == ({first}, 11)
+    assert (set(queue.lines), first.queued_tokens) == ({first}, 11)
     first.cancel()
     assert (queue.in_memory, queue.tokens, queue._clients) == (0, 0, {})
-    assert (queue.requests, first.queued_tokens) == (set(), 0)
+    assert (queue.lines, first.queued_tokens) == ({}, 0)
 
 
 @pytest.mark.parametrize("taken", [[], [5], [5, 6]])
 def test_a_request_that_has_ended_and_is_not_forgotten_yet_counts_once(taken: list[int]) -> None:
     """The thread that ends it waits for the lock, which a worker holds."""
     queue = Queue()
-    request = queue.add(Submission(FOREVER, [sized(5), sized(6)], "a"), SHORT)
+    request = submission("a", 5, 6)
+    queue.add(request)
     request.cancel()
     for length in taken:
         assert queue.took() == []
@@ -471,14 +479,14 @@ def test_a_request_that_has_ended_and_is_not_forgotten_yet_counts_once(taken: li
         assert queue.tokens == 11 - sum(taken[: taken.index(length) + 1])
     assert not queue.has_up_to(100) or queue.tokens
     queue.forget(request)
-    assert (queue.tokens, queue._clients, queue.requests) == (0, {}, set())
+    assert (queue.tokens, queue._clients, queue.lines) == (0, {}, {})
 
 
 def test_due_tokens_are_those_that_wait(now: list[float]) -> None:
     queue = Queue()
     request = queue.put("a", 10, 20, deadline=now[0] + 10)
     assert queue.demand.slack_s(now[0], 10.0) == pytest.approx(9 - 3)
-    queue.take(10, rate=100.0)
+    queue.taken(10, rate=100.0)
     assert queue.demand.slack_s(now[0], 10.0) == pytest.approx(9 - 2)
     request.cancel()
     assert queue.demand.slack_s(now[0], 10.0) == FOREVER
@@ -503,7 +511,8 @@ def test_ended_requests_do_not_fill_the_memory(rounds: int) -> None:
 
 def test_a_sweep_keeps_what_is_not_subtracted_yet() -> None:
     queue = Queue()
-    ending = queue.add(Submission(FOREVER, [sized(5)], "a"), SHORT)
+    ending = submission("a", 5)
+    queue.add(ending)
     ending.cancel()
     queue.put("a", 9).cancel()  # a sweep
     assert (queue.in_memory, queue.tokens) == (1, 5)
@@ -540,9 +549,9 @@ def test_a_client_stays_while_its_requests_run() -> None:
 def test_a_request_has_a_place_for_each_output(now: list[float]) -> None:
     queue = Queue()
     request = queue.put("a", 5, 6, deadline=now[0] + 10)
-    assert (request.outputs, request.missing) == ([None, None], 2)
-    assert (request.submitted, request.deadline, request.trace) == (1000.0, 1010.0, "")
-    taken: Sequence[Any] = queue.take(100).encodings
+    assert (request.outputs, request.missing, request.tokens) == ([{}, {}], 2, 11)
+    assert request.encodings == (), "each is freed when it has run"
+    taken: Sequence[Any] = queue.taken().encodings
     assert taken[0].request is request
     assert taken[0].vocabulary_rows == 0
 
@@ -564,26 +573,25 @@ def test_sums_are_those_of_the_encodings_in_memory(
 ) -> None:
     """Requests end at any time, and are forgotten later."""
     queue = FairQueue(varlen=varlen)
-    added: list[PendingRequest] = []
-    forgotten: set[PendingRequest] = set()
+    added: list[Submission] = []
+    forgotten: set[Submission] = set()
     for kind, number, lengths in steps:
         chosen = added[number % len(added)] if added else None
         if kind == "add":
-            batch = [sized(length) for length in lengths]
-            key = LineKey(number % 2, 0)
-            added.append(queue.add(Submission(FOREVER, batch, "ab"[number // 2]), key))
+            added.append(submission("ab"[number // 2], *lengths, key=LineKey(number % 2, 0)))
+            queue.add(added[-1])
         elif kind == "end" and chosen and not chosen.done():
             chosen.cancel()
         elif kind == "forget" and chosen and chosen.done() and chosen not in forgotten:
             queue.forget(chosen)
             forgotten.add(chosen)
         elif kind == "take" and queue.tokens:
-            for queued in queue.take(5).encodings:
+            for queued in queue.take(5, NOW[0]).encodings:
                 assert not queued.request.done()
         elif kind == "take short" and not varlen and queue.has_up_to(2):
-            assert all(queued.tokens <= 2 for queued in queue.take(5, longest=2).encodings)
+            assert all(queued.tokens <= 2 for queued in queue.take(5, NOW[0], longest=2).encodings)
         lines = [line for client in queue._clients.values() for line in client.lines.values()]
-        held: Counter[PendingRequest] = Counter()
+        held: Counter[Submission] = Counter()
         for line in lines:
             own = [queued for group in line.groups.values() for queued in group]
             for queued in own:
@@ -594,7 +602,7 @@ def test_sums_are_those_of_the_encodings_in_memory(
             assert all(line.groups.values()), "an empty group stays"
         assert queue.tokens == sum(line.tokens for line in lines)
         assert all(each.queued_tokens == held[each] for each in added if each not in forgotten)
-        assert queue.requests == set(added) - forgotten
+        assert queue.lines.keys() == set(added) - forgotten
 
 
 # ---- demand ------------------------------------------------------------------------------------
@@ -702,7 +710,7 @@ def test_bulk_requests_age_and_never_starve() -> None:
         for name in "abcde":
             if queue.share(name, SHORT)[0] < 30:
                 queue.put(name, 10, 10, 10)
-        batch = queue.take(10)
+        batch = queue.taken(10)
         assert len(batch.encodings) == 1
         ran += batch.is_bulk
         waits = [*waits, 0] if batch.is_bulk else [*waits[:-1], waits[-1] + 1]

@@ -1,6 +1,5 @@
 """The scheduler: what it passes to the engine, how requests end, its workers and its end."""
 
-import concurrent.futures
 import os
 import threading
 import time
@@ -13,8 +12,9 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
-from cloze.service.batching.admission import Activity, SchedulerLimits
+from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.scheduler import Scheduler, Watchdog
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     AdapterUnavailable,
     BatchFill,
@@ -22,11 +22,15 @@ from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
+    ExpectedWait,
+    LineKey,
+    Overloaded,
     ShuttingDown,
 )
 from tests.encodings import encoding, submit
 from tests.fake_engine import FakeEngine
 from tests.stepped import SteppedScheduler
+from tests.virtual_time import VirtualClock
 from tests.waiting import wait_until
 
 LIMITS = SchedulerLimits(workers=1, max_batch_tokens=20, max_queue_tokens=1000, stall_timeout_s=8.0)
@@ -72,8 +76,15 @@ def running(
         made.close()
 
 
-def stepped(**changes: Any) -> SteppedScheduler:
-    return SteppedScheduler(FakeEngine(), limits(**changes))
+def stepped(clock: Clock = CLOCK, **changes: Any) -> SteppedScheduler:
+    return SteppedScheduler(FakeEngine(), limits(**changes), clock)
+
+
+def expected_s(
+    scheduler: Scheduler, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+) -> float:
+    line = LineKey.of(tokens, timeout_s)
+    return scheduler.expected_wait(client, line, tokens, unsubmitted).seconds
 
 
 def alive(scheduler: Scheduler) -> list[str]:
@@ -110,21 +121,20 @@ def test_a_batch_is_reported() -> None:
     assert 0 <= reports[1].seconds < 20
 
 
-def test_a_result_has_the_times_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stepped()
+def test_a_result_has_the_times_of_its_request() -> None:
+    clock = VirtualClock(1000.0)
+    made = stepped(clock)
     (worker, _) = made.workers
-    now = [1000.0]
-    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
 
     class Timed(FakeEngine):
         def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-            now[0] += 0.5
+            clock.now += 0.5
             return super().run(batch, alone=alone)
 
     made._engine = Timed()
     future = submit(made, [sized(5), sized(6)], 2000.0)
     for _ in range(2):
-        now[0] += 0.25
+        clock.now += 0.25
         made.look(worker)
         made.run(worker)
     result = future.result(0)
@@ -151,7 +161,7 @@ def test_a_batch_that_fails_is_halved() -> None:
     assert [future.result(0).outputs[0]["embedding"].array[0] for future in futures[2:]] == [
         8, 12, 16,
     ]  # fmt: skip
-    assert made.dead is None
+    assert made.dead_reason is None
 
 
 class WithoutItsAdapter(FakeEngine):
@@ -175,7 +185,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
     error = futures[1].exception(0)
     assert type(error) is AdapterUnavailable, "its status is 503, not 500"
     assert [futures[n].result(0).outputs[0]["embedding"].array[0] for n in (0, 2)] == [4, 8]
-    assert made.dead is None
+    assert made.dead_reason is None
 
 
 def test_a_lone_batch_is_told() -> None:
@@ -196,7 +206,7 @@ def test_a_lone_batch_is_told() -> None:
         submit(made, [sized(5)], later(), is_bulk=True).result(20)
         assert not engine.alone[-1], "a bulk batch leaves cores to the next request"
         wait_until(lambda: activity.busy == 0)
-        activity.add(1)  # a worker of another model
+        activity.busy += 1  # a worker of another model
         submit(made, [sized(5)], later()).result(20)
         assert not engine.alone[-1]
     assert activity.busy == 1
@@ -253,15 +263,14 @@ def test_limits_that_are_not_set_do_not_limit() -> None:
     assert (LIMITS.batch_latency_s, LIMITS.waits.longest_s) == (0.0, 0.0)
 
 
-def test_a_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stepped()
+def test_a_batch_has_a_rate() -> None:
+    clock, durations = VirtualClock(1000.0), iter([0.5, 0.0])
+    made = stepped(clock)
     (worker, _) = made.workers
-    now, durations = [1000.0], iter([0.5, 0.0])
-    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
 
     class Timed(FakeEngine):
         def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-            now[0] += next(durations)
+            clock.now += next(durations)
             return super().run(batch, alone=alone)
 
     made._engine = Timed()
@@ -285,7 +294,7 @@ def test_a_dead_engine_runs_nothing_more() -> None:
     assert str(future.exception(0)) == "the engine is dead: it hangs"
     assert made.deaths == ["it hangs"]
     made._die("again")
-    assert (made.deaths, made.dead) == (["it hangs"], "it hangs")
+    assert (made.deaths, made.dead_reason) == (["it hangs"], "it hangs")
 
 
 # ---- requests -----------------------------------------------------------------------------------
@@ -295,8 +304,8 @@ def test_a_request_whose_time_is_over_is_told() -> None:
     made = stepped()
     (worker, _) = made.workers
     over, slow = submit(made, [sized(5)], later()), submit(made, [sized(10), sized(10)], later())
-    over.deadline = time.monotonic() - 1  # type: ignore[attr-defined]
-    slow.deadline = time.monotonic() + 0.54  # type: ignore[attr-defined]
+    for request, left_s in ((over, -1), (slow, 0.54)):
+        request.terms = request.terms._replace(deadline=later(left_s))
     submit(made, [sized(7)], later())
     made._admission.tokens_per_s = 1.0
     while not slow.done():
@@ -311,21 +320,36 @@ def test_a_request_whose_time_is_over_is_told() -> None:
     ]
 
 
-def test_a_drain_refuses_new_requests_only() -> None:
+def test_a_drain_is_for_those_who_ask_and_a_closed_queue_refuses() -> None:
     made = stepped()
     assert not made.draining
-    submit(made, [sized(5)], later())
     made.drain()
     assert made.draining
-    with pytest.raises(ShuttingDown, match="the server is shutting down"):
-        submit(made, [sized(5)], later())
-    submit(made, [sized(5)], later(), accepted=True)
-    submit(made, [sized(5)], later(), later_round=True)
-    assert made.state.tokens == 15
+    submit(made, [sized(5)], later())  # who submits has come before the drain
+    assert made.state.tokens == 5
     made.close()
-    for options in ({"accepted": True}, {"later_round": True}):
-        with pytest.raises(ShuttingDown):
-            submit(made, [sized(5)], later(), **options)
+    for later_round in (False, True):
+        with pytest.raises(ShuttingDown, match="the server is shutting down"):
+            submit(made, [sized(5)], later(), later_round=later_round)
+
+
+def test_an_empty_queue_admits_any_request() -> None:
+    made = stepped(max_queue_tokens=10, waits=WaitLimits(0.001))
+    made._admission.tokens_per_s = 1.0
+    submit(made, [sized(1000)], later(0.0))
+    with pytest.raises(Overloaded):
+        submit(made, [sized(1)], later())
+
+
+def test_requests_are_counted_by_client_until_they_end() -> None:
+    made = stepped()
+    futures = [submit(made, [sized(5)], later(), client=client) for client in "aab"]
+    assert made._activity.requests == {"a": 2, "b": 1}
+    assert made.expected_wait("a", LineKey(0, 0), 5).requests == 2
+    for future in futures:
+        future.cancel()
+    assert made.expected_wait("a", LineKey(0, 0), 5) == ExpectedWait(0.0, 0.0, 0)
+    assert not made._activity.requests, "nothing is kept of clients without requests"
 
 
 def test_what_was_admitted_in_an_earlier_round_is_next() -> None:
@@ -342,23 +366,8 @@ def test_a_stated_time_limit_has_its_own_line() -> None:
     made._admission.tokens_per_s = 10.0
     submit(made, [sized(10)], later(), timeout_s=5.0, client="a")
     submit(made, [sized(4)], later(), client="a")
-    assert made.expected_wait("a", 1, 5.0).seconds == pytest.approx(2.0)
-    assert made.expected_wait("a", 1, None).seconds == pytest.approx(0.8)
-
-
-def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
-    made = stepped()
-    future = submit(made, [sized(5)], later())
-    done = threading.Event()
-    thread = threading.Thread(
-        target=lambda: (concurrent.futures.wait([future], 20), done.set())
-    )  # fmt: skip
-    thread.start()
-    wait_until(lambda: bool(future._waiters))  # type: ignore[attr-defined]
-    future.cancel()
-    assert done.wait(10)
-    thread.join()
-    assert made.state.tokens == 0
+    assert expected_s(made, "a", 1, 5.0) == pytest.approx(2.0)
+    assert expected_s(made, "a", 1, None) == pytest.approx(0.8)
 
 
 def test_a_request_that_ends_during_its_run_keeps_its_end() -> None:
@@ -379,9 +388,9 @@ def test_the_backlog_is_that_of_the_measured_rate() -> None:
     assert made.state.backlog_s == 0
     made._admission.tokens_per_s = 5.0
     assert made.state.backlog_s == 3.0
-    assert made.expected_wait("new", 5, None).seconds == 0
-    assert made.expected_wait("", 5, None).seconds == 3.0
-    assert made.expected_wait("new", 5, None, 40).seconds == 7.0
+    assert expected_s(made, "new", 5, None) == 0
+    assert expected_s(made, "", 5, None) == 3.0
+    assert expected_s(made, "new", 5, None, 40) == 7.0
 
 
 # ---- threads ------------------------------------------------------------------------------------
@@ -419,7 +428,7 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
     engine.gate.set()
     made.close()
     assert alive(made) == []
-    assert made.dead is None
+    assert made.dead_reason is None
 
 
 def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
@@ -438,7 +447,7 @@ def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
         assert type(second.exception(20)) is EngineDead
         wait_until(lambda: alive(made) == [])
         assert deaths == [reason]
-        assert made.dead == reason
+        assert made.dead_reason == reason
         with pytest.raises(EngineDead, match="the engine is dead: after an error"):
             submit(made, [sized(5)], later())
     assert deaths == [reason]
@@ -463,7 +472,7 @@ def test_the_end_of_a_closed_scheduler_is_no_death() -> None:
     made = stepped()
     made.close()
     made._die("late")
-    assert made.dead is None
+    assert made.dead_reason is None
     assert made.deaths == []
 
 
@@ -479,61 +488,53 @@ def test_a_system_that_forbids_priorities_does_not_matter(monkeypatch: pytest.Mo
 # ---- the watchdog ------------------------------------------------------------------------------
 
 
-class Ticks:
-    """Ends the waits of `Watchdog.watch` at once; each moves the clock."""
+class Ticks(VirtualClock):
+    """A clock whose waits for an event take the given times, one after another."""
 
-    def __init__(self, dog: Watchdog, monkeypatch: pytest.MonkeyPatch, *steps: float) -> None:
-        self.now, self._steps, self._dog = 0.0, iter(steps), dog
+    def __init__(self, *steps: float) -> None:
+        super().__init__()
+        self._steps = iter(steps)
         self.periods: list[float] = []
-        self.during: Any = lambda: None
-        monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(dog.ended, "wait", self.wait)
 
-    def wait(self, period_s: float) -> bool:
-        self.periods.append(period_s)
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        self.periods.append(seconds)
         step = next(self._steps, None)
         if step is None:
             return True
         self.now += step
-        return False
+        return event.is_set()
 
 
-def hung(monkeypatch: pytest.MonkeyPatch, predicted_s: float | None, *steps: float) -> list[str]:
+def hung(predicted_s: float | None, *steps: float) -> list[str]:
     reasons: list[str] = []
-    dog = Watchdog(8.0, reasons.append)
-    dog.began(3, predicted_s)
-    assert set(dog._runs) == {3}
-    ticks = Ticks(dog, monkeypatch, *steps)
-    dog.watch()
+    ticks = Ticks(*steps)
+    dog = Watchdog(8.0, reasons.append, ticks)
+    with dog.run(3, predicted_s):
+        assert set(dog._runs) == {3}
+        dog.watch()
     assert set(ticks.periods) == {2.0}
     return reasons
 
 
-def test_a_run_may_take_ten_times_its_prediction_and_the_margin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
     # 10 x 0.2 s + 8 s: five periods pass, and one more shows that nothing is left.
-    assert hung(monkeypatch, 0.2, *[2.0] * 5) == []
-    assert hung(monkeypatch, 0.2, *[2.0] * 6) == ["a run took longer than 10.0 s"]
-    assert hung(monkeypatch, None, *[2.0] * 34) == []
-    assert hung(monkeypatch, None, *[2.0] * 35) == ["a run took longer than 68.0 s"]
+    assert hung(0.2, *[2.0] * 5) == []
+    assert hung(0.2, *[2.0] * 6) == ["a run took longer than 10.0 s"]
+    assert hung(None, *[2.0] * 34) == []
+    assert hung(None, *[2.0] * 35) == ["a run took longer than 68.0 s"]
 
 
-def test_time_in_which_the_process_was_stopped_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert hung(monkeypatch, 0.2, 1000.0, 2.0, 2.0) == []
-    assert len(hung(monkeypatch, 0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    assert hung(0.2, 1000.0, 2.0, 2.0) == []
+    assert len(hung(0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
 
 
-def test_a_run_that_ended_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ended_does_not_hang() -> None:
     reasons: list[str] = []
-    dog = Watchdog(8.0, reasons.append)
-    dog.began(1, 0.2)
-    dog.finished(1)
-    dog.finished(1)
+    dog = Watchdog(8.0, reasons.append, Ticks(*[2.0] * 20))
+    with dog.run(1, 0.2), dog.run(1, 0.1):  # as of a batch and its half
+        pass
     assert dog._runs == {}
-    Ticks(dog, monkeypatch, *[2.0] * 20)
     dog.watch()
     assert reasons == []
 

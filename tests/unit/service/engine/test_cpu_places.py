@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cloze.service.engine.cpu_places import CpuPlaces, started_since, thread_ids
+from cloze.service.engine.cpu_places import ThreadSpread, started_since, thread_ids
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 
 HELPER = 999_999
@@ -45,16 +46,18 @@ class FakeAffinity:
 class Caller:
     """A thread that runs graphs."""
 
-    def __init__(self, places: CpuPlaces) -> None:
-        self._places = places
+    def __init__(self, spread: ThreadSpread) -> None:
+        self._spread = spread
+        self._run: AbstractContextManager[None]
         self.executor = ThreadPoolExecutor(1)
         self.id = self.executor.submit(threading.get_native_id).result()
 
     def begin(self, *helpers: int) -> None:
-        self.executor.submit(self._places.begin, helpers).result()
+        self._run = self._spread.run(helpers)
+        self.executor.submit(self._run.__enter__).result()
 
     def end(self) -> None:
-        self.executor.submit(self._places.end).result()
+        self.executor.submit(self._run.__exit__, None, None, None).result()
 
     def run(self) -> None:
         self.begin()
@@ -68,8 +71,8 @@ def affinity() -> FakeAffinity:
 
 @pytest.fixture
 def callers(affinity: FakeAffinity) -> Iterator[tuple[Caller, Caller]]:
-    places = CpuPlaces(affinity)
-    callers = Caller(places), Caller(places)
+    spread = ThreadSpread(affinity)
+    callers = Caller(spread), Caller(spread)
     yield callers
     for caller in callers:
         caller.executor.shutdown()
@@ -155,7 +158,7 @@ def test_a_thread_that_has_ended_is_forgotten(affinity: FakeAffinity, callers: C
 
 
 def test_a_system_without_affinity_runs_as_before() -> None:
-    caller = Caller(CpuPlaces(None))
+    caller = Caller(ThreadSpread(None))
     caller.run()
     caller.executor.shutdown()
 

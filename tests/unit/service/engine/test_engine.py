@@ -21,8 +21,9 @@ from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device, EngineFailed, StartupError
-from cloze.service.engine import OnnxEngine, SessionOptions
 from cloze.service.engine import session as sessions
+from cloze.service.engine.cpu_places import SpreadSession
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.engine.session import CUDA, CpuSession
 from tests.encodings import encoding, submit
 from tests.unit.service.tasks.model import VOCABULARY, manifest
@@ -240,7 +241,7 @@ def test_numbers_that_overflow_are_the_error_of_their_text_alone(
         assert str(error) == expected
         [result] = other.result(60).outputs
         np.testing.assert_allclose(result["embedding"].array, mean([3, HUGE]), rtol=1e-5)
-        assert scheduler.dead is None
+        assert scheduler.dead_reason is None
     finally:
         scheduler.close()
 
@@ -358,7 +359,7 @@ def test_auto_falls_back_to_the_cpu_and_says_why(
     assert engine.device is Device.CPU
     assert engine.reason.startswith("as asked; CUDA did not come up: ")
     assert [each.names[0] for each in cuda.opened] == [CUDA]
-    assert isinstance(engine._session, sessions.PlacedSession)
+    assert isinstance(engine._session, SpreadSession)
     with pytest.raises(StartupError, match=r"^CUDA did not come up: "):
         OnnxEngine(bundle, Device.CUDA)
     engine = OnnxEngine(bundle, Device.CPU)

@@ -3,31 +3,31 @@
 import asyncio
 import logging
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cloze.service.http.gate import Gate, GateModel, Paths, Starts
+from cloze.service.http.memory_limit import UnreadAnswers
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
-    BatchResult,
     ExpectedWait,
+    LineKey,
     Overloaded,
     QueueState,
     Rejection,
     ServiceError,
-    Timings,
 )
 from cloze.service.http import gate as gate_module
 from cloze.service.http import record as record_module
-from cloze.service.http.gate import Gate, GateModel, Paths, Starts
-from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import Callers, RequestRecord
+from cloze.service.http.door import Gate, GateModel, Paths, Starts
+from cloze.service.http.record import Callers
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.logs import AccessLog, LineWriter, RequestCost, _line
-from cloze.service.metrics import Metrics
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
+from cloze.service.observe.metrics import Metrics
+from cloze.service.request import ServedRequest
 from tests.records import Open, connected, pairs
 
 
@@ -35,24 +35,19 @@ class Waiting:
     """A queue whose expected wait a test sets, and that records what it is asked."""
 
     state = QueueState(0, 0.0)
-    dead: str | None = None
+    dead_reason: str | None = None
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.draining = seconds, False
-        self.asked: list[tuple[str, int, float | None, int]] = []
+        self.asked: list[tuple[str, LineKey, int, int]] = []
 
     def expected_wait(
-        self,
-        client: str,
-        tokens: int,
-        timeout_s: float | None,
-        unsubmitted: int = 0,
-        is_bulk: bool = False,
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
-        self.asked.append((client, tokens, timeout_s, unsubmitted))
+        self.asked.append((client, line, tokens, unsubmitted))
         return ExpectedWait(self.seconds, 0.5)
 
-    def submit(self, *_: Any, **__: Any) -> Future[BatchResult]:
+    def submit(self, *_: Any) -> None:
         raise NotImplementedError
 
     def drain(self) -> None:
@@ -111,7 +106,7 @@ class Gated:
         self, path: str, client: str = "a", connection: Open | None = None, **headers: str
     ) -> bytes | None:
         sent = {"path": path, "method": "POST", "client": (client, 1), "headers": pairs(headers)}
-        self.record: RequestRecord = CALLERS.record(sent, self.paths.route(path))
+        self.record: ServedRequest = CALLERS.record(sent, self.paths.route(path))
         self.record.connection = connection
         refusal = self.gate.refusal(self.record)
         self.hold_s = refusal.hold_s if refusal is not None else 0.0
@@ -149,7 +144,7 @@ def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:
     gated = Gated(queue)
     assert gated.ask() is None
     assert gated.is_admitted
-    assert queue.asked == [("a", 21, None, 0)]
+    assert queue.asked == [("a", LineKey(0, 0), 21, 0)]
     queue.seconds = 2.1
     assert gated.ask() is not None
     assert not gated.is_admitted
@@ -161,25 +156,23 @@ def test_answers_say_how_many_bytes_a_token_has(clock: Clock) -> None:
     queue = Waiting(0.0)
     gated = Gated(queue)
     assert gated.ask(765) is None
-    gated.record.cost = RequestCost(1, 102, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.record.tokens = 102
     gated.gate.answered(gated.record)
     gated.ask(765)
     gated.ask(765, path="/of/x")
-    assert [tokens for _, tokens, *_ in queue.asked] == [154, 103, 154], "by route"
+    assert [tokens for _, _, tokens, _ in queue.asked] == [154, 103, 154], "by route"
 
 
 def test_an_answer_without_tokens_or_from_a_cut_text_says_little(clock: Clock) -> None:
     queue = Waiting(0.0)
     gated = Gated(queue)
     gated.ask(1600)
-    for cost in (None, RequestCost(1, 0, Timings(0.0, 0.0, 0.0, 0.0))):
-        gated.record.cost = cost
-        gated.gate.answered(gated.record)
-    gated.ask(1600)
-    gated.record.cost = RequestCost(1, 1, Timings(0.0, 0.0, 0.0, 0.0), truncated=1)
     gated.gate.answered(gated.record)
     gated.ask(1600)
-    assert [tokens for _, tokens, *_ in queue.asked] == [321, 321, 101], "16 bytes at most"
+    gated.record.tokens, gated.record.truncated = 1, 1
+    gated.gate.answered(gated.record)
+    gated.ask(1600)
+    assert [tokens for _, _, tokens, _ in queue.asked] == [321, 321, 101], "16 bytes at most"
 
 
 def test_no_answer_says_that_a_token_has_less_than_two_bytes(clock: Clock) -> None:
@@ -187,13 +180,13 @@ def test_no_answer_says_that_a_token_has_less_than_two_bytes(clock: Clock) -> No
     queue = Waiting(0.0)
     gated = Gated(queue)
     gated.ask(100, content_encoding="gzip")
-    gated.record.cost = RequestCost(1, 5000, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.record.tokens = 5000
     gated.gate.answered(gated.record)
     gated.ask(100)
-    gated.record.cost = RequestCost(1, 5000, Timings(0.0, 0.0, 0.0, 0.0))
+    gated.record.tokens = 5000
     gated.gate.answered(gated.record)
     gated.ask(100)
-    assert [tokens for _, tokens, *_ in queue.asked] == [21, 21, 51]
+    assert [tokens for _, _, tokens, _ in queue.asked] == [21, 21, 51]
 
 
 def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
@@ -331,10 +324,10 @@ def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
 ) -> None:
     queue = Waiting()
     assert Gated(queue).ask(size) is None
-    assert queue.asked[0][1] == pytest.approx(tokens, rel=1e-15)
+    assert queue.asked[0][2] == pytest.approx(tokens, rel=1e-15)
     gated = Gated(Waiting())
     assert gated.refusal("/embed") is None
-    assert gated.queues[0].asked[0][1] == 1
+    assert gated.queues[0].asked[0][2] == 1
 
 
 def test_the_time_limit_of_a_request(clock: Clock) -> None:
@@ -342,7 +335,7 @@ def test_the_time_limit_of_a_request(clock: Clock) -> None:
     gated = Gated(queue)
     # It ends after 3.5 s, and may take half of its time.
     assert gated.ask(x_request_timeout_ms="7100") is None
-    assert queue.asked[-1][2] == 7.1
+    assert queue.asked[-1][1] == LineKey(0, 4)
     assert gated.ask(x_request_timeout_ms="6900") is not None
     asked = len(queue.asked)
     assert gated.ask(x_request_timeout_ms="60001") is None, "the handler says what is wrong"
@@ -355,7 +348,7 @@ def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
     queue = Waiting()
     gated = Gated(queue)
 
-    def started(size: int = 100, client: str = "a") -> RequestRecord:
+    def started(size: int = 100, client: str = "a") -> ServedRequest:
         assert gated.ask(size, client=client) is None
         gated.starts.start(gated.record, lambda: None)
         return gated.record

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cloze.service.http.gate import Paths
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -17,7 +18,6 @@ from cloze.service.http.errors import (
     describe_service_error,
     rejection,
 )
-from cloze.service.http.gate import Paths
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, timeout_s
 from tests.records import recorded
@@ -460,7 +460,7 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     assert (record.identity, record.headers) == (b"mine", sent["headers"])
     assert record.model == record.error == ""
     wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
-    assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, None)
+    assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, "other")
     assert wrong.terms_problem == (
         "x-request-timeout-ms: a whole number from 1 to 30000, got '30001'"
     )

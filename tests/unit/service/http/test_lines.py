@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import Timings
-from cloze.service.http.acceptor import Probes
-from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost, _line
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
+from cloze.service.request import ServedRequest
+from cloze.service.server.acceptor import Probes
 from tests.waiting import wait_until
 
-TIMINGS = Timings(tokenize_s=0.001, queue_s=0.002, inference_s=0.003)
-COST = RequestCost(2, 30, TIMINGS)
+COST = {"texts": 2, "tokens": 30, "tokenize_s": 0.001, "queue_s": 0.002, "inference_s": 0.003}
 
 
-def record(status: int = 200, **changes: Any) -> AccessRecord:
+def record(status: int = 200, **changes: Any) -> ServedRequest:
     fields: dict[str, Any] = {
-        "time": 1_700_000_000.125, "request_id": "r1", "method": "POST", "route": "/embed",
-        "model": "bert@1", "status": status, "seconds": 0.0123456, "cost": COST, "error": "",
+        "ended": 1_700_000_000.125, "identity": b"r1", "route": "/embed", "model": "bert@1",
+        "status": status, "seconds": 0.0123456,
     }  # fmt: skip
-    return AccessRecord(**(fields | changes))
+    noted = COST if status < 400 else {}
+    return ServedRequest(**(fields | noted | changes))
 
 
-def logged(*records: AccessRecord, level: int = logging.INFO, share: float = 1.0) -> list[str]:
+def logged(*records: ServedRequest, level: int = logging.INFO, share: float = 1.0) -> list[str]:
     writer = LineWriter()
     log = AccessLog("json", level, share, frozenset({"/health"}), writer)
     for one in records:
@@ -44,7 +44,7 @@ def test_a_line_of_json() -> None:
         "id": "r1", "model": "bert@1", "texts": 2, "tokens": 30,
         "ms": {"total": 12.35, "tokenize": 1.0, "queue": 2.0, "inference": 3.0},
     }  # fmt: skip
-    error = json.loads(_line("json", record(429, cost=None, model="", error="wait")))
+    error = json.loads(_line("json", record(429, model="", error="wait")))
     assert (error["level"], error["error"], error["ms"]) == ("warning", "wait", {"total": 12.35})
     assert "model" not in error
     assert "texts" not in error

@@ -5,10 +5,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, Pace, UnreadAnswers
 
 from cloze.service.core import Overloaded, Rejection
 from cloze.service.http import memory_limit
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, Pace, UnreadAnswers
 from tests.leaping_loop import run_leaping
 
 

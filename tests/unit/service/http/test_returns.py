@@ -11,8 +11,8 @@ import pytest
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import ExpectedWait, Rejection
 from cloze.service.http import returns as returns_module
-from cloze.service.http.record import RequestRecord
 from cloze.service.http.returns import RefusedLine, Returns
+from cloze.service.request import ServedRequest
 from tests.records import Open, connected
 
 LINE = RefusedLine(Rejection.WAIT, "m@1", "a", 0, False)
@@ -134,7 +134,7 @@ class Told:
         self.returns.admitted(self.asked(connection, now))
 
     @staticmethod
-    def asked(connection: Open, now: float) -> RequestRecord:
+    def asked(connection: Open, now: float) -> ServedRequest:
         record = connected("a")
         record.connection, record.arrived = connection, now
         return record

@@ -5,17 +5,18 @@ import logging
 from typing import Any, cast
 
 import pytest
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from cloze.service.core import Overloaded, Rejection, Timings
+from cloze.service.core import Overloaded, Rejection
 from cloze.service.http import routes as routes_module
-from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from cloze.service.http.record import RECORD, Access
-from cloze.service.http.routes import OTHER_ROUTE, DirectRoutes, Recorder
-from cloze.service.http.server_protocol import OneWrite
-from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost, _line
-from cloze.service.metrics import Metrics
+from cloze.service.http.routes import DirectRoutes, Recorder
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
+from cloze.service.observe.metrics import Metrics
+from cloze.service.request import OTHER_ROUTE, ServedRequest
+from cloze.service.server.connection import OneWrite
 from tests.records import recorded, scope_of
 
 OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
@@ -56,7 +57,7 @@ class World:
 
     async def ask(self, path: str = "/embed", route: str | None = "/embed", **noted: Any) -> None:
         self.record = recorded(path, x_request_id="mine")
-        self.record.route = route
+        self.record.route = route or OTHER_ROUTE
         for name, value in noted.items():
             setattr(self.record, name, value)
 
@@ -79,7 +80,8 @@ class World:
 async def answers(scope: Any, receive: Any, send: Any) -> None:
     record = scope[RECORD]
     record.model = "m@1"
-    record.cost = RequestCost(2, 7, Timings(0.001, 0.002, 0.003))
+    record.texts, record.tokens = 2, 7
+    record.tokenize_s, record.queue_s, record.inference_s = 0.001, 0.002, 0.003
     await PlainTextResponse("ok")(scope, receive, send)
 
 
@@ -103,10 +105,10 @@ def test_an_answer_has_an_id_and_its_model() -> None:
 
 
 def test_a_traced_request_ends_its_span_with_what_is_logged() -> None:
-    ended: list[AccessRecord] = []
+    ended: list[ServedRequest] = []
 
     class Trace:
-        def end(self, answered: AccessRecord) -> None:
+        def end(self, answered: ServedRequest) -> None:
             ended.append(answered)
 
     world = World(answers)
@@ -168,6 +170,25 @@ def test_a_request_without_an_answer_counts_as_an_error() -> None:
     world = World(leaves)
     asyncio.run(world.ask())
     assert '"status":500' in world.written.lines[0]
+
+
+def test_a_request_without_a_result_costs_its_key_no_tokens() -> None:
+    class Key:
+        name, taken = "k", 7
+
+        def take_tokens(self, tokens: int, now: float) -> None:
+            self.taken += tokens
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("x", 500)(scope, receive, send)
+
+    key = Key()
+    for app, left in ((answers, 7), (fails, 0)):
+        world = World(app)
+        asyncio.run(world.ask(key=key, tokens=7))
+        assert key.taken == left
+        assert world.record.tokens == left
+        assert (world.record.connection, world.record.trace) == (None, None)
 
 
 def test_the_time_of_a_request_begins_when_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:

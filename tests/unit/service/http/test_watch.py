@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
+from cloze.service.http.watch import RequestWatch, WatchedRequest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.types import Message
@@ -23,21 +25,17 @@ from cloze.service.core import (
     Rejection,
     RequestTooLarge,
     SlowRequest,
-    Submission,
     UnsupportedEncoding,
 )
+from cloze.service.http.body import RequestWatch, WatchedRequest
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
 from cloze.service.http.json_bodies import (
-    SHORT_BYTES,
     BodyLimits,
-    parse,
-    run_anywhere,
+    load,
     validate,
 )
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
-from cloze.service.http.watch import RequestWatch, WatchedRequest
-from cloze.service.tracing import RequestTrace
+from cloze.service.models.pipeline import run_anywhere
 from tests.leaping_loop import LeapingLoop
 from tests.records import recorded, scope_of
 
@@ -241,18 +239,17 @@ def test_the_first_reason_counts_and_a_cancel_from_outside_stays_one(play: Any) 
     play(run())
 
 
-def test_terms_of_a_request(play: Any) -> None:
+def test_the_deadline_of_a_request(play: Any) -> None:
     async def run() -> None:
         asked = request(x_request_timeout_ms="2000")
         record = asked.scope[RECORD]
         record.arrived = 3.0
-        record.trace = RequestTrace(cast(Any, None), cast(Any, None), "00-a-b-01")
         await asyncio.sleep(5)
         with watch_of().request(asked) as watched:
-            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01")
             assert watched.record is record
+            assert record.deadline == 5.0
         with watch_of(40.0).request(request()) as watched:
-            assert watched.terms == Submission(45.0, client="a")
+            assert watched.record.deadline == 45.0
             assert watched.timeout_s == 40.0
 
     play(run())
@@ -541,14 +538,13 @@ def test_members_of_gzip_data() -> None:
         content(gzip.compress(b"abc" * 99) + gzip.compress(b"d")[:-1])
 
 
-def test_small_bodies_run_on_the_loop_and_large_ones_on_threads() -> None:
+def test_what_takes_long_runs_on_a_thread() -> None:
     async def run() -> None:
         own = threading.get_ident()
-        assert SHORT_BYTES == 65_536
-        assert await run_anywhere(SHORT_BYTES, threading.get_ident) == own
-        assert await run_anywhere(SHORT_BYTES + 1, threading.get_ident) != own
-        assert await run_anywhere(1, max, 3, 4) == 4
-        assert await run_anywhere(SHORT_BYTES + 1, max, 3, 4) == 4
+        assert await run_anywhere(True, threading.get_ident) == own
+        assert await run_anywhere(False, threading.get_ident) != own
+        assert await run_anywhere(True, max, 3, 4) == 4
+        assert await run_anywhere(False, max, 3, 4) == 4
 
     on_threads(run())
 
@@ -577,12 +573,12 @@ LIMITS = BodyLimits(1000, 100, 100)
 def test_a_body_is_received_parsed_and_validated(play: Any) -> None:
     async def run() -> None:
         data = await read(watch_of(), request(b'{"part": {"name": "a"}, "number": 3}'))
-        body = await run_anywhere(len(data), parse, Whole, data, LIMITS)
+        body = validate(Whole, load(data, LIMITS))
         assert (body.part.name, body.number) == ("a", 3)
 
     play(run())
     with pytest.raises(MalformedRequest):
-        parse(Whole, b"{", LIMITS)
+        load(b"{", LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cloze.service.clock import Clock
 from cloze.service.core import StartupError
 from cloze.service.processes import children as children_module
 from cloze.service.processes.children import (
@@ -28,6 +29,7 @@ from cloze.service.processes.children import (
 from cloze.service.settings import Settings
 from tests.leaping_loop import run_leaping
 from tests.unit.service.processes.forked import forked
+from tests.virtual_time import VirtualClock
 
 PR_GET_PDEATHSIG = 2
 
@@ -145,14 +147,6 @@ REPORTS = (
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the clock of the children, which a test sets."""
-    clock = [1000.0]
-    monkeypatch.setattr(children_module.time, "monotonic", lambda: clock[0])
-    return clock
-
-
-@pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as made:
         yield made
@@ -162,81 +156,153 @@ def made(listener: socket.socket, command: tuple[str, ...] = SLEEPS) -> Child:
     return Child("engine-0", command, listener)
 
 
+def kept(child: Child, folder: Path, restarted: Callable[[], None] = lambda: None) -> Any:
+    """Return what keeps a child running."""
+    return child.keep((folder / "engine-0.sock",), Settings(), folder, restarted)
+
+
+class Lives(Child):
+    """A child whose processes end at once, after given times of virtual time.
+
+    Attributes:
+        lives_s: seconds that each process runs; None: the system refuses to start the process.
+        starts: the times of the starts.
+    """
+
+    __slots__ = ("lives_s", "starts")
+    lives_s: list[float | None]
+    starts: list[float]
+
+    async def _start(self, *_: Any) -> asyncio.StreamReader:
+        self.starts.append(self.clock.monotonic())
+        if self.lives_s[0] is None:
+            self.lives_s.pop(0)
+            raise OSError(11, "Resource temporarily unavailable")
+        return asyncio.StreamReader()
+
+    async def _watch(self, _: asyncio.StreamReader) -> int:
+        if not self.lives_s[1:]:
+            await asyncio.Future()
+        seconds = self.lives_s.pop(0)
+        assert seconds is not None
+        await asyncio.sleep(seconds)
+        self.ready.set()
+        return 1
+
+
+class LoopClock(Clock):
+    """A clock with the time of the event loop."""
+
+    def monotonic(self) -> float:  # type: ignore[override]
+        return asyncio.get_running_loop().time()
+
+
+def waits_of(listener: socket.socket, folder: Path, *lives_s: float | None) -> list[float]:
+    """Return the seconds between the end of each process and the next start."""
+    ended = 0
+
+    def restarted() -> None:
+        nonlocal ended
+        ended += 1
+
+    async def run() -> list[float]:
+        child = Lives("engine-0", (), listener, clock=LoopClock())
+        child.lives_s, child.starts = [*lives_s, 0.0], []
+        with suppress(TimeoutError):
+            await asyncio.wait_for(kept(child, folder, restarted), 10_000)
+        assert ended == len(lives_s) - lives_s.count(None)
+        ends = [start + (life or 0) for start, life in zip(child.starts, lives_s, strict=False)]
+        return [next_start - end for next_start, end in zip(child.starts[1:], ends, strict=True)]
+
+    return run_leaping(run())
+
+
 def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute(
-    now: list[float], listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    child = made(listener)
-    delays = []
-    for _ in range(9):
-        child.note_end(1, tmp_path)
-        delays.append(child.started - now[0])
-        now[0] = child.started
-    assert delays == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    expected = [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert waits_of(listener, tmp_path, *[0.0] * 9) == pytest.approx(expected)
     assert "engine-0 ended with 1; it starts again in 0.25 s" in caplog.text
-    now[0] = child.started + 60.0
-    child.note_end(1, tmp_path)
-    assert child.started - now[0] == 30, "a minute is not enough"
-    now[0] = child.started + 60.1
-    child.note_end(1, tmp_path)
-    assert child.started - now[0] == 0.25
+    assert waits_of(listener, tmp_path, 0.0, 0.0, 59.9, 60.1) == pytest.approx([0.25, 0.5, 1, 0.25])
+
+
+def test_a_start_that_the_system_refuses_is_tried_again(
+    listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert waits_of(listener, tmp_path, 0.0, None, None) == pytest.approx([0.25, 0.5, 1])
+    text = "engine-0 does not start (Resource temporarily unavailable); it starts again in 0.5 s"
+    assert text in caplog.text
+    with pytest.raises(OSError, match="temporarily"):
+        waits_of(listener, tmp_path, None)
 
 
 def test_the_gauges_of_a_child_end_with_it(listener: socket.socket, tmp_path: Path) -> None:
-    child = made(listener)
     gauges = [tmp_path / f"gauge_livesum_engine-{number}.db" for number in (0, 1)]
     for file in gauges:
         file.touch()
-    child.reports = os.open("/dev/null", os.O_RDONLY)
-    child.note_end(0, tmp_path)
-    assert child.reports is None
+    waits_of(listener, tmp_path, 0.0)
     assert [file.exists() for file in gauges] == [False, True], "its gauges end with it"
-    assert child.process is None
-    assert child.kind == "engine"
 
 
-class Killed:
+class Silent:
+    """A process that ends when it is killed.
+
+    Attributes:
+        killed: the times at which it was killed.
+    """
+
     def __init__(self) -> None:
-        self.times = 0
+        self.killed: list[float] = []
 
     def kill(self) -> None:
-        self.times += 1
+        self.killed.append(asyncio.get_running_loop().time())
+
+    def wait(self) -> int:
+        return -9
 
 
-@pytest.mark.parametrize(("heard", "limit_s"), [(None, 600.0), (1000.0, 8.0)])
+@pytest.mark.parametrize(("reports_at", "limit_s"), [((), 600.0), ((5.0, 12.5), 8.0)])
 def test_a_silent_child_is_killed(
-    now: list[float], listener: socket.socket, heard: float | None, limit_s: float,
+    listener: socket.socket,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    child, process = made(listener), Killed()
-    child.kill_if_silent()  # not started
-    running: Any = process
-    child.process, child.started, child.heard = running, 1000.0, heard
-    child.kill_if_silent()
-    assert process.times == 0, "it is not listened to"
-    child.reports = os.open("/dev/null", os.O_RDONLY)
-    now[0] += limit_s - 0.1
-    child.kill_if_silent()
-    assert process.times == 0
-    now[0] += 0.1
-    child.kill_if_silent()
-    assert process.times == 1
-    assert child.reports is None
+    reports_at: Sequence[float],
+    limit_s: float,
+) -> None:
+    async def run() -> tuple[list[float], int, bool]:
+        child, process, reports = made(listener), Silent(), asyncio.StreamReader()
+        running: Any = process
+        child.process = running
+        for at in reports_at:
+            asyncio.get_running_loop().call_at(at, reports.feed_data, b"1")
+        code = await child._watch(reports)
+        assert child.process is None
+        return process.killed, code, child.ready.is_set()
+
+    (killed,), code, is_ready = run_leaping(run())
+    assert killed == pytest.approx(limit_s + max(reports_at, default=0.0), abs=1.0)
+    assert (code, is_ready) == (-9, bool(reports_at))
     assert f"engine-0 has not reported for {limit_s:.0f} s; it is replaced" in caplog.text
-    child.kill_if_silent()
-    assert process.times == 1
 
 
 def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: Path) -> None:
     child = made(listener, REPORTS)
-    before = time.monotonic()
-    child.start((tmp_path / "e.sock",), Settings(), tmp_path)
-    assert child.process is not None
-    assert child.started >= before
-    assert child.process.wait(20) == 0
-    assert child.listen()
-    assert child.heard is not None
-    assert not child.listen()
-    assert (child.reports, child.heard) == (None, None)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    async def run() -> int:
+        reports = await child._start((tmp_path / "e.sock",), Settings(), tmp_path)
+        return await child._watch(reports)
+
+    assert asyncio.run(run()) == 0
+    assert child.ready.is_set()
+    assert child.process is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_child_that_ends_before_it_is_ready_is_not_started_again(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    child = made(listener, (sys.executable, "-S", "-c", "raise SystemExit(3)"))
+    assert asyncio.run(kept(child, tmp_path)) == 3
 
 
 def test_a_child_that_does_not_start_leaves_no_descriptor(
@@ -245,7 +311,7 @@ def test_a_child_that_does_not_start_leaves_no_descriptor(
     child = made(listener, ("/no/such/program",))
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="No such file"):
-        child.start((), Settings(), tmp_path)
+        asyncio.run(kept(child, tmp_path))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert child.process is None
 
@@ -271,7 +337,7 @@ def test_children_end_in_time_or_are_killed(listener: socket.socket) -> None:
 class Process:
     """A process that notes what is done to it; `wait` moves the clock if it does not end."""
 
-    def __init__(self, name: str, notes: list[str], clock: list[float], ends: bool = True) -> None:
+    def __init__(self, name: str, notes: list[str], clock: VirtualClock, ends: bool) -> None:
         self.name, self.notes, self.clock, self.ends = name, notes, clock, ends
 
     def note(self, what: str) -> None:
@@ -286,7 +352,7 @@ class Process:
     def wait(self, timeout: float | None = None) -> None:
         self.note(f"wait {timeout}")
         if timeout is not None and not self.ends:
-            self.clock[0] += timeout
+            self.clock.now += timeout
             raise subprocess.TimeoutExpired(self.name, timeout)
 
 
@@ -309,15 +375,17 @@ def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_all_children_share_one_time(listener: socket.socket, now: list[float]) -> None:
+def test_all_children_share_one_time(listener: socket.socket) -> None:
+    clock = VirtualClock(1000.0)
+
     def ending(ends: bool, grace_s: float) -> list[str]:
         """Return what happens to two running children and to one that does not run."""
         notes: list[str] = []
         children = [made(listener) for _ in range(3)]
         for child, name in zip(children, ("a", "b"), strict=False):
-            process: Any = Process(name, notes, now, ends)
+            process: Any = Process(name, notes, clock, ends)
             child.process = process
-        end_all(children, grace_s)
+        end_all(children, grace_s, clock)
         return notes
 
     assert ending(False, 4.0) == [

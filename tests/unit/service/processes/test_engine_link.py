@@ -1,12 +1,9 @@
 """The queue of a front end, with engine processes that are played by hand."""
 
 import asyncio
-import concurrent.futures
 import struct
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +11,23 @@ import numpy as np
 import pytest
 
 from cloze.model_store.batch import Encoding
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     NO_WAIT,
     BatchResult,
     EngineDead,
     ExpectedWait,
+    LineKey,
     Overloaded,
     ShuttingDown,
     Submission,
+    Terms,
 )
-from cloze.service.processes import frames, frontend
-from cloze.service.processes.frontend import EngineLink, RemoteQueue, _settle
+from cloze.service.processes import frames
+from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from tests.encodings import submit
 from tests.leaping_loop import run_leaping
-from tests.waiting import wait_until
+from tests.virtual_time import VirtualClock
 
 
 class Wire:
@@ -58,10 +58,10 @@ class Wire:
 class Engines:
     """Links to engine processes, and a queue on them."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, clock: Clock = CLOCK) -> None:
         self.up = asyncio.Event()
         self.links = [
-            EngineLink(Path(f"engine-{n}.sock"), ["bert@1"], self.up) for n in range(count)
+            EngineLink(Path(f"engine-{n}.sock"), ["bert@1"], self.up, clock) for n in range(count)
         ]
         self.wires: list[Wire] = []
         self.queue = RemoteQueue(self.links, 0)
@@ -79,7 +79,12 @@ class Engines:
         message = frames.encode_answer(frames.Answer(run.number, outcome, wait))
         self.links[number].received(memoryview(message))
 
-    def submit(self, tokens: int = 3, **options: Any) -> Future[BatchResult]:
+    def wait(
+        self, client: str = "a", tokens: int = 3, timeout_s: float | None = None
+    ) -> ExpectedWait:
+        return self.queue.expected_wait(client, LineKey.of(tokens, timeout_s), tokens)
+
+    def submit(self, tokens: int = 3, **options: Any) -> Submission:
         array = np.arange(tokens, dtype=np.int32)
         return submit(self.queue, [Encoding(array, array)], time.monotonic() + 60, **options)
 
@@ -97,22 +102,17 @@ def on_loop(test: Callable[[], None]) -> None:
 def test_a_request_is_sent_and_answered() -> None:
     def test() -> None:
         engines = Engines()
-        assert engines.queue.dead == "engine-0 has not started yet"
+        assert engines.queue.dead_reason == "engine-0 has not started yet"
         assert engines.queue.precision() == ""
         wire = engines.start()
         assert engines.up.is_set()
-        assert engines.queue.dead is None
+        assert engines.queue.dead_reason is None
         assert engines.queue.precision() == "int8"
-        future = engines.submit(3, client="someone", timeout_s=2.5, accepted=True, trace="t")
+        future = engines.submit(3, client="someone", timeout_s=2.5, trace="t")
         assert engines.queue.state.tokens == 3
         (run,) = wire.runs
-        sent = run.submission
-        assert (sent.client, sent.timeout_s, sent.accepted, sent.trace) == (
-            "someone",
-            2.5,
-            True,
-            "t",
-        )
+        sent = run.terms
+        assert (sent.client, sent.timeout_s, sent.trace) == ("someone", 2.5, "t")
         assert (run.model, sent.later_round) == (0, False)
         engines.answer(0, run, RESULT)
         assert future.result(0).queue_s == 0.25
@@ -126,7 +126,7 @@ def test_a_model_has_a_queue_on_all_engines() -> None:
     def test() -> None:
         engines = Engines(2)
         other = RemoteQueue(engines.links, 1)
-        assert other.dead == "engine-0 has not started yet; engine-1 has not started yet"
+        assert other.dead_reason == "engine-0 has not started yet; engine-1 has not started yet"
         served = [frames.EngineModel("bert@1", "int8"), frames.EngineModel("qa@1", "fp32")]
         engines.links[1].models = served
         assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
@@ -152,8 +152,8 @@ def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> None:
         one, two = engines.start(0), engines.start(1)
         for tokens in (5, 3, 1, 1):
             engines.submit(tokens)
-        assert [len(run.submission.encodings[0]) for run in one.runs] == [5]
-        assert [len(run.submission.encodings[0]) for run in two.runs] == [3, 1, 1]
+        assert [len(run.encodings[0]) for run in one.runs] == [5]
+        assert [len(run.encodings[0]) for run in two.runs] == [3, 1, 1]
         assert engines.queue.state.tokens == 10
 
     on_loop(test)
@@ -187,7 +187,7 @@ def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
         first = engines.start()
         sent = engines.submit(3)
         engines.links[0].lost()
-        assert engines.queue.dead == "the process of engine-0 ended"
+        assert engines.queue.dead_reason == "the process of engine-0 ended"
         assert engines.links[0].keeps_requests
         kept = engines.submit(4)
         assert len(first.runs) == 1
@@ -195,8 +195,8 @@ def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
         cancelled.cancel()
         second = engines.start()
         assert not engines.links[0].keeps_requests
-        assert [len(run.submission.encodings[0]) for run in second.runs] == [3, 4]
-        assert [run.submission.later_round for run in second.runs] == [True, False], (
+        assert [len(run.encodings[0]) for run in second.runs] == [3, 4]
+        assert [run.terms.later_round for run in second.runs] == [True, False], (
             "one was admitted before"
         )
         assert not sent.done()
@@ -245,7 +245,10 @@ def test_a_kept_request_goes_to_the_engine_that_starts_again() -> None:
         engines.links[1].lost()
         engines.submit()
         assert [link.tokens for link in engines.links] == [0, 3]
-        assert engines.queue.dead == "engine-0 has not started yet; the process of engine-1 ended"
+        assert (
+            engines.queue.dead_reason
+            == "engine-0 has not started yet; the process of engine-1 ended"
+        )
 
     on_loop(test)
 
@@ -254,24 +257,21 @@ def test_an_engine_with_other_models_is_not_used() -> None:
     def test() -> None:
         engines = Engines()
         engines.start(reference="bert@2")
-        assert engines.queue.dead == "engine-0 serves other models than this front end"
+        assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
         assert not engines.up.is_set()
 
     on_loop(test)
 
 
-def test_a_draining_queue_takes_only_what_was_accepted() -> None:
+def test_a_drain_is_for_those_who_ask() -> None:
     def test() -> None:
         engines = Engines()
         engines.start()
         assert not engines.queue.draining
         engines.queue.drain()
         assert engines.queue.draining
-        with pytest.raises(ShuttingDown):
-            engines.submit()
-        engines.submit(accepted=True)
-        engines.submit(later_round=True)
-        assert engines.queue.state.tokens == 6
+        engines.submit()  # who submits has come before the drain
+        assert engines.queue.state.tokens == 3
 
     on_loop(test)
 
@@ -285,37 +285,34 @@ def test_a_closed_queue_fails_what_is_pending() -> None:
         with pytest.raises(ShuttingDown, match="before this request was answered"):
             await asyncio.wrap_future(future)
         with pytest.raises(ShuttingDown):
-            engines.submit(accepted=True)
+            engines.submit()
         engines.links[0].lost()
         with pytest.raises(ShuttingDown):
-            engines.submit(accepted=True)
+            engines.submit()
 
     asyncio.run(run())
 
 
-def test_the_expected_wait_is_the_shortest_of_the_running_engines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> None:
     def test() -> None:
-        engines = Engines(3)
-        assert engines.queue.expected_wait("a", 3, None) == NO_WAIT
-        now = [1000.0]
-        monkeypatch.setattr(frontend.time, "monotonic", lambda: now[0])
+        clock = VirtualClock(1000.0)
+        engines = Engines(3, clock)
+        assert engines.wait() == NO_WAIT
         for number, wait_s in enumerate((5.0, 3.0, 1.0)):
             wire = engines.start(number)
             engines.submit(3, client="a")
             engines.answer(number, wire.runs[-1], RESULT, wait_s)
-            engines.links[number].dead = "not now"
-        assert engines.queue.expected_wait("a", 3, None) == NO_WAIT
-        engines.links[0].dead = engines.links[1].dead = None
-        assert engines.queue.expected_wait("a", 3, None).seconds == 3.0
-        assert engines.queue.expected_wait("b", 3, None) == NO_WAIT
-        assert engines.queue.expected_wait("a", 3, 2.5) == NO_WAIT, "another line"
-        assert engines.queue.expected_wait("a", 5000, None) == NO_WAIT
-        now[0] += 2.0
-        assert engines.queue.expected_wait("a", 3, None).seconds == 1.0
-        now[0] += 2.0
-        assert engines.queue.expected_wait("a", 3, None).seconds == 0.0
+            engines.links[number].dead_reason = "not now"
+        assert engines.wait() == NO_WAIT
+        engines.links[0].dead_reason = engines.links[1].dead_reason = None
+        assert engines.wait().seconds == 3.0
+        assert engines.wait("b") == NO_WAIT
+        assert engines.wait(timeout_s=2.5) == NO_WAIT, "another line"
+        assert engines.wait(tokens=5000) == NO_WAIT
+        clock.now += 2.0
+        assert engines.wait().seconds == 1.0
+        clock.now += 2.0
+        assert engines.wait().seconds == 0.0
 
     on_loop(test)
 
@@ -331,7 +328,7 @@ def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> 
             engines.submit(client=name)
             engines.answer(0, wire.runs[-1], RESULT, 3.0)
             assert len(engines.links[0]._waits) == kept
-            assert engines.queue.expected_wait(name, 3, None).seconds > 2.9
+            assert engines.wait(name).seconds > 2.9
 
     on_loop(test)
 
@@ -342,11 +339,10 @@ def test_defaults_of_a_request() -> None:
         wire = engines.start()
         engines.submit()
         (run,) = wire.runs
-        sent = run.submission
-        assert sent._replace(encodings=()) == Submission(sent.deadline)
+        assert run.terms == Terms(run.terms.deadline)
         assert engines.queue.state.backlog_s == 0
         engines.submit(is_bulk=True, later_round=True)
-        sent = wire.runs[-1].submission
+        sent = wire.runs[-1].terms
         assert (sent.is_bulk, sent.later_round) == (True, True)
 
     on_loop(test)
@@ -407,11 +403,11 @@ def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
         running = asyncio.ensure_future(link.run())
         async with asyncio.timeout(20):
             await up.wait()
-            assert link.dead is None
+            assert link.dead_reason is None
             arrived.clear()
             accepted[0].close()
             await arrived.wait()
-            while link.dead is not None:
+            while link.dead_reason is not None:
                 await asyncio.sleep(0.001)
             assert len(accepted) == 2
             array = np.arange(3, dtype=np.int32)
@@ -425,21 +421,6 @@ def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
         server.close()
 
     asyncio.run(main())
-
-
-def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
-    def test() -> None:
-        engines = Engines()
-        engines.start()
-        future = engines.submit()
-        thread = threading.Thread(target=lambda: concurrent.futures.wait([future], 20))
-        thread.start()
-        wait_until(lambda: bool(future._waiters))  # type: ignore[attr-defined]
-        future.cancel()
-        thread.join(10)
-        assert not thread.is_alive()
-
-    on_loop(test)
 
 
 def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
@@ -456,11 +437,15 @@ def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
 
 
 def test_a_future_that_has_ended_keeps_its_end() -> None:
-    future: Future[BatchResult] = Future()
-    future.cancel()
-    _settle(future, RESULT)
-    _settle(future, EngineDead("late"))
-    assert future.cancelled()
+    cancelled = Submission(Terms(1.0), ())
+    cancelled.cancel()
+    cancelled.end(RESULT)
+    cancelled.end(EngineDead("late"))
+    assert cancelled.cancelled()
+    ended = Submission(Terms(1.0), ())
+    ended.end(RESULT)
+    ended.end(EngineDead("late"))
+    assert ended.result(0) is RESULT
 
 
 def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
@@ -474,7 +459,7 @@ def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
         hasty.cancel()  # as `RequestWatch` does at the deadline
         kept = engines.submit(5)
         wire = engines.start()
-        assert [len(run.submission.encodings[0]) for run in wire.runs] == [3, 5]
+        assert [len(run.encodings[0]) for run in wire.runs] == [3, 5]
         for run in wire.runs:
             engines.answer(0, run, RESULT)
         assert patient.result(0)
@@ -491,7 +476,7 @@ def test_an_engine_with_other_models_ends_no_wait() -> None:
         engines.links[0].lost()
         engines.start(reference="bert@2")
         assert engines.links[0].keeps_requests
-        assert engines.queue.dead == "engine-0 serves other models than this front end"
+        assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
         await asyncio.sleep(60)
         assert not future.done()
         wire = engines.start()

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,23 @@ from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchFill,
     BatchReport,
-    BatchResult,
     EngineFailed,
     ExpectedWait,
+    LineKey,
     Overloaded,
     QueueState,
     Rejection,
     StartupError,
     Submission,
+    Terms,
 )
-from cloze.service.metrics import Metrics
-from cloze.service.metrics.metrics import model_labels
+from cloze.service.models.served_models import ServedModel
+from cloze.service.observe.metrics import Metrics, model_labels
 from cloze.service.processes import engine_process, frames
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frames import MAX_UNSENT_BYTES
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
-from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
 from tests.encodings import submit
@@ -63,20 +62,20 @@ class Queue(Scheduler):
     """
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.terms: list[Submission] = []
+        self.terms: list[Terms] = []
         self.failure: Exception | None = None
         self.asked: list[tuple[Any, ...]] = []
         super().__init__(engine, LIMITS)
         self.start()
 
-    def submit(self, submission: Submission) -> Future[BatchResult]:
-        self.terms.append(submission._replace(encodings=()))
+    def submit(self, submission: Submission) -> None:
+        self.terms.append(submission.terms)
         if self.failure is not None:
             raise self.failure
-        return super().submit(submission)
+        super().submit(submission)
 
-    def expected_wait(self, *asked: Any, **further: Any) -> ExpectedWait:
-        self.asked.append((*asked, *further.items()))
+    def expected_wait(self, *asked: Any) -> ExpectedWait:
+        self.asked.append(asked)
         return ExpectedWait(2.5, 0.5)
 
     @property
@@ -143,7 +142,7 @@ class Process:
 def run(number: int = 7, tokens: int = 3, *, model: int = 0, **terms: Any) -> frames.Run:
     fields = {"deadline": time.monotonic() + 60} | terms
     batch = [encodings.encoding([1] * tokens, embed=True)]
-    return frames.Run(number, model, Submission(encodings=batch, **fields))
+    return frames.Run(number, model, Terms(**fields), batch)
 
 
 @pytest.fixture
@@ -175,7 +174,6 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
         terms = {
             "client": "someone",
             "timeout_s": 4.5,
-            "accepted": True,
             "trace": "00-1",
             "is_bulk": True,
         }
@@ -185,11 +183,11 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
         assert [(model.reference, model.precision) for model in greeting.models] == [
             ("tiny@3", "int8"), ("other@1", "fp32"),
         ]  # fmt: skip
-        assert process.queues[0].terms == [Submission(deadline, later_round=True, **terms)]
+        assert process.queues[0].terms == [Terms(deadline, later_round=True, **terms)]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]
         assert answer.wait == ExpectedWait(2.5, 0.5)
-        assert process.queues[0].asked == [("someone", 3, 4.5, ("is_bulk", True))]
+        assert process.queues[0].asked == [("someone", LineKey(0, 4, is_bulk=True), 3)]
         process.receive(run(8, model=1))
         await process.answers(2)
         assert len(process.queues[1].terms) == 1
@@ -206,7 +204,7 @@ def test_a_refusal_is_answered(on_loop: OnLoop) -> None:
         assert (answer.number, str(answer.outcome)) == (9, "full")
         assert (answer.outcome.retry_after_s, answer.outcome.reason) == (3.0, Rejection.QUEUE_FULL)
         assert answer.wait == ExpectedWait(2.5, 0.5)
-        assert process.queues[0].asked == [("", 5, None, ("is_bulk", False))]
+        assert process.queues[0].asked == [("", LineKey(0, 0), 5)]
         assert process.channel._pending == {}
 
     on_loop(test)

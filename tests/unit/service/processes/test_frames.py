@@ -62,27 +62,23 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True)
-    assert not [value for value in terms[2:] if value in terms._field_defaults.values()]
-    decoded = arrived(Run(11, 3, terms._replace(encodings=ENCODINGS)))
-    assert (decoded.number, decoded.model) == (11, 3)
-    assert decoded.submission._replace(encodings=()) == terms
-    encodings = decoded.submission.encodings
+    terms = core.Terms(12.5, "someone", 4.5, "00-ab-cd-01", True, True)
+    assert not [value for value in terms[1:] if value in terms._field_defaults.values()]
+    decoded = arrived(Run(11, 3, terms, ENCODINGS))
+    assert (decoded.number, decoded.model, decoded.terms) == (11, 3, terms)
+    encodings = decoded.encodings
     assert [e.input_ids.tolist() for e in encodings] == [[1, 2, 3], [4, 5], [6]]
     assert [e.token_type_ids.tolist() for e in encodings] == [[0, 0, 1], [1, 1], [0]]
     assert [dict(e.requests) for e in encodings] == [SHARED, MASKED, SHARED]
 
 
 def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
-    plain = core.Submission(2.0)
-    decoded = arrived(Run(1, 0, plain._replace(encodings=ENCODINGS[:1]))).submission
-    assert decoded._replace(encodings=()) == plain
-    assert (decoded.accepted, decoded.later_round, decoded.client) == (False, False, "")
-    assert (decoded.timeout_s, decoded.trace, decoded.is_bulk) == (None, "", False)
+    terms = arrived(Run(1, 0, core.Terms(2.0), ENCODINGS[:1])).terms
+    assert terms == core.Terms(2.0, "", None, "", is_bulk=False, later_round=False)
 
 
 def test_shared_requests_are_sent_once() -> None:
-    first, second, third = arrived(Run(1, 0, core.Submission(2.0, ENCODINGS))).submission.encodings
+    first, second, third = arrived(Run(1, 0, core.Terms(2.0), ENCODINGS)).encodings
     assert first.requests is third.requests
     assert first.requests is not second.requests
 
@@ -160,7 +156,7 @@ def changed(message: bytes, old: object, new: object) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-RUN = encode_run(Run(1, 77, core.Submission(2.0, ENCODINGS[:2])))
+RUN = encode_run(Run(1, 77, core.Terms(2.0), ENCODINGS[:2]))
 MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
 IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
 TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
@@ -281,7 +277,7 @@ def test_a_view_of_a_message_is_decoded() -> None:
     assert isinstance(run, Run)
     assert run.number == 1
     with pytest.raises(ValueError, match="read-only"):
-        run.submission.encodings[0].input_ids[0] = 9
+        run.encodings[0].input_ids[0] = 9
 
 
 def test_every_field_of_a_result_must_be_there() -> None:

@@ -1,5 +1,6 @@
 """The supervisor with small children: their start, their end, their restarts, and signals."""
 
+import asyncio
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ class Server:
             self.address = listener.getsockname()
 
             def run() -> int:
-                return Supervisor(settings, listener, self.folder, self.command).run()
+                return asyncio.run(Supervisor(settings, listener, self.folder, self.command).run())
 
             with forked(run, self.folder.parent / "output") as self.fork:
                 listener.close()
@@ -115,7 +116,7 @@ def is_alive(pid: int) -> bool:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server(tmp_path)
     # So that only events wake the supervisor.
-    monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 30.0)
+    monkeypatch.setattr(children_module, "_LOOK_EVERY_S", 30.0)
     monkeypatch.setattr(supervisor_module, "FRONTEND_COMMAND", made.command)
     return made
 
@@ -223,7 +224,7 @@ def test_a_child_that_does_not_report_is_replaced(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children_module, "_SILENT_S", 0.3)
-    monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(children_module, "_LOOK_EVERY_S", 0.2)
     server.tell("beats")
     with server.serving():
         silent = server.tell("silent", "engine-1")
@@ -248,7 +249,7 @@ def test_nobody_is_replaced_when_all_processes_were_stopped(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children_module, "_SILENT_S", 0.5)
-    monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(children_module, "_LOOK_EVERY_S", 0.1)
     server.tell("beats")
     with server.serving():
         pids = [pid for event, _, pid in server.events if event == "start"]
@@ -262,7 +263,7 @@ def test_nobody_is_replaced_when_all_processes_were_stopped(
 def test_processes_that_only_start_are_not_ready_after_a_stop(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(children_module, "_LOOK_EVERY_S", 0.1)
     waits = server.tell("wait", "engine-1")
     with server.running():
         wait_until(lambda: bool(server.pids("engine-1") and server.pids("engine-0", "ready")))

@@ -28,15 +28,16 @@ from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
+from cloze.service.http.body import RequestLimits
+from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, Callers, RequestRecord
+from cloze.service.http.record import RECORD, Callers
 from cloze.service.http.routes import Route
-from cloze.service.http.watch import RequestWatch
-from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline
+from cloze.service.models.pipeline import Models, Pipeline
+from cloze.service.models.served_models import ServedModel
+from cloze.service.observe.metrics import Metrics
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
-from cloze.service.served_models import ServedModel
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
 
@@ -165,10 +166,12 @@ class Service:
             served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
             pipelines.append(Pipeline(served, LIMITS))
         self.state, self.scope = State(), dict[str, Any]()
-        self.seen: RequestRecord
+        self.seen: ServedRequest
         self._callers = callers or Callers(max_timeout_s=60.0)
         self.metrics = Metrics([pipeline.manifest.reference for pipeline in pipelines])
-        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), UnreadAnswers(1_000_000)
+        self.limits = RequestLimits(
+            ByteBudget("bodies", 1_000_000), ByteBudget("unread answers", 1_000_000)
+        )
         self.context = ProtocolContext(
             tasks,
             Models(pipelines, tasks.values()),
@@ -176,7 +179,7 @@ class Service:
             self.state,
             BODY_LIMITS,
             MAX_TEXTS,
-            RequestWatch(30.0, self.bodies, self.answers),
+            self.limits,
             has_keys=self._callers.keys is not None,
         )
         self.routes = [r for protocol in PROTOCOLS for r in protocol.routes(self.context)]

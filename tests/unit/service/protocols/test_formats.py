@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from starlette.requests import Request
 
 from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
-from cloze.service.http.record import RECORD, Callers
-from cloze.service.http.routes import JSON, NPY
+from cloze.service.http.routes import NPY
 from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
 from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
-from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskContext, TextUsage
+from cloze.service.tasks.task import PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.text_classification import LabelScore
+from cloze.service.tasks.wire import NoParameters
 from tests.unit.service.protocols.service import Service
 
 # ---- binary tensors ----------------------------------------------------------------------------
@@ -32,9 +31,9 @@ def packed(*texts: bytes) -> bytes:
 
 
 def test_the_json_ends_where_the_header_says() -> None:
-    head, rest = tensors.split(b'{"a":1}xyz', "7")
+    head, rest = tensors.split(b'{"a":1}xyz', b"7")
     assert (head, bytes(rest)) == (b'{"a":1}', b"xyz")
-    head, rest = tensors.split(b"{}", "2")
+    head, rest = tensors.split(b"{}", b"2")
     assert (head, bytes(rest)) == (b"{}", b"")
     head, rest = tensors.split(b"{}", None)
     assert (head, bytes(rest)) == (b"{}", b"")
@@ -43,7 +42,7 @@ def test_the_json_ends_where_the_header_says() -> None:
 @pytest.mark.parametrize("length", ["0", "3", "-1", "x", "", "1" * 16, "\u00b2", "1.0"])
 def test_lengths_outside_the_body(length: str) -> None:
     with pytest.raises(MalformedRequest, match="a whole number from 1 to the 2 bytes of the body"):
-        tensors.split(b"{}", length)
+        tensors.split(b"{}", length.encode("latin-1"))
 
 
 def test_texts_are_their_bytes() -> None:
@@ -200,29 +199,24 @@ def test_vectors_and_their_counts() -> None:
 # ---- vectors -----------------------------------------------------------------------------------
 
 
-def asking(accept: str | None = None) -> Request:
-    headers = [] if accept is None else [(b"accept", accept.encode())]
-    scope: Any = {"type": "http", "method": "POST", "path": "/embed", "headers": headers}
-    scope[RECORD] = Callers().record(scope, "/embed")
-    return Request(scope)
-
-
 RAW = "application/octet-stream"
 ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
 
 
 def response_of(accept: str) -> tuple[bytes, dict[str, str]]:
-    response = native.vector_bytes(ROWS, *native.accepted(asking(accept)))
+    chosen = native.vector_format(accept.encode())
+    assert chosen is not None
+    response = native.vector_bytes(ROWS, *chosen)
     return bytes(response.body), {n.decode(): v.decode() for n, v in response.raw_headers}
 
 
 @pytest.mark.parametrize(
     "accept",
-    [None, "", "*/*", "application/json", "text/html", f"{RAW};q=0.5, application/json", f"{RAW};q=0",
+    ["", "*/*", "application/json", "text/html", f"{RAW};q=0.5, application/json", f"{RAW};q=0",
      f"application/json, {RAW}", f"{RAW}, application/json", "application/*", f"{RAW};q=0.2, */*;q=0.3"],
 )  # fmt: skip
-def test_vectors_are_json_unless_another_type_is_preferred(accept: str | None) -> None:
-    assert native.accepted(asking(accept)) == (JSON, "float32")
+def test_vectors_are_json_unless_another_type_is_preferred(accept: str) -> None:
+    assert native.vector_format(accept.encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -256,10 +250,10 @@ def test_vectors_of_fewer_bits() -> None:
     assert (zeros.tolist(), scale) == ([[0, 0]], 1.0)
     for accept in (f"{RAW}; dtype=float64", f"{NPY}; dtype="):
         with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
-            native.accepted(asking(accept))
-    native.accepted(asking(f"{RAW}; dtype=int8"))
+            native.vector_format(accept.encode())
+    native.vector_format(f"{RAW}; dtype=int8".encode())
     with pytest.raises(InvalidRequest) as refused:
-        native.accepted(asking(f"{RAW}; dtype={'x' * 99}"))
+        native.vector_format(f"{RAW}; dtype={'x' * 99}".encode())
     assert str(refused.value) == (
         f"Accept asks for dtype '{'x' * 40}'; there are float32, float16, int8, ubinary"
     )
@@ -291,16 +285,18 @@ class Outer(LenientModel):
 
 
 def test_unknown_fields_are_named_in_a_warning() -> None:
-    def warned(**fields: Any) -> Any:
-        return ignored_fields(Outer.model_validate(fields))
+    def warned(**fields: Any) -> str:
+        body = Outer.model_validate(fields)
+        return ignored_fields(body, body.parameters or Inner())
 
-    assert warned() == warned(parameters={"known": 1}) == ()
-    assert warned(a=1, parameters={"b": 2}) == ("ignored unknown fields: a, parameters.b",)
+    assert warned(a=1, parameters={"b": 2}) == "ignored unknown fields: a, parameters.b"
     many = {f"f{n}": 1 for n in range(9)}
-    assert warned(**many) == ("ignored unknown fields: f0, f1, f2, f3, f4, f5, f6, f7 and 1 more",)
-    assert " more" not in warned(**dict(list(many.items())[:8]))[0]
-    assert warned(**{"x" * 41: 1}) == (f"ignored unknown fields: {'x' * 40}",)
-    assert warned(**{"é\n": 1}) == ("ignored unknown fields: \\xe9\\n",)
+    assert warned(**many) == "ignored unknown fields: f0, f1, f2, f3, f4, f5, f6, f7 and 1 more"
+    assert " more" not in warned(**dict(list(many.items())[:8]))
+    assert warned(**{"x" * 41: 1}) == f"ignored unknown fields: {'x' * 40}"
+    assert warned(**{"é\n": 1}) == "ignored unknown fields: \\xe9\\n"
+    at_root = Inner.model_validate({"a": 1})
+    assert ignored_fields(at_root, at_root) == "ignored unknown fields: a"
 
 
 # ---- bodies of tasks ---------------------------------------------------------------------------

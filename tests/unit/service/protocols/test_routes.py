@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from cloze.service.core import Rejection
-from cloze.service.http.memory_limit import Hold
+from cloze.service.http.bytes_held import Hold
 from cloze.service.http.routes import NPY, RAW
 from cloze.service.protocols import protocol
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import OneLabel, Service
 
@@ -106,14 +107,14 @@ def test_headers_of_an_answer(service: Service) -> None:
         assert 0 <= int(response.headers[name]) < 30_000
     assert response.headers["x-total-time"] == response.headers["x-compute-time"]
     assert service.seen.model == "small@1"
-    cost = service.seen.cost
-    assert (cost.texts, cost.tokens) == (2, 13)
-    total_ms = 1000 * (cost.timings.tokenize_s + cost.timings.queue_s + cost.timings.inference_s)
+    seen = service.seen
+    assert (seen.texts, seen.tokens) == (2, 13)
+    total_ms = 1000 * (seen.tokenize_s + seen.queue_s + seen.inference_s)
     assert int(response.headers["x-compute-time"]) == round(total_ms)
     parts = {
-        "x-tokenization-time": cost.timings.tokenize_s,
-        "x-queue-time": cost.timings.queue_s,
-        "x-inference-time": cost.timings.inference_s,
+        "x-tokenization-time": seen.tokenize_s,
+        "x-queue-time": seen.queue_s,
+        "x-inference-time": seen.inference_s,
     }
     for name, seconds in parts.items():
         assert int(response.headers[name]) == round(1000 * seconds)
@@ -135,15 +136,15 @@ def test_the_number_of_texts_of_a_request(
     service: Service, path: str, body: dict[str, Any], texts: int
 ) -> None:
     ok(service.post(path, body))
-    assert service.seen.cost.texts == texts
+    assert service.seen.texts == texts
 
 
 def test_a_request_without_the_engine_costs_no_tokens(alone: Service) -> None:
     ok(alone.post("/tokenize", {"inputs": "the"}))
-    assert (alone.seen.cost.tokens, alone.seen.cost.truncated) == (0, 0)
+    assert (alone.seen.tokens, alone.seen.truncated) == (0, 0)
     ok(alone.post("/embed", {"inputs": ["the", "the " * 45]}))
-    assert alone.seen.cost.tokens > 0
-    assert alone.seen.cost.truncated == 1
+    assert alone.seen.tokens > 0
+    assert alone.seen.truncated == 1
 
 
 def test_the_model_that_a_request_names(service: Service) -> None:
@@ -165,11 +166,11 @@ def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
     response = service.post("/embed_all", many)
     assert len(ok(response)) == 290
     assert len(response.content) > 65_536
-    hold = service.seen.hold
+    hold = service.seen.answer
     assert isinstance(hold, Hold)
     assert hold.size == len(response.content)
     ok(service.post("/fill-mask", {"inputs": "the [MASK]"}))
-    assert service.seen.hold is None
+    assert service.seen.answer is None
 
 
 PAIR = {"question": "the", "context": "the the"}
@@ -177,8 +178,8 @@ PAIR = {"question": "the", "context": "the the"}
 
 def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     many = {"inputs": [[109] * 8] * 290}
-    for client in ("x", "x", "y"):
-        alone._runner.run(alone.answers.begin(client))
+    for _ in range(3):
+        alone._runner.run(alone.limits.begin_answer(ServedRequest()))
     status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
     assert (status, message) == (504, "no answer within the limit of 400 ms")
     assert alone.seen.rejection is Rejection.STATED_LIMIT
@@ -219,8 +220,8 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
 )
 def test_which_answers_are_large(path: str, large: Any, small: Any, alone: Service) -> None:
     """A large answer is decoded and written on a thread, when it is its turn."""
-    for client in ("x", "x", "y"):
-        alone._runner.run(alone.answers.begin(client))
+    for _ in range(3):
+        alone._runner.run(alone.limits.begin_answer(ServedRequest()))
     limit = {"x_request_timeout_ms": "400"}
     extra = {"model": "tiny", "input_type": "search_document"} if path == "/v2/embed" else {}
     assert alone.post(path, small | extra, **limit).status_code == 200

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
 from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
+from cloze.service.threads import Abandoned, run_on_thread
 from tests.unit.service.tasks.model import CONTEXT, ids
 
 READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
@@ -25,7 +25,7 @@ QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)], np.arange(1))
     "work",
     [
         lambda: TOKENIZE.prepare("the", TokenizeParameters(), CONTEXT),
-        lambda: [list(text.parts()) for text in TOKENIZE.decode(READY.state, [], CONTEXT)],
+        lambda: TOKENIZE.decode(READY.state, [], CONTEXT),
         lambda: DECODE.decode(DECODING.state, [], CONTEXT),
         lambda: best_answers(
             QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4), SpanMemory()

@@ -17,7 +17,7 @@ from cloze.service.tasks.answer_spans import (
     first_ends,
 )
 from cloze.service.tasks.windows import Bounds
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
 
 
 def asking(context: str, spans: Spans, context_start: int, windows: list[Bounds]) -> Question:

@@ -9,7 +9,6 @@ import pytest
 from cloze.model_store.heads import ArrayResult, Pooling
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.service.core import EmptyRequest, InvalidRequest, WrongTask
-from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.similarity import SimilarityInputs, TokenPair
 from cloze.service.tasks.task import TextUsage
 from tests.unit.service.tasks.model import (
@@ -63,7 +62,10 @@ def test_a_vector_has_length_one_if_the_model_says_so() -> None:
 
 
 def test_a_vector_of_zeros_stays_zero() -> None:
-    assert normalized(np.zeros((1, 3), np.float32)).tolist() == [[0, 0, 0]]
+    request = prepared("embed", "the")
+    assert decoded("embed", request, vectors([0, 0, 0, 0])).tolist() == [[0, 0, 0, 0]]
+    similar = prepared("similarity", compared("a"))
+    assert decoded("similarity", similar, vectors([0, 0, 0, 0], [1, 0, 0, 0])) == [0]
 
 
 def test_leading_dimensions_are_kept_and_then_scaled() -> None:

@@ -213,27 +213,27 @@ def test_parameters_at_their_limits() -> None:
 
 def test_predictions_and_masks_are_limited_per_request() -> None:
     prepared("fill-mask", ["[MASK]"] * 3, top_k=20)
-    with pytest.raises(InvalidRequest, match="more than 60 predictions"):
+    with pytest.raises(InvalidRequest, match=r"64 predictions \(masks x top_k\); the limit is 60"):
         prepared("fill-mask", ["[MASK] [MASK]", "[MASK] [MASK]"], top_k=16)
     prepared("fill-mask", "[MASK] [MASK] [MASK]", top_k=1)
     with pytest.raises(InvalidRequest, match="holds 4 mask tokens; the limit is 3"):
         prepared("fill-mask", "[MASK] [MASK] [MASK] [MASK]", top_k=1)
     with pytest.raises(InvalidRequest, match=r"holds no mask token; put \[MASK\]"):
         prepared("fill-mask", "the door")
-    with pytest.raises(InvalidRequest, match=r"sequences would hold more than \d+ tokens"):
+    with pytest.raises(InvalidRequest, match=r"texts hold \d+ tokens; the limit is \d+"):
         prepared("fill-mask", "the [MASK]", limited(max_request_tokens=1), top_k=50)
 
 
 def test_calls_that_take_long() -> None:
-    def takes_long(**parameters: Any) -> bool:
+    def needs_thread(**parameters: Any) -> bool:
         task = TASKS["fill-mask"]
-        return task.takes_long(task.parameters.model_validate(parameters))
+        return task.needs_thread(task.parameters.model_validate(parameters))
 
-    assert not takes_long()
-    assert not takes_long(targets=["a"])
-    assert takes_long(decode="beam")
-    assert takes_long(targets=["a"], targets_as="words")
-    assert takes_long(original="a")
+    assert not needs_thread()
+    assert not needs_thread(targets=["a"])
+    assert needs_thread(decode="beam")
+    assert needs_thread(targets=["a"], targets_as="words")
+    assert needs_thread(original="a")
 
 
 # ---- long texts: the model reads 12 tokens -----------------------------------------------------
@@ -407,7 +407,7 @@ def test_the_rounds_of_joint_fillings_are_limited(
             "fill-mask", text, limited(max_request_tokens=need - 1), decode=method, top_k=top_k
         )
     with pytest.raises(
-        InvalidRequest, match=f"compares {results} predictions; .* is {results - 1}|more than"
+        InvalidRequest, match=f"compares {results} predictions; .* is {results - 1}|masks x top_k"
     ):
         prepared(
             "fill-mask",

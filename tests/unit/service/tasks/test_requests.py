@@ -45,7 +45,7 @@ def named(name: str, text: str) -> Any:
         ("text-classification", [TextPair(text="a", text_pair="")], r"inputs\[0\]\.text_pair"),
         ("nsp", Pair(text="", next="a"), r"inputs\.text"),
         ("nsp", [Pair(text="a", next="")], r"inputs\[0\]\.next"),
-        ("nsp", Candidates(text="a", candidates=["a", ""]), r"inputs\.candidates\[1\]\.next"),
+        ("nsp", Candidates(text="a", candidates=["a", ""]), r"inputs\.candidates\[1\]"),
         ("score", ["a", ""], r"inputs\[1\]"),
         ("score", "", "inputs"),
         ("fill-mask", ["[MASK]", ""], r"inputs\[1\]"),
@@ -185,7 +185,7 @@ def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:
     # 2 texts x 5 predictions x tokens per text: 2 masks x 3 tokens, 1 mask x 2 tokens.
     texts = ["[MASK] [MASK] a", "[MASK] a"]
     prepared("fill-mask", texts, limited(max_request_tokens=10))  # 30 + 10 written
-    with pytest.raises(InvalidRequest, match="sequences would hold more than 36 tokens"):
+    with pytest.raises(InvalidRequest, match=r"texts hold 40 tokens; the limit is 36"):
         prepared("fill-mask", texts, limited(max_request_tokens=9))
 
 
@@ -204,11 +204,11 @@ def test_the_usage_of_a_short_text() -> None:
 def test_only_some_tasks_take_long() -> None:
     for name, task in TASKS.items():
         if name != "fill-mask":
-            assert task.takes_long(task.parameters()) == (
+            assert task.needs_thread(task.parameters()) == (
                 name in ("score", "zero-shot-classification")
             ), name
-    assert TASKS["embed"].takes_long(TASKS["embed"].parameters(spans=[(0, 1)]))
-    assert TASKS["redact"].takes_long(TASKS["redact"].parameters(patterns=["EMAIL"]))
+    assert TASKS["embed"].needs_thread(TASKS["embed"].parameters(spans=[(0, 1)]))
+    assert TASKS["redact"].needs_thread(TASKS["redact"].parameters(patterns=["EMAIL"]))
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def test_any_other_model_ranks_by_the_similarity_of_embeddings(model: TaskContex
 def test_a_model_without_labels_does_not_classify() -> None:
     described = CONTEXT.manifest
     without = described.model_copy(update={"heads": {}})
-    assert not rerank.classifies(without)
-    assert not rerank.classifies(described)
-    assert rerank.classifies(CLASSIFIER.manifest)
+    assert rerank.scorer_of(without) == "similarity"
+    assert rerank.scorer_of(described) == "similarity"
+    assert rerank.scorer_of(CLASSIFIER.manifest) == "classifier"
 
 
 def test_texts_of_equal_score_keep_their_order() -> None:
@@ -123,7 +123,7 @@ def test_long_texts_are_cut_as_asked() -> None:
     for parameters in ({"truncate": False}, {"long_text": "error"}):
         with pytest.raises(InvalidRequest, match=r"texts\[0\] has 15 tokens; the model reads 12"):
             asked([long], **parameters)
-        with pytest.raises(InvalidRequest, match=r"sentences\[0\] has 12 tokens; .* reads 10"):
+        with pytest.raises(InvalidRequest, match=r"texts\[0\] has 12 tokens; .* reads 10"):
             asked([long], CONTEXT, **parameters)
 
 

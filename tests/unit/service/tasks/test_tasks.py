@@ -94,7 +94,7 @@ def test_a_task_accepts_its_examples(name: str, body: dict[str, Any]) -> None:
     values = body.pop("parameters", {}) | body
     parameters = task.parameters.model_validate(values)
     assert task.prepare(inputs, parameters, WIDE).encodings
-    task.takes_long(parameters)
+    task.needs_thread(parameters)
 
 
 @pytest.mark.parametrize("name", TASKS)

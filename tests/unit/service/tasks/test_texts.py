@@ -3,11 +3,9 @@
 import pytest
 
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks.task import (
-    INPUTS,
-    check_range,
-)
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.wire import check_range
 from tests.unit.service.tasks.model import LIMITS
 
 
@@ -41,22 +39,22 @@ def test_the_side_to_cut() -> None:
 
 
 def test_one_input_or_a_list() -> None:
-    assert LIMITS.listed("a") == [(INPUTS, "a")]
-    assert LIMITS.listed([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text
-    assert LIMITS.listed(["a"] * 4) == [(INPUTS.below(index), "a") for index in range(4)]
-    assert str(LIMITS.listed([[5], [6]])[1][0]) == "inputs[1]"
+    assert LIMITS.checked("a") == [(INPUTS, "a")]
+    assert LIMITS.checked([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text
+    assert LIMITS.checked(["a"] * 4) == [(INPUTS.below(index), "a") for index in range(4)]
+    assert str(LIMITS.checked([[5], [6]])[1][0]) == "inputs[1]"
     with pytest.raises(EmptyRequest):
-        LIMITS.listed([])
+        LIMITS.checked([])
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
-        LIMITS.listed(["a"] * 5)
+        LIMITS.checked(["a"] * 5)
 
 
 def test_limits_are_inclusive() -> None:
-    LIMITS.check_text("a" * 200, INPUTS)
+    LIMITS.checked("a" * 200, INPUTS)
     with pytest.raises(InvalidRequest, match="inputs has 201 characters; the limit is 200"):
-        LIMITS.check_text("a" * 201, INPUTS)
+        LIMITS.checked("a" * 201, INPUTS)
     with pytest.raises(EmptyRequest, match="inputs is empty"):
-        LIMITS.check_text("", INPUTS)
+        LIMITS.checked("", INPUTS)
     LIMITS.check_results(60, "the texts need")
     with pytest.raises(InvalidRequest, match="the texts need 61 predictions; the limit is 60"):
         LIMITS.check_results(61, "the texts need")

@@ -20,17 +20,15 @@ from tests.unit.service.tasks.model import (
 )
 
 
-def tokenized(
-    inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
-) -> PreparedRequest[list[token_ids.TokenizedText]]:
+def tokenized(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> PreparedRequest[Any]:
     made = token_ids.TokenizeParameters(**parameters)
     return TOKENIZE.prepare(inputs, made, model)
 
 
 def all_tokens(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> list[list[Token]]:
     request = tokenized(inputs, model, **parameters)
-    texts = TOKENIZE.decode(request.state, [], model)
-    return [[token for part in text.parts() for token in part] for text in texts]
+    tokens: list[list[Token]] = TOKENIZE.decode(request.state, [], model)
+    return tokens
 
 
 def test_the_tasks_are_named_as_their_routes() -> None:
@@ -70,7 +68,7 @@ def test_places_are_in_bytes_of_the_text() -> None:
     )
     for index, character in enumerate(text):
         prefix = text[: index + 1]
-        assert token_ids._byte_ends(text)[index + 1] == len(prefix.encode()), character
+        assert token_ids.byte_ends(text)[index + 1] == len(prefix.encode()), character
 
 
 def test_an_unknown_token_has_the_text_that_stands_there() -> None:
@@ -89,13 +87,11 @@ def test_a_prompt_is_part_of_the_text() -> None:
         tokenized("the", prompt_name="no")
 
 
-def test_a_long_text_is_written_in_parts() -> None:
+def test_a_long_text_has_its_tokens_in_order() -> None:
     model = limited(max_text_characters=10_000, max_results=5000)
-    [text] = TOKENIZE.decode(tokenized("a b " * 1025, model).state, [], model)
-    parts = list(text.parts())
-    assert [len(part) for part in parts] == [1, 1024, 1024, 2, 1]
-    assert [t.text for part in parts[1:-1] for t in part] == ["a", "b"] * 1025
-    assert [t.start for part in parts[1:-1] for t in part] == list(range(0, 4100, 2))
+    [tokens] = all_tokens("a b " * 1025, model)
+    assert [t.text for t in tokens[1:-1]] == ["a", "b"] * 1025
+    assert [t.start for t in tokens[1:-1]] == list(range(0, 4100, 2))
 
 
 def test_a_text_of_spaces_has_special_tokens_only() -> None:

@@ -8,7 +8,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from cloze.service.tasks import rerank
 from cloze.service.tasks.embed import EmbedParameters
 from cloze.service.tasks.similarity import SimilarityInputs
-from cloze.service.tasks.task import (
+from cloze.service.tasks.texts import TruncationParameters
+from cloze.service.tasks.wire import (
     Count,
     CountOrZero,
     NoParameters,
@@ -17,7 +18,6 @@ from cloze.service.tasks.task import (
     TokenIds,
     WireModel,
 )
-from cloze.service.tasks.texts import TruncationParameters
 
 IDS = TypeAdapter(TokenIds)
 

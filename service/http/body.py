@@ -1,0 +1,181 @@
+"""Reads the bodies of requests, and ends requests that take too long or whose client leaves."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from anyio import CancelScope
+from starlette.requests import Request
+
+from cloze.service.core import (
+    ClientGone,
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestTooLarge,
+    ServiceError,
+    SlowRequest,
+    UnsupportedEncoding,
+)
+from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
+from cloze.service.http.gunzip import gunzip
+from cloze.service.http.record import RECORD
+from cloze.service.request import ServedRequest
+from cloze.service.threads import run_on_thread
+
+_QUICKLY_S = 0.05
+"""A body that arrives within this time leaves the request's time limit as it is."""
+
+_DISCARD_FACTOR = 8
+"""Multiple of the size limit up to which an oversized body of unknown length is discarded.
+
+Many clients read the error response only after they have sent the whole body.
+"""
+
+_WRITERS = 3
+"""Most large answers that are decoded and written at once.
+
+Decoding needs the interpreter, so more of them at once would need more memory and no less time.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class RequestLimits:
+    """The limits of time and memory of the requests of one process, on one event loop.
+
+    A request has two phases with the same longest time: its body is read, and then it is answered.
+
+    Attributes:
+        bodies: the bytes of the bodies of requests that have not ended.
+        answers: the bytes of the answers that are written, or that clients have not read.
+        writers: the turns to decode and write a large answer.
+    """
+
+    bodies: ByteBudget
+    answers: ByteBudget
+    writers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WRITERS))
+
+    @contextmanager
+    def request(self, request: Request) -> Iterator[ServedRequest]:
+        """Limit the time of a request of the current task, and raise why it ends early.
+
+        Raises:
+            InvalidRequest: the time limit or the class that the request states is malformed.
+            SlowRequest: the body did not arrive in time.
+            DeadlineExceeded: the request has a body, but no answer in time.
+            ClientGone: the client closed its connection.
+        """
+        record: ServedRequest = request.scope[RECORD]
+        if record.terms_problem:
+            raise InvalidRequest(record.terms_problem)
+        left_s = record.deadline - time.monotonic()
+        scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
+        record.scope, connection = scope, record.connection
+        if connection is not None:
+            connection.on_lost = scope.cancel
+            if connection.is_lost:
+                scope.cancel()
+        try:
+            with scope:
+                yield record
+        finally:
+            record.scope = None
+            if connection is not None:
+                connection.on_lost = None
+            if record.body is not None:
+                self.bodies.release(record.body)
+            if record.is_writing:
+                self.writers.release()
+        if scope.cancelled_caught:
+            raise _why_ended(record)
+
+    async def read(self, request: Request, limit: int) -> bytes:
+        """Return the body of a request, decompressed.
+
+        Raises:
+            RequestTooLarge: the body, or what it is decompressed to, has more than ``limit`` bytes.
+                If its announced length is larger, it is refused before it arrives.
+            UnsupportedEncoding: the body is compressed, but not by gzip.
+            MalformedRequest: the body cannot be decompressed.
+            Overloaded: the bodies of other requests need the memory.
+            ClientGone: the client closed its connection.
+        """
+        record: ServedRequest = request.scope[RECORD]
+        if (record.length or 0) > limit:
+            raise RequestTooLarge(f"the body has {record.length} bytes; the limit is {limit}")
+        encoding = record.first.get(b"content-encoding", b"identity").strip().lower()
+        if encoding not in (b"identity", b"gzip"):
+            shown = ascii(encoding.decode("latin-1"))[:60]
+            raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
+        began, received, more = time.monotonic(), 0, True
+        chunks: list[bytes] = []
+        while more and received <= limit * _DISCARD_FACTOR:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client closed its connection before its body was whole")
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            received += len(chunk)
+            record.received = received
+            if received > limit:
+                chunks.clear()
+                if record.body is not None:
+                    self.bodies.shrink(record.body, 0)
+                continue
+            if received > SMALL_BYTES:
+                await self._hold(record, received)
+            chunks.append(chunk)
+        if received > limit:
+            raise RequestTooLarge(f"the body has at least {received} bytes; the limit is {limit}")
+        record.received = None
+        if (now := time.monotonic()) - began > _QUICKLY_S and record.scope is not None:
+            record.deadline = now + record.limit_s
+            record.scope.deadline = asyncio.get_running_loop().time() + record.limit_s
+        data = b"".join(chunks)
+        if encoding == b"identity":
+            record.body_bytes = len(data)
+            return data
+        # What the content may have at most is held until it is known.
+        hold = await self._hold(record, len(data) + limit)
+        content = await run_on_thread(gunzip, data, limit)
+        record.body_bytes = len(content)
+        self.bodies.shrink(hold, len(content) if len(content) > SMALL_BYTES else 0)
+        return content
+
+    async def _hold(self, record: ServedRequest, size: int) -> Hold:
+        """Wait until the body of a request may hold so many bytes, within its time."""
+        hold: Hold = record.body or Hold(record.client)
+        record.body = hold
+        await self.bodies.grow(hold, size, record.deadline - time.monotonic())
+        return hold
+
+    async def begin_answer(self, record: ServedRequest) -> None:
+        """Wait until a large answer may be decoded and written."""
+        await self.writers.acquire()
+        record.is_writing = True
+
+    def hold_answer(self, record: ServedRequest, size: int) -> None:
+        """Hold the bytes of an answer until `sent`.
+
+        Raises:
+            Overloaded: clients have not read so many answers that there is no room.
+        """
+        if size > SMALL_BYTES:
+            record.answer = Hold(record.client)
+            self.answers.take(record.answer, size)
+
+    def sent(self, record: ServedRequest) -> None:
+        """Release the bytes of an answer, which its client has read, or never will."""
+        if record.answer is not None:
+            self.answers.release(record.answer)
+            record.answer = None
+
+
+def _why_ended(record: ServedRequest) -> ServiceError:
+    """Return why a request ended early."""
+    limit = f"the limit of {record.limit_s * 1000:.0f} ms"
+    if record.connection is not None and record.connection.is_lost:
+        return ClientGone("the client closed its connection")
+    if record.received is not None:
+        return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
+    return DeadlineExceeded(f"no answer within {limit}")

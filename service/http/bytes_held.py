@@ -1,0 +1,144 @@
+"""Bounds the bytes that the bodies, or the answers, of a process hold at once."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cloze.service.core import Overloaded, Rejection
+
+SMALL_BYTES = 65_536
+"""Bodies and answers up to this size are not counted; the number of connections bounds them."""
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What one body or one answer of a client holds of a `ByteBudget`."""
+
+    client: str
+    size: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A hold that waits until it may have some bytes more."""
+
+    hold: Hold
+    more: int
+    granted: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class ByteBudget:
+    """The bytes of one purpose in a process. First come, first served; one client gets half.
+
+    The hold that came first, and the first one of each client, may always grow. So half-sent bodies
+    cannot wait for each other for ever, and what is held exceeds the limit by two bodies at most.
+
+    For example, of 32 MB one client has 16 MB for its two bodies of 8 MB. Its third one waits until
+    one of these is answered, while a body of another client goes on.
+
+    Args:
+        what: what holds the bytes, in the plural, for errors.
+        most: bytes in all.
+        longest_wait_s: longest wait for room; 0: as long as the request may take.
+    """
+
+    def __init__(self, what: str, most: int, longest_wait_s: float = 0.0) -> None:
+        self._what, self._most, self._longest_wait_s = what, most, longest_wait_s
+        self._share = most - most // 2
+        self._holds: dict[Hold, None] = {}  # in the order in which they came
+        self._held = 0
+        self._by_client: Counter[str] = Counter()
+        self._waiting: dict[Hold, _Waiter] = {}
+
+    async def grow(self, hold: Hold, size: int, left_s: float) -> None:
+        """Wait until a hold may have ``size`` bytes in all; `release` must follow in any case.
+
+        Args:
+            hold: what holds them.
+            size: the bytes.
+            left_s: seconds that are left to the request.
+
+        Raises:
+            Overloaded: there was no room in time.
+        """
+        if size <= hold.size:
+            return
+        self._holds.setdefault(hold)
+        waiter = _Waiter(hold, size - hold.size)
+        self._waiting[hold] = waiter
+        self._wake()
+        if waiter.granted.done():
+            return
+        try:
+            async with asyncio.timeout(min(self._longest_wait_s or left_s, left_s)):
+                await waiter.granted
+        except TimeoutError:
+            raise self._refusal(hold.client, waiter.more) from None
+        finally:
+            self._waiting.pop(hold, None)
+
+    def take(self, hold: Hold, size: int) -> None:
+        """Let a new hold have ``size`` bytes now.
+
+        Raises:
+            Overloaded: there is no room for them.
+        """
+        self._holds.setdefault(hold)
+        if not (self._in_share(hold, size) and self._in_limit(hold, size)):
+            raise self._refusal(hold.client, size)
+        self._add(hold, size)
+
+    def shrink(self, hold: Hold, size: int) -> None:
+        """Release what a hold has above ``size`` bytes."""
+        if hold.size > size:
+            self._add(hold, size - hold.size)
+            self._wake()
+
+    def release(self, hold: Hold) -> None:
+        """Forget a hold."""
+        if hold in self._holds:
+            del self._holds[hold]
+            self._add(hold, -hold.size)
+            self._wake()
+
+    def _add(self, hold: Hold, more: int) -> None:
+        hold.size += more
+        self._held += more
+        self._by_client[hold.client] += more
+        if not self._by_client[hold.client]:
+            del self._by_client[hold.client]
+
+    def _in_share(self, hold: Hold, more: int) -> bool:
+        """Whether the share of its client lets a hold have so many bytes more."""
+        if self._by_client[hold.client] + more <= self._share:
+            return True
+        return next(other for other in self._holds if other.client == hold.client) is hold
+
+    def _in_limit(self, hold: Hold, more: int) -> bool:
+        return self._held + more <= self._most or next(iter(self._holds)) is hold
+
+    def _wake(self) -> None:
+        """Let the holds that wait grow, the first one first, as far as there is room."""
+        if not self._waiting:
+            return
+        for hold in [hold for hold in self._holds if hold in self._waiting]:
+            waiter = self._waiting[hold]
+            if not self._in_share(hold, waiter.more):
+                continue
+            if not self._in_limit(hold, waiter.more):
+                return  # later ones must not take the room for which it waits
+            del self._waiting[hold]
+            self._add(hold, waiter.more)
+            if not waiter.granted.done():
+                waiter.granted.set_result(None)
+
+    def _refusal(self, client: str, more: int) -> Overloaded:
+        own = self._by_client[client]
+        whose, held, limit = "all clients", self._held, f"the limit of {self._most}"
+        if own + more > self._share:
+            whose, held, limit = "this client", own, f"its share of {self._share}"
+        holding = f"the {self._what} of {whose} hold {held} bytes"
+        message = f"{holding}; with {more} more they would pass {limit}"
+        return Overloaded(message, 1, Rejection.MEMORY)

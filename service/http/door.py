@@ -1,0 +1,270 @@
+"""The door of the application: who may enter, who is refused because the server is full, who waits.
+
+Without the door, a refusal costs almost as much as an answer, and under an overload refusals take
+the processor from the answers. The scheduler decides on the same figures, with the tokens of the
+request, which the door estimates by the size of the body.
+
+A refused request is told when to come back; see `Returns`.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cloze.service.batching.admission import DrainRate, WaitLimits
+from cloze.service.core import (
+    ExpectedWait,
+    LineKey,
+    Overloaded,
+    Rejection,
+    ServiceError,
+    ShuttingDown,
+)
+from cloze.service.http.record import RECORD, Access
+from cloze.service.http.returns import RefusedLine, Returns
+from cloze.service.http.routes import GateModel, Handler, Respond
+from cloze.service.request import ServedRequest
+
+_BYTES_PER_TOKEN: Final = 5.0
+"""Bytes of a body per token of its texts before an answer says more: English words."""
+
+_BYTES_OF_A_TOKEN: Final = (2.0, 16.0)
+"""What one answer may say at least and at most: a text that is cut has bytes without tokens."""
+
+_PER_TURN: Final = 4
+"""Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
+
+_RATE_LASTS_S: Final = 2.0
+"""Time after which a measured rate is forgotten: later requests may cost less."""
+
+
+class Starts:
+    """The requests of one process that are admitted and have not started.
+
+    A few start per turn of the event loop, the clients by turns. The headers of thousands of
+    requests may arrive in one turn. If the handlers of all of them ran in the next one, probes and
+    refusals would wait for seconds.
+
+    For example, with 4 per turn, a client whose 100 requests arrived before the one of another
+    client has started 4 of them when that one starts.
+
+    Attributes:
+        unsubmitted: (client, line) -> tokens of these requests.
+        requests: client -> number of these requests.
+        waiting: number of requests that wait for a later turn.
+    """
+
+    def __init__(self) -> None:
+        self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
+        self.requests: Counter[str] = Counter()
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
+        self.waiting = 0
+        self._started = 0  # in this turn
+        self._rate = DrainRate()
+        self._measured = 0.0  # `time.monotonic` time of the last turn with a line
+
+    async def wait(self, client: str, line: LineKey, tokens: int) -> None:
+        """Wait for the turn of a request, whose tokens count meanwhile."""
+        if not self.waiting and self._started < _PER_TURN:
+            if not self._started:
+                asyncio.get_running_loop().call_soon(self._turn)
+            self._started += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(client, deque()).append(turn)
+        self.waiting += 1
+        self.requests[client] += 1
+        self.unsubmitted[client, line] += tokens
+        try:
+            await turn
+        finally:
+            self.requests[client] -= 1
+            self.unsubmitted[client, line] -= tokens
+            if not self.requests[client]:
+                del self.requests[client]
+            if not self.unsubmitted[client, line]:
+                del self.unsubmitted[client, line]
+
+    def expected_wait_s(self, client: str) -> float:
+        """Return the seconds until a request of a client that arrives now starts."""
+        rate = self._rate.per_s
+        if not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
+            return 0.0
+        own = len(self._lines.get(client, ())) + 1
+        clients = len(self._lines) + (own == 1)
+        return min(self.waiting, own * clients) / rate
+
+    def _turn(self) -> None:
+        """Start the requests of the next turn."""
+        self._started = 0
+        if not self.waiting:
+            return
+        while self.waiting and self._started < _PER_TURN:
+            client, line = next(iter(self._lines.items()))
+            turn = line.popleft()
+            del self._lines[client]
+            if line:
+                self._lines[client] = line  # behind the other clients
+            self.waiting -= 1
+            self._started += 1
+            if not turn.done():
+                turn.set_result(None)
+        self._measured = time.monotonic()
+        self._rate.count(self._measured, self._started, waiting=self.waiting > 0)
+        asyncio.get_running_loop().call_soon(self._turn)
+
+
+class Gate:
+    """Decides which requests wait for a model.
+
+    The body names the model, and the gate sees only the head. So it refuses a request only if the
+    line of each model of the route is full.
+
+    Args:
+        routes: route, as in `Paths` -> the served models, the default first.
+        limits: how long requests may wait.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, Sequence[GateModel]],
+        limits: WaitLimits,
+        starts: Starts,
+        returns: Returns,
+    ) -> None:
+        self._routes = {  # one model per queue, the first, and the default before all
+            route: [*{one.folder or one.reference: one for one in reversed(models)}.values()][::-1]
+            for route, models in routes.items()
+        }
+        self._limits, self._starts, self._returns = limits, starts, returns
+        self._bytes_per_token: dict[str, float] = {}  # by route, a moving average of answers
+
+    async def pass_through(self, request: ServedRequest) -> None:
+        """Let a request wait for its turn, or refuse it.
+
+        Raises:
+            Overloaded: the request would wait for too long, or others were refused before it.
+            ShuttingDown: the server drains.
+        """
+        served = self._routes.get(request.route)
+        if not served:
+            return
+        if served[0].queue.draining:
+            raise ShuttingDown("the server is shutting down")
+        client, stated_s, is_bulk = request.client, request.stated_s, request.is_bulk
+        each = self._bytes_per_token.get(request.route, _BYTES_PER_TOKEN)
+        tokens = 1 + int((request.length or 0) / each)
+        line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
+        if not request.terms_problem:  # else the handler writes that error
+            unstarted = self._starts.unsubmitted[client, line]
+            wait, request.model = min(
+                (one.queue.expected_wait(client, line, tokens, unstarted), one.reference)
+                for one in served
+            )
+            self._check(request, self._with_starts(wait, client), self._refused_line(request))
+            request.model = ""
+        await self._starts.wait(client, line, tokens)
+
+    def _with_starts(self, wait: ExpectedWait, client: str) -> ExpectedWait:
+        """Return an expected wait with that for the requests that have not started."""
+        starts = self._starts
+        if not starts.waiting:
+            return wait
+        return ExpectedWait(
+            wait.seconds + starts.expected_wait_s(client),
+            wait.per_request_s,
+            wait.requests + starts.requests[client],
+        )
+
+    def _check(self, request: ServedRequest, wait: ExpectedWait, line: RefusedLine) -> None:
+        """Raise `Overloaded` if a request may not wait so long, or others come before it."""
+        limits, stated_s = self._limits, request.stated_s
+        excess_s = partial(limits.excess_s, wait, stated_s, is_bulk=request.is_bulk)
+        if excess_s(share=self._returns.share(request.connection, line, request.arrived)) <= 0:
+            self._returns.admitted(request)
+            return
+        room_s = excess_s()
+        message = "requests that were refused before go first"
+        if room_s > 0:
+            message = limits.describe_excess(wait, stated_s)
+        raise Overloaded(message, max(0.0, room_s), Rejection.WAIT, wait.per_request_s)
+
+    def _refused_line(
+        self, request: ServedRequest, reason: Rejection = Rejection.WAIT
+    ) -> RefusedLine:
+        """Return the line of a request among those that were refused."""
+        patience = LineKey.of(0, request.stated_s).patience
+        return RefusedLine(reason, request.model, request.client, patience, request.is_bulk)
+
+    async def refused(self, request: ServedRequest, error: Overloaded) -> None:
+        """Set when a refused request may come back, and hold its refusal."""
+        line = self._refused_line(request, error.reason)
+        after_s, hold_s = self._returns.refuse(
+            request, line, time.monotonic(), error.retry_after_s, error.each_s
+        )
+        error.retry_after_s = after_s - hold_s
+        if hold_s:
+            # The frames of the traceback refer to the body.
+            error.__traceback__ = error.__context__ = None
+            await asyncio.sleep(hold_s)
+
+    def answered(self, request: ServedRequest) -> None:
+        """Learn from an answer how many bytes of a body there are per token.
+
+        A wrong number leads to the wrong class of size, whose line may be empty. Then requests pass
+        the gate that the queue refuses.
+        """
+        if not request.tokens or not request.length or b"content-encoding" in request.first:
+            return
+        least, most = _BYTES_OF_A_TOKEN
+        one = min(max(request.length / request.tokens, least), most)
+        mean = self._bytes_per_token.get(request.route, one)
+        self._bytes_per_token[request.route] = mean + 0.05 * (one - mean)
+
+
+class Door:
+    """The ASGI application of all routes, which calls the handlers of POST routes without a router.
+
+    `docs/decisions/0007` has the measured difference.
+
+    Args:
+        access: refuses requests without a key, and requests for another host.
+        gate: refuses requests of a full server.
+        router: answers all requests but those with a handler.
+        handlers: the handlers of POST routes by path.
+        respond: returns the response to a `ServiceError`.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        gate: Gate,
+        router: ASGIApp,
+        handlers: Mapping[str, Handler],
+        respond: Respond,
+    ) -> None:
+        self._access, self._gate = access, gate
+        self._router, self._handlers, self._respond = router, handlers, respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request, record = Request(scope, receive), scope[RECORD]
+        is_post = record.method == "POST"
+        handler = self._handlers.get(record.path) if is_post else None
+        try:
+            self._access.check(record)
+            if is_post:
+                await self._gate.pass_through(record)
+            if handler is None:
+                await self._router(scope, receive, send)
+                return
+            response = await handler(request)
+        except ServiceError as error:
+            response = await self._respond(request, error)
+        await response(scope, receive, send)

@@ -1,0 +1,379 @@
+"""The path of a request through the service: tokenize, wait for the engine, decode.
+
+`Pipeline` handles the requests of one served model under one deadline. `Models` chooses the
+pipeline of a request. The module depends neither on HTTP nor on a particular task.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from cloze.model_store import Manifest
+from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
+from cloze.model_store.heads import HEADS
+from cloze.service.core import (
+    BatchResult,
+    OtherEmbeddingSpace,
+    ServiceError,
+    ShuttingDown,
+    StartupError,
+    Submission,
+    Terms,
+    UnknownModel,
+    WrongTask,
+    quoted,
+)
+from cloze.service.models.served_models import ServedModel
+from cloze.service.request import ServedRequest
+from cloze.service.settings import Settings
+from cloze.service.tasks import Task, TaskContext, TaskLimits
+from cloze.service.tasks.task import Outputs
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import run_on_thread
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 4_000
+"""Shorter requests are tokenized on the event loop.
+
+Tokenizing so few bytes takes at most about 1 ms, less than two thread switches under load.
+"""
+
+_INLINE_ROWS = 64
+"""Most rows of an answer that is decoded on the event loop; see `PreparedRequest.answer_rows`."""
+
+_REPEATED_BYTES = 65_536
+"""A longer request has a large answer: it may repeat texts, and escaping one takes up to 1 ms."""
+
+_VIEWS = 1024
+"""Sets of models whose views are remembered; each limited API key has a set."""
+
+_SHOWN_NAMES = 30
+"""Most names of models in an error."""
+
+_SPACES = 128
+"""Recipes of vectors whose spaces a model remembers."""
+
+
+def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
+    """Return the limits of a request to a model."""
+    return TaskLimits(
+        max_tokens=manifest.limits.max_tokens,
+        max_masks=settings.max_masks,
+        max_top_k=settings.max_top_k,
+        max_results=settings.max_request_results,
+        max_request_tokens=settings.max_request_tokens,
+        max_text_characters=settings.max_text_characters,
+        max_request_texts=settings.max_request_texts,
+    )
+
+
+async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread unless it takes a short time."""
+    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
+
+
+async def _at_once() -> None:
+    """Return at once."""
+
+
+class Completions:
+    """Passes the ends of requests from worker threads to the event loop.
+
+    A worker ends the requests of a batch one after another. The first one wakes the event loop,
+    which then finds the others.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[asyncio.Future[None]] = deque()
+        self._is_awake = False
+
+    async def wait(self, request: Submission) -> BatchResult:
+        """Return the result of a request; cancel the request if this coroutine is cancelled.
+
+        Raises:
+            ServiceError: the request gets no result.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+
+        def end(_: Future[BatchResult]) -> None:
+            self._ended.append(waiter)
+            if not self._is_awake:
+                self._is_awake = True
+                try:
+                    loop.call_soon_threadsafe(self._wake_waiters)
+                except RuntimeError:  # the loop has closed, so nobody waits
+                    self._is_awake = False
+
+        request.add_done_callback(end)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            request.cancel()
+            raise
+        return request.result()
+
+    def _wake_waiters(self) -> None:
+        self._is_awake = False  # before the loop: a worker may append meanwhile
+        while self._ended:
+            waiter = self._ended.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Pipeline:
+    """Answers the requests of one served model.
+
+    Models with one tokenizer may share it.
+
+    Raises:
+        StartupError: the bundle's tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        limits: TaskLimits,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.model = model
+        self.manifest: Manifest = model.bundle.manifest
+        self.reference = self.manifest.reference
+        self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
+        self._completions = Completions()
+        # Naming a space takes 10 us, and most requests have the same recipe.
+        self._spaces = lru_cache(_SPACES)(
+            lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
+        )
+
+    async def run(
+        self,
+        task: Task,
+        inputs: Any,
+        parameters: Any,
+        request: ServedRequest,
+        before_large: Callable[[], Awaitable[None]] = _at_once,
+    ) -> Any:
+        """Tokenize the texts, wait for the engine's outputs, and return the decoded value.
+
+        What else the answer needs is noted in the request, which has a number of texts only if it
+        gets a result. The tokens of each round are charged before they wait for the engine.
+        Vectors are refused if they are not in the space that the request expects.
+
+        A request of many bytes is tokenized and decoded on a thread, and `before_large` runs before
+        a large result is decoded. Cancelling this coroutine drops the encodings that have not run,
+        and ends the work of its threads at the next `check_awaited`.
+
+        Raises:
+            ServiceError: the request gets no result.
+        """
+        if self.model.queue.draining:
+            raise ShuttingDown("the server is shutting down")
+        request.began = time.monotonic()
+        inline = request.body_bytes <= _INLINE_BYTES and not task.needs_thread(parameters)
+        prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
+        request.tokenize_s = time.monotonic() - request.began
+        if request.expected_space is not None and self.model.precision():
+            self._check_space(prepared.vectors, request.expected_space)
+        terms = Terms(
+            request.deadline,
+            request.client,
+            request.stated_s,
+            request.trace.parent if request.trace is not None else "",
+            request.is_bulk,
+        )
+        submission = Submission(terms, prepared.encodings)
+        rows, last = 0, prepared
+        while True:
+            rows += last.answer_rows
+            request.tokens += submission.tokens
+            if request.key is not None:
+                request.key.take_tokens(submission.tokens, time.monotonic())
+            outputs: Outputs = []
+            if submission.tokens:  # a task without the engine has none
+                self.model.queue.submit(submission)
+                batch = await self._completions.wait(submission)
+                outputs = batch.outputs
+                request.queue_s += batch.queue_s
+                request.inference_s += batch.inference_s
+            if last.advance is None:
+                break
+            following = await run_on_thread(last.advance, outputs, self.context)
+            if following is None:
+                break
+            last = following
+            submission = Submission(terms._replace(later_round=True), last.encodings)
+        if request.expected_space is not None:  # an engine that ran has a precision
+            self._check_space(prepared.vectors, request.expected_space)
+        request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
+        if request.is_large:
+            await before_large()
+        inline = inline and not request.is_large
+        value = await run_anywhere(inline, task.decode, last.state, outputs, self.context)
+        request.texts, request.truncated = prepared.texts, prepared.truncated
+        request.warnings, request.usage = prepared.warnings, prepared.usage
+        request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)
+        return value
+
+    def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
+        """Return the name of the space of vectors, on the graph that runs; None for no vectors."""
+        return self._spaces(self.model.precision(), recipe)
+
+    def own_spaces(self) -> dict[str, str | None]:
+        """Return the names of the spaces of requests without parameters, by task."""
+        recipes = own_recipes(self.manifest)
+        return {task: self.embedding_space(recipe) for task, recipe in recipes.items()}
+
+    def _check_space(self, recipe: VectorRecipe | None, expected: str) -> None:
+        """Raise `OtherEmbeddingSpace` for vectors that are not in the expected space."""
+        if recipe is not None and (space := self.embedding_space(recipe)) != expected:
+            raise OtherEmbeddingSpace(
+                f"the request expects vectors of the embedding space {expected[:80]!a}; those of "
+                f"{self.reference} are in {space or 'one that its bundle does not name'}"
+            )
+
+
+class Models:
+    """The served models. Chooses the model that answers a request.
+
+    Args:
+        pipelines: at least one pipeline; the first that serves a task is the task's default.
+        tasks: the tasks that clients may request.
+        defaults: task -> the model that is its default instead, NAME or NAME@VERSION.
+
+    Raises:
+        StartupError: a default is of no task, or is not served, or does not serve its task.
+    """
+
+    def __init__(
+        self,
+        pipelines: Sequence[Pipeline],
+        tasks: Iterable[Task],
+        defaults: Mapping[str, str] | None = None,
+    ) -> None:
+        self.pipelines = tuple(pipelines)
+        self._tasks = tuple(tasks)
+        self._to_whom = ""
+        self.within = lru_cache(_VIEWS)(self._within)
+        self._by_name: dict[str, Pipeline] = {}
+        for pipeline in sorted(pipelines, key=lambda pipeline: pipeline.manifest.version):
+            # A name without a version stands for the newest version.
+            self._by_name[pipeline.manifest.name] = pipeline
+            self._by_name[pipeline.manifest.reference] = pipeline
+        self._served = {
+            task.name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
+            for task in self._tasks
+        }
+        self._tasks_of: dict[Pipeline, list[str]] = {pipeline: [] for pipeline in self.pipelines}
+        for name, served in self._served.items():
+            for pipeline in served:
+                self._tasks_of[pipeline].append(name)
+        for name, model in (defaults or {}).items():
+            self._set_default(name, model)
+
+    def _set_default(self, name: str, model: str) -> None:
+        """Make a model the default of a task."""
+        task = next((task for task in self._tasks if task.name == name), None)
+        if task is None:
+            known = ", ".join(task.name for task in self._tasks)
+            raise StartupError(f"default: there is no task {name!a} (there: {known})")
+        try:
+            chosen = self.choose(task, model)
+        except ServiceError as error:
+            raise StartupError(f"default of {name}: {error}") from None
+        served = self._served[name]
+        self._served[name] = [chosen, *(pipeline for pipeline in served if pipeline is not chosen)]
+
+    def _within(self, names: frozenset[str]) -> "Models":
+        """Return only the models of these names, NAME or NAME@VERSION, in the order of these."""
+        chosen = {
+            pipeline: None
+            for pipeline in self.pipelines
+            if not names.isdisjoint((pipeline.manifest.name, pipeline.reference))
+        }
+        view = Models(list(chosen), self._tasks)
+        view._to_whom = " to this key"
+        for task, served in self._served.items():  # the defaults stay first
+            view._served[task] = [pipeline for pipeline in served if pipeline in chosen]
+        return view
+
+    def serving(self, task: Task) -> Sequence[Pipeline]:
+        """Return the pipelines of the models that serve a task, the default first.
+
+        There are none if the server does not offer the task.
+        """
+        return self._served.get(task.name, ())
+
+    def tasks_of(self, pipeline: Pipeline) -> list[str]:
+        """Return the names of the tasks that a model serves."""
+        return self._tasks_of[pipeline]
+
+    def default(self, task: Task) -> Pipeline | None:
+        """Return the pipeline for requests that name no model; None if no model serves the task."""
+        return next(iter(self.serving(task)), None)
+
+    def named(self, name: str) -> Pipeline:
+        """Return the pipeline of a model, ``NAME`` or ``NAME@VERSION``.
+
+        Raises:
+            UnknownModel: no model of that name is served.
+        """
+        if (named := self._by_name.get(name)) is None:
+            names = sorted(self._by_name)
+            served = ", ".join(names[:_SHOWN_NAMES])
+            if len(names) > _SHOWN_NAMES:
+                served += f" and {len(names) - _SHOWN_NAMES} more; GET /v1/models has all"
+            raise UnknownModel(
+                f"no model {quoted(name)} is served{self._to_whom} (there: {served})"
+            )
+        return named
+
+    def choose(
+        self, task: Task, name: str | None, serving: Sequence[Pipeline] | None = None
+    ) -> Pipeline:
+        """Return the pipeline of the named model, or the task's default.
+
+        Args:
+            task: the task to serve.
+            name: ``NAME`` or ``NAME@VERSION``; None selects the task's default.
+            serving: the pipelines to choose from, the default first; None: those of the task.
+
+        Raises:
+            UnknownModel: no model of that name is served.
+            WrongTask: the model lacks a head for the task, or no served model has one.
+        """
+        serving = self.serving(task) if serving is None else serving
+        if name is None:
+            if not serving:
+                if reason := self._missing(task, self.pipelines):
+                    raise WrongTask(f"no served model can do {task.name}: {reason}")
+                if self._to_whom:
+                    raise WrongTask(f"no model that is served{self._to_whom} can do {task.name}")
+                wanted = "".join(f" --task {HEADS[head].task}" for head in task.heads)
+                raise WrongTask(
+                    f"no served model can do {task.name}; export one from a checkpoint that has "
+                    f"the head: cloze export CHECKPOINT --name NAME{wanted}, and then cloze serve"
+                )
+            return serving[0]
+        named = self.named(name)
+        if named not in serving:
+            reason = self._missing(task, [named])
+            raise WrongTask(
+                f"model {name} cannot do {task.name}"
+                + (f": {reason}" if reason else f"; it does {', '.join(self.tasks_of(named))}")
+            )
+        return named
+
+    @staticmethod
+    def _missing(task: Task, pipelines: Iterable[Pipeline]) -> str:
+        """Return why models with the heads of a task do not do it; "" if there is none."""
+        for pipeline in pipelines:
+            manifest = pipeline.manifest
+            if task.has_heads(manifest) and (reason := task.why_not_served(manifest)):
+                return f"{pipeline.reference} classifies, but {reason}"
+        return ""

@@ -1,0 +1,319 @@
+"""The served models of a process: each bundle with the queue of its engine."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import NamedTuple
+
+from cloze.model_store import Bundle, Store, StoreError
+from cloze.model_store.error_lines import first_line
+from cloze.model_store.installation import install_command
+from cloze.model_store.locations import SHIPPED_NAMES
+from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
+from cloze.service.batching.cost import largest_batch, measure_cost
+from cloze.service.batching.scheduler import Scheduler
+from cloze.service.core import (
+    AdapterRegistry,
+    BatchReport,
+    Device,
+    Engine,
+    Queue,
+    RequestedPrecision,
+    StartupError,
+)
+from cloze.service.engine.graph_choice import check_memory, memory_limit
+from cloze.service.models.adapters import (
+    AdapterBundle,
+    AdapterQueue,
+    adapter_bytes,
+    open_adapters,
+    with_engines,
+)
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
+
+log = logging.getLogger("cloze")
+
+_MOST_ALONE_THREADS = 8
+"""Most threads of a lone run. More threads were not measured, and they spin while they wait."""
+
+_JOIN_TIMEOUT_S = 5.0
+"""Longest wait for the threads of all models that are closed together."""
+
+EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
+"""Opens the engine of a bundle on a device, in a precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A bundle and the queue of its engine.
+
+    `precision` returns the precision of the engine's graph, or "" while no engine runs.
+    `adapters` has the adapters of the engine; None: the engine takes none.
+    """
+
+    bundle: Bundle
+    queue: Queue
+    precision: Callable[[], str]
+    adapters: AdapterRegistry | None = None
+
+
+def close_models(models: Iterable[ServedModel]) -> None:
+    """Fail the pending requests of models, and end the threads of their engines.
+
+    Threads that still run after `_JOIN_TIMEOUT_S` are abandoned.
+    """
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    for model in models:
+        model.queue.close(max(0.0, deadline - time.monotonic()))
+
+
+class OpenedBundles(NamedTuple):
+    """What to serve, and why adapters are left out, by folder."""
+
+    bundles: list[Bundle]
+    refused: dict[str, str]
+
+
+def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBundles:
+    """Open the bundles that the settings name, or the newest version of each name.
+
+    A bundle that several names stand for is opened once. Adapters follow the bundles, so no
+    adapter is the default of a task that a bundle serves. The log has the adapters that are left
+    out; see `open_adapters`.
+
+    Raises:
+        StartupError: the store has no bundle, or a bundle or an adapter does not open.
+    """
+    store = Store(settings.model_store)
+    try:
+        names = settings.model or in_default_order(store)
+        if not names:
+            raise StartupError(
+                f"the model store {settings.model_store} has no bundle; "
+                "make one with `cloze export SOURCE --name NAME`"
+            )
+        # NAME and NAME@VERSION may be one bundle, which has one engine.
+        bundles = [*{bundle.path: bundle for bundle in map(store.open, names)}.values()]
+    except StoreError as error:
+        raise StartupError(str(error)) from error
+    adapters = open_adapters(settings.adapter, bundles, settings.adapter_memory_mb, running)
+    for reason in adapters.refused.values():
+        log.error("an adapter is left out: %s", reason)
+    return OpenedBundles([*bundles, *adapters.bundles], adapters.refused)
+
+
+def kept_reasons(settings: Settings) -> dict[str, str]:
+    """Return why a reload keeps a model, by its full name, if the store has a newer version.
+
+    A directory, a repository or an address stands for the version that it had at the start.
+    """
+    newest: dict[str, int] = {}
+    try:
+        references = Store(settings.model_store).references()
+    except StoreError:  # a folder that may be entered, but not listed
+        references = []
+    for stored in references:
+        name, _, version = stored.partition("@")
+        newest[name] = max(int(version), newest.get(name, 0))
+    reasons = {}
+    for reference in settings.model:
+        name, _, version = reference.partition("@")
+        if version and int(version) < newest.get(name, 0):
+            reasons[reference] = (
+                f"--model stands for this version since the start, and {name}@{newest[name]} "
+                f"is newer: start the server again, with --model {name} to follow new versions"
+            )
+    return reasons
+
+
+def in_default_order(store: Store) -> tuple[str, ...]:
+    """Return the names of all bundles: those of the package, then others, the oldest first.
+
+    A name is as old as its lowest version, so a new version changes no default.
+    """
+    oldest: dict[str, str] = {}
+    for reference in store.references():
+        oldest.setdefault(reference.split("@")[0], reference)
+
+    def age(name: str) -> tuple[datetime, str]:
+        return store.manifest(oldest[name]).created, name
+
+    shipped = [name for name in SHIPPED_NAMES if name in oldest]
+    return *shipped, *sorted(oldest.keys() - SHIPPED_NAMES, key=age)
+
+
+class LocalModels:
+    """Opens engines in this process, and starts their schedulers.
+
+    Any thread may call the callbacks.
+
+    Args:
+        make_engine: None selects `OnnxEngine`.
+        on_batch: called after each batch, with the model's full name and the report.
+        on_dead: called once per dead engine with the reason.
+        device_id: index of the GPU.
+
+    Raises:
+        StartupError: the device is missing, or the settings do not fit it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        make_engine: EngineFactory | None = None,
+        *,
+        on_batch: Callable[[str, BatchReport], None] = lambda _, __: None,
+        on_dead: Callable[[str], None] = lambda _: None,
+        device_id: int = 0,
+    ) -> None:
+        self._settings, self._on_batch, self._on_dead = settings, on_batch, on_dead
+        self._make_engine = make_engine or onnx_engine(settings, device_id)
+        self._activity = Activity()
+
+    def open(
+        self, bundles: Sequence[Bundle], running: Sequence[ServedModel] = ()
+    ) -> list[ServedModel]:
+        """Return the served models, in the order of their bundles.
+
+        Args:
+            bundles: the bundles to serve.
+            running: models that are served already; those of these bundles are returned again.
+
+        Raises:
+            StartupError: an engine does not open, or the memory cannot suffice.
+        """
+        served = {model.bundle.manifest.reference: model for model in running}
+        kept = {
+            bundle.manifest.reference: model
+            for bundle in bundles
+            if (model := served.get(bundle.manifest.reference)) is not None
+            and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
+        }
+        for bundle in bundles:
+            if isinstance(bundle, AdapterBundle) and bundle.base.manifest.reference not in kept:
+                kept.pop(bundle.manifest.reference, None)
+        settings = self._settings
+        check_memory(
+            with_engines(bundles),
+            memory_limit(),
+            settings.device,
+            settings.precision,
+            adapter_bytes(bundles, settings.adapter_memory_mb),
+        )
+        models = dict(kept)
+        try:
+            for bundle in bundles:
+                reference = bundle.manifest.reference
+                if isinstance(bundle, AdapterBundle):
+                    # One that is kept may be in another folder now, and is read again from there.
+                    adapted = _adapted(models[bundle.base.manifest.reference], bundle)
+                    models.setdefault(reference, adapted)
+                elif reference not in kept:
+                    models[reference] = self._open(bundle)
+        except BaseException:
+            close_models(models[name] for name in models.keys() - kept.keys())
+            raise
+        return [models[bundle.manifest.reference] for bundle in bundles]
+
+    def _open(self, bundle: Bundle) -> ServedModel:
+        settings, reference = self._settings, bundle.manifest.reference
+        engine = self._make_engine(bundle, settings.device, settings.precision)
+
+        def on_dead(reason: str) -> None:
+            log.error("the engine of %s is dead: %s", reference, reason)
+            self._on_dead(reason)
+
+        is_timed = not settings.max_batch_tokens and not engine.supports_varlen
+        limits = SchedulerLimits(
+            workers=settings.worker_count(engine.device),
+            max_batch_tokens=batch_tokens(bundle, engine, settings),
+            max_queue_tokens=settings.max_queue_tokens,
+            waits=WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms),
+            stall_timeout_s=settings.stall_timeout_ms / 1000,
+            canary_s=settings.canary_interval_ms / 1000,
+            batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,
+        )
+        on_batch = partial(self._on_batch, reference)
+        queue = Scheduler(
+            engine, limits, activity=self._activity, on_batch=on_batch, on_dead=on_dead
+        )
+        queue.start()
+        log.info(
+            "serving %s for %s on %s in %s, %s",
+            reference,
+            ", ".join(bundle.manifest.tasks),
+            engine.device,
+            engine.precision,
+            engine.reason,
+        )
+        return ServedModel(bundle, queue, lambda: engine.precision, engine.adapters)
+
+
+def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:
+    """Return the served model of an adapter, with the engine of its base."""
+    assert base.adapters is not None
+    base.adapters.add(bundle.key, bundle.read)
+    queue = AdapterQueue(base.queue, bundle.key, base.adapters)
+    return ServedModel(bundle, queue, base.precision)
+
+
+def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
+    """Return the factory of the engines that a server with these settings runs.
+
+    Raises:
+        StartupError: onnxruntime is not installed, or the settings ask for more threads than cores.
+    """
+    try:
+        # Front ends import this module too, and use less memory without onnxruntime.
+        from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"{error.name} is not installed; install it with: {install_command('cpu')} "
+            "(or gpu instead of cpu, for CUDA)"
+        ) from error
+    cores = available_cpus()
+    if settings.intra_op_threads > cores:
+        raise StartupError(
+            f"intra_op_threads is {settings.intra_op_threads}, but this process may use {cores} "
+            f"core{'s' * (cores > 1)}"
+        )
+    options = SessionOptions(
+        device_id,
+        settings.gpu_memory_limit_mb * 2**20,
+        settings.intra_op_threads,
+        min(cores, _MOST_ALONE_THREADS),
+        settings.adapter_memory_mb * 2**20 if settings.adapter else 0,
+    )
+    return partial(OnnxEngine, options=options)
+
+
+def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
+    """Return the batch size limit in tokens: the setting's value, or a value fitted to the engine.
+
+    An engine that supports variable-length batches runs the largest batch of that size in this
+    function, so that a lack of memory stops the start.
+
+    Raises:
+        StartupError: the engine does not run that batch.
+    """
+    requested, manifest = settings.max_batch_tokens, bundle.manifest
+    if not engine.supports_varlen:
+        return requested or CPU_BATCH_TOKENS
+    heads, longest = manifest.graph_heads, manifest.limits.max_tokens
+    batch = "even a small batch"
+    try:
+        if requested:
+            batch = f"the largest batch of the {requested} tokens that max_batch_tokens asks for"
+            engine.run(largest_batch(heads, longest, requested))
+            return requested
+        cost = measure_cost(engine, heads, longest)
+    except Exception as error:  # the runtime's errors have no common type
+        raise StartupError(
+            f"bundle {manifest.reference} does not run {batch}: {first_line(error)}"
+        ) from error
+    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
+    log.info("batches of %s hold %d tokens: %s", manifest.reference, tokens, cost)
+    return tokens

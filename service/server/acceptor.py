@@ -1,0 +1,256 @@
+"""Accepts connections, as many as the limits allow, and answers probes at once."""
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from random import getrandbits
+from ssl import SSLContext
+from typing import Final
+
+from cloze.service.http.record import Connection, is_accepted, is_address
+from cloze.service.observe.logs import LineLimit
+
+log = logging.getLogger("cloze")
+
+_ACCEPTS_PER_TURN = 16
+"""Most connections per turn. More would let one of several processes take all of a burst."""
+
+_PAUSE_S = 0.2
+"""Time without accepting after the process has run out of files or memory."""
+
+_HANDSHAKE_S = 10.0
+"""Longest duration of a TLS handshake."""
+
+_TLS_CLOSE_S = 1.0
+"""Longest wait for a client's part in the end of TLS; an idle client may not notice it."""
+
+_MOST_PROBE_BYTES: Final = 1024
+"""Longest request that is recognised as a probe."""
+
+_PROBE_HEADERS: Final = frozenset(
+    {b"host", b"user-agent", b"accept", b"accept-encoding", b"connection"}
+)
+"""Headers that leave the answer to a probe as it is."""
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits of connections.
+
+    Attributes:
+        header_timeout_s: longest time from the first byte of a request to the end of its headers.
+        idle_timeout_s: longest time without a request.
+        max_per_address: most open connections of one address; 0: no such limit.
+    """
+
+    header_timeout_s: float
+    idle_timeout_s: float
+    max_connections: int
+    max_per_address: int = 0
+
+
+class ConnectionTable:
+    """The open connections of a process.
+
+    Attributes:
+        is_draining: whether a connection that opens now ends at once. Its client began to connect
+            before the drain, for example by a TLS handshake.
+        closed_count: number of connections that have closed; the owner may reset it.
+        idle: the connections without a request; the one that is idle for longest is first.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._refusals = LineLimit()
+        self.is_draining = False
+        self.closed_count = 0
+        self._open = 0
+        self._by_address: Counter[str] = Counter()
+        self.idle: dict[Connection, None] = {}
+
+    def opened(self, connection: Connection) -> str | None:
+        """Count a new connection, which may end an idle one; return why it is refused, or None.
+
+        The log has a few refusals per second.
+        """
+        reason = self._refusal(connection)
+        if reason is not None:
+            left_out = self._refusals.left_out("connection", time.monotonic())
+            if left_out is not None:
+                others = f"; {left_out} others have no line" if left_out else ""
+                log.warning("a connection was refused: %s%s", reason, others)
+        return reason
+
+    def _refusal(self, connection: Connection) -> str | None:
+        self._open += 1
+        address = connection.address
+        self._by_address[address] += 1
+        self.idle[connection] = None
+        most = self.limits.max_per_address
+        if most and self._by_address[address] > most:
+            return f"the address has {self._by_address[address]} connections, and {most} at most"
+        if self._open > self.limits.max_connections:
+            oldest = next(iter(self.idle))
+            if oldest is connection:
+                return f"the server has {self.limits.max_connections} connections, the most"
+            del self.idle[oldest]  # several connections may open before this one has closed
+            oldest.end("it made room for a new one")
+        return None
+
+    def closed(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._open -= 1
+        self.closed_count += 1
+        self.idle.pop(connection, None)
+        self._by_address[connection.address] -= 1
+        if not self._by_address[connection.address]:
+            del self._by_address[connection.address]
+
+
+class Probes:
+    """Answers probes on connections that were just accepted.
+
+    In a busy server, a request on a new connection waits for four turns of the event loop, and a
+    turn may take 30 ms. A supervisor that gives a probe little time would restart a server that is
+    only busy. A probe whose bytes are there when its connection is accepted is answered in the same
+    turn. Only the plainest probe is, which asks for ``Connection: close`` as Kubernetes does; all
+    else goes the usual way.
+
+    Args:
+        bodies: path -> a function that returns the body of the answer with status 200; None: the
+            usual way answers.
+        hosts: names in the Host header that are accepted besides addresses; empty: any.
+    """
+
+    def __init__(
+        self, bodies: Mapping[bytes, Callable[[], bytes | None]], hosts: frozenset[bytes]
+    ) -> None:
+        self._bodies, self._hosts = bodies, hosts
+
+    def answers(self, connection: socket.socket) -> bool:
+        """Answer a probe that has arrived, and close its connection.
+
+        Returns:
+            Whether it was a probe. If not, nothing was read from the connection.
+        """
+        try:
+            received = connection.recv(_MOST_PROBE_BYTES, socket.MSG_PEEK)
+            if (answer := self._answer(received)) is None:
+                return False
+            connection.recv(len(received))  # a close discards the answer if bytes were not read
+            connection.send(answer)
+        except OSError:  # nothing has arrived, or the client has gone
+            return False
+        connection.close()
+        return True
+
+    def _answer(self, received: bytes) -> bytes | None:
+        """Return the answer to received bytes; None if they are not exactly a probe."""
+        if not received.startswith(b"GET /") or not received.endswith(b"\r\n\r\n"):
+            return None
+        line, *headers = received[:-4].split(b"\r\n")
+        path, _, version = line.removeprefix(b"GET ").partition(b" ")
+        pairs = [header.partition(b":") for header in headers]
+        values = {name.lower(): value.strip() for name, _, value in pairs}
+        host = values.get(b"host")
+        is_probe = (
+            path in self._bodies
+            and version == b"HTTP/1.1"
+            and len(values) == len(pairs)
+            and _PROBE_HEADERS.issuperset(values)
+            and values.get(b"connection", b"").lower() == b"close"
+            and host is not None
+            and (not self._hosts or is_accepted(host, self._hosts) or is_address(host))
+        )
+        if not is_probe or (body := self._bodies[path]()) is None:
+            return None
+        head = (
+            f"HTTP/1.1 200 OK\r\ndate: {formatdate(usegmt=True)}\r\n"
+            f"content-length: {len(body)}\r\ncontent-type: application/json\r\n"
+            f"x-request-id: {getrandbits(64):016x}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class Acceptor:
+    """Accepts the connections of a listening socket, from `begin` to `close`.
+
+    libuv, and so uvloop, accepts one connection per turn of the event loop. A turn of a busy server
+    handles hundreds of requests, so new connections, probes among them, would wait for minutes in
+    the listening queue. An acceptor accepts several per turn.
+
+    Args:
+        listener: a socket that listens.
+        make_protocol: returns the protocol of a connection.
+        tls: returns the certificate for a connection that opens now; None: no TLS.
+        probes: answers probes that have arrived with their connection; not used with TLS.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls: Callable[[], SSLContext | None] | None,
+        probes: Probes,
+    ) -> None:
+        self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
+        self._probes = probes
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def begin(self) -> None:
+        """Begin to accept connections, or go on after a pause."""
+        if not self._closed:
+            self._listener.setblocking(False)
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                log.error("connections wait: %s", error.strerror)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_PAUSE_S, self.begin)
+                return
+            connection.setblocking(False)
+            if self._tls is None and self._probes.answers(connection):
+                continue
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make_protocol,
+                connection,
+                ssl=self._tls() if self._tls else None,
+                ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
+                ssl_shutdown_timeout=_TLS_CLOSE_S if self._tls else None,
+            )
+        except (OSError, EOFError):  # the client has gone, or speaks no TLS
+            connection.close()
+
+    def close(self) -> None:
+        """Accept no further connection."""
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+
+    async def wait_closed(self) -> None:
+        """Wait for the connections that are being opened."""
+        if self._opening:
+            await asyncio.wait(self._opening)

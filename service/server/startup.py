@@ -1,0 +1,86 @@
+"""What a process does first: signals, the log, and engines, without what HTTP needs.
+
+`cloze serve` imports HTTP and the protocols on a thread while the engines open. Both take as long,
+and onnxruntime and hashlib release Python's lock.
+"""
+
+import atexit
+import errno
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from cloze.model_store import Bundle
+from cloze.model_store.error_lines import first_line
+from cloze.service.core import Device, Engine, RequestedPrecision
+from cloze.service.engine.graph_choice import check_memory, memory_limit
+from cloze.service.models.adapters import adapter_bytes, with_engines
+from cloze.service.models.served_models import EngineFactory
+from cloze.service.observe.logs import start_logging
+from cloze.service.settings import Settings, unknown_variables
+
+log = logging.getLogger("cloze")
+
+_SIGNS_OF_LITTLE_MEMORY = ("std::bad_alloc", "can't start new thread", "MemoryError")
+"""Parts of errors of onnxruntime and of Python, which have no type of their own."""
+
+
+def begin(settings: Settings) -> None:
+    """Set up signals and logging. Every process of a server calls this function first."""
+    # Linux does not deliver a signal without a handler to process 1 of a container.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, exit_on_signal)
+    # SIGHUP asks for a reload; a process that cannot reload must not end by it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    start_logging(settings.log_level, settings.log_format)
+
+
+def warn_of_unknown_variables() -> None:
+    """Log a warning for each ``CLOZE_`` environment variable that is not a setting."""
+    for name in unknown_variables():
+        log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
+
+
+def memory_problem(error: Exception) -> str | None:
+    """Return a line that says what to do if a start lacked memory or threads; None if not."""
+    reason = first_line(error)
+    is_short = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
+    if not (is_short or any(sign in reason for sign in _SIGNS_OF_LITTLE_MEMORY)):
+        return None
+    return (
+        f"there is not enough memory to start ({reason}); raise the limit of memory (ulimit -v, "
+        "or the container's) or of processes (ulimit -u), or serve fewer models by --model"
+    )
+
+
+def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
+    """End the process during the start, and delete its temporary folders.
+
+    SystemExit would not do: Python ignores exceptions of weak references' callbacks, and turns
+    those of `__set_name__` into a RuntimeError.
+    """
+    atexit._run_exitfuncs()
+    os._exit(128 + number)
+
+
+def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactory) -> EngineFactory:
+    """Open the engines of bundles; return a factory that returns each of them once, then new ones.
+
+    Raises:
+        StartupError: an engine does not open, or the memory cannot suffice.
+    """
+    own = with_engines(bundles)
+    adapters = adapter_bytes(bundles, settings.adapter_memory_mb)
+    check_memory(own, memory_limit(), settings.device, settings.precision, adapters)
+    opened = {b.manifest.reference: make(b, settings.device, settings.precision) for b in own}
+
+    def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:
+        early = opened.pop(bundle.manifest.reference, None)
+        return make(bundle, device, precision) if early is None else early
+
+    return engine

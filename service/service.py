@@ -1,0 +1,528 @@
+"""Composes the service.
+
+`Service` holds what lives as long as the process. `Snapshot` holds what a reload replaces.
+"""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cloze.model_store import Bundle
+from cloze.service.batching.admission import WaitLimits
+from cloze.service.core import (
+    BUSY,
+    NEEDS_ROLL,
+    Changes,
+    EngineDead,
+    Overloaded,
+    QueueState,
+    ReloadRefused,
+    ServiceError,
+    ShuttingDown,
+    StartupError,
+)
+from cloze.service.engine.freed_memory import return_freed_memory
+from cloze.service.http.body import RequestLimits
+from cloze.service.http.bytes_held import ByteBudget
+from cloze.service.http.certificate import Certificate
+from cloze.service.http.door import Gate, Starts
+from cloze.service.http.errors import STATUSES_FROM_ZERO
+from cloze.service.http.json_bodies import BodyLimits
+from cloze.service.http.keys import Keys, Permission, read_entries
+from cloze.service.http.record import RECORD, Access, Callers, Connection, accepted_hosts
+from cloze.service.http.returns import Returns
+from cloze.service.http.routes import Paths, Recorder, Route
+from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
+from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.pipeline import Models, Pipeline, task_limits
+from cloze.service.models.served_models import (
+    EngineFactory,
+    LocalModels,
+    ServedModel,
+    close_models,
+    kept_reasons,
+    open_bundles,
+)
+from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.metrics import Metrics, ModelInfo
+from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
+from cloze.service.protocols import (
+    PROTOCOLS,
+    ErrorResponder,
+    ProtocolContext,
+    WireProtocol,
+    operations,
+)
+from cloze.service.settings import Settings
+from cloze.service.tasks import TASKS, Task
+from cloze.service.text.tokenizer import Tokenizer
+
+log = logging.getLogger("cloze")
+
+
+@dataclass(frozen=True, slots=True)
+class Registries:
+    """The tasks, by name, and the protocols that a service offers."""
+
+    tasks: Mapping[str, Task]
+    protocols: Sequence[WireProtocol]
+
+
+DEFAULT_REGISTRIES: Final = Registries(TASKS, PROTOCOLS)
+
+
+def single_process(
+    settings: Settings,
+    make_engine: EngineFactory | None = None,
+    registries: Registries = DEFAULT_REGISTRIES,
+    bundles: Sequence[Bundle] | None = None,
+) -> "Service":
+    """Return a service whose engines run in this process.
+
+    Args:
+        settings: the operator's settings.
+        make_engine: opens the engines; None selects `OnnxEngine`.
+        registries: the tasks and the protocols.
+        bundles: the bundles to serve; None: those that the settings name.
+
+    Raises:
+        StartupError: the store is empty, a bundle does not open, or the device is missing; or the
+            keys or the certificate cannot be read.
+    """
+    if bundles is None:
+        bundles = open_bundles(settings).bundles
+    # An error of the operator is found before the models take their time.
+    Certificate(settings.tls_certificate, settings.tls_key).check()
+    if settings.keys_file is not None:
+        read_entries(settings.keys_file)
+    metrics = Metrics()
+    tracing = make_tracing(settings, operations.QUIET_ROUTES)
+    on_batch = with_spans(metrics.observe_batch, tracing)
+    opener = LocalModels(settings, make_engine, on_batch=on_batch)
+    models = opener.open(bundles)
+    try:
+        return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
+    except BaseException:
+        close_models(models)
+        raise
+
+
+MOST_ADAPTER_SERIES = 32
+"""Most adapters with metrics of their own: each has about a hundred series."""
+
+_COLLECT_AFTER_S = 1.0
+"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
+
+A full collection is short, since `server.process` has frozen most other objects.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The models of one state of the store, and what follows from them.
+
+    Attributes:
+        routes: the routes of all protocols, which `app` answers besides `PAGES`.
+        paths: the paths of the routes and of `PAGES`.
+        running: number of requests that `app` has not answered.
+    """
+
+    models: Models
+    gate: Gate
+    app: ASGIApp
+    routes: Sequence[Route]
+    paths: Paths
+    running: int = 0
+
+    @property
+    def by_name(self) -> dict[str, ServedModel]:
+        """The served models by their full names."""
+        return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
+
+    def metric_names(self) -> dict[str, str]:
+        """Return the model in the metrics of each served model, by its full name.
+
+        Further adapters than `MOST_ADAPTER_SERIES` count as their base.
+        """
+        names, adapters = {}, 0
+        for pipeline in self.models.pipelines:
+            bundle, name = pipeline.model.bundle, pipeline.reference
+            if isinstance(bundle, AdapterBundle):
+                adapters += 1
+                if adapters > MOST_ADAPTER_SERIES:
+                    name = bundle.base.manifest.reference
+            names[pipeline.reference] = name
+        return names
+
+    def model_infos(self) -> list[ModelInfo]:
+        """Return the labels of each served model that never change."""
+        infos, names = [], self.metric_names()
+        for pipeline in self.models.pipelines:
+            if names[pipeline.reference] != pipeline.reference:
+                continue
+            labels = {
+                "family": pipeline.manifest.architecture.family,
+                "precision": pipeline.model.precision(),
+                "tasks": ",".join(self.models.tasks_of(pipeline)),
+            }
+            infos.append(ModelInfo(pipeline.manifest.reference, labels))
+        return infos
+
+    def queues(self) -> dict[str, QueueState]:
+        """Return the state of the queue of each model, by its full name."""
+        names = self.metric_names()
+        return {n: model.queue.state for n, model in self.by_name.items() if names[n] == n}
+
+    def close_unused(self, other: "Snapshot") -> None:
+        """Close the models that another snapshot does not use."""
+        used = {id(model) for model in other.by_name.values()}
+        close_models(model for model in self.by_name.values() if id(model) not in used)
+
+
+def return_memory_later() -> None:
+    """Return the memory of an old snapshot when its last connections are gone."""
+    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+
+
+def _return_memory() -> None:
+    """Return the memory of an old snapshot to the operating system."""
+    gc.collect()
+    return_freed_memory()
+
+
+class Service:
+    """An ASGI application, and the parts of its process that a reload keeps.
+
+    A request ends with the snapshot that it began with, so no answer mixes two. A reload closes the
+    models that only the old snapshot has after the last request of that snapshot. No other reload
+    begins before: at most two snapshots are in memory.
+
+    `begin` must come before the first request; an ASGI server calls it by the lifespan protocol.
+
+    Args:
+        metrics: the metrics of this process, or of all processes of a server.
+        models: the served models, in the order of preference.
+        opener: opens engines in this process; None: other processes have the engines, and a
+            supervisor restarts them.
+        tracing: makes the spans of requests; None: there are none.
+
+    Attributes:
+        snapshot: answers new requests.
+        certificate: the server's certificate, which a reload reads again.
+        reopens: whether this process can open engines, and so reload.
+
+    Raises:
+        StartupError: the keys or a tokenizer cannot be read, or a setting does not fit the models.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registries: Registries,
+        metrics: Metrics,
+        models: Sequence[ServedModel],
+        *,
+        opener: LocalModels | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._settings, self._registries, self._metrics = settings, registries, metrics
+        self._opener, self._tracing = opener, tracing
+        keys = Keys(settings.keys_file) if settings.keys_file else None
+        self._callers = Callers(
+            settings.trusted_proxies,
+            keys,
+            settings.max_timeout_s,
+            settings.request_timeout_ms / 1000,
+        )
+        self._access_log = AccessLog(
+            settings.log_format,
+            logging.getLevelName(settings.log_level.upper()),
+            settings.access_log_share,
+            operations.QUIET_ROUTES,
+        )
+        self._waits = WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms)
+        self._limits = RequestLimits(
+            ByteBudget("bodies", settings.max_bodies_bytes, self._waits.longest_s),
+            ByteBudget("unread answers", settings.max_answers_bytes),
+        )
+        self._starts, self._returns = Starts(), Returns(max(1, settings.frontends))
+        self._responder = ErrorResponder(registries.protocols, settings.request_timeout_ms / 1000)
+        self._recorder = Recorder(
+            metrics, self._access_log, tracing, self._limits, self._respond, lambda: self.draining
+        )
+        self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
+        self.draining = False
+        self.reopens = opener is not None
+        self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
+        self._alone.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.snapshot = self._make_snapshot(models)
+
+    # ---- the snapshot ---------------------------------------------------------------------------
+
+    def _make_snapshot(self, served: Sequence[ServedModel]) -> Snapshot:
+        """Return a snapshot, and change nothing else.
+
+        Raises:
+            StartupError: a tokenizer cannot be read, or a setting does not fit the models.
+        """
+        settings, registries = self._settings, self._registries
+        pipelines = []
+        tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
+        for model in served:
+            limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
+            pipelines.append(Pipeline(model, limits, tokenizers.get(path)))
+            tokenizers[path] = pipelines[-1].context.tokenizer
+        models = Models(pipelines, registries.tasks.values(), settings.default_models())
+        has_keys = self._callers.keys is not None
+        context = ProtocolContext(
+            registries.tasks,
+            models,
+            self._metrics,
+            self,
+            BodyLimits.of_requests(
+                settings.max_request_bytes,
+                settings.max_request_texts,
+                settings.max_request_tokens,
+            ),
+            settings.max_request_texts,
+            self._limits,
+            has_keys,
+        )
+        routes = [route for protocol in registries.protocols for route in protocol.routes(context)]
+        gate = Gate(
+            routes={route.path: route.models for route in routes if route.models is not None},
+            limits=self._waits,
+            starts=self._starts,
+            returns=self._returns,
+        )
+        access = Access(
+            needs_keys=has_keys,
+            open_routes=operations.PROBES | OPEN_PAGES,
+            permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
+            hosts=accepted_hosts(settings.host, settings.allowed_hosts),
+            by_address=operations.QUIET_ROUTES,
+        )
+        app = create_app(routes, access, gate, self._respond, settings.cors_origins)
+        paths = Paths([*PAGES, *(route.path for route in routes)])
+        return Snapshot(models, gate, app, routes, paths)
+
+    def _add_series(self, snapshot: Snapshot) -> None:
+        """Create the metric series of a snapshot's models and routes, which start from zero."""
+        names = snapshot.metric_names()
+        self._metrics.names = names
+        self._metrics.add_models(dict.fromkeys(names.values()))
+        for route in snapshot.routes:
+            references = [*dict.fromkeys(names[model.reference] for model in route.models or ())]
+            self._metrics.create_request_series(route.path, references, STATUSES_FROM_ZERO)
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection with the snapshot that answers now."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        scope["path"] = scope["raw_path"].decode("ascii")  # never decoded; see `Paths`
+        snapshot = self.snapshot
+        scope[RECORD] = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        snapshot.running += 1
+        try:
+            await self._recorder.answer(snapshot.app, scope, receive, send)
+            snapshot.gate.answered(scope[RECORD])
+        finally:
+            snapshot.running -= 1
+            if snapshot is not self.snapshot and not snapshot.running:
+                self._keep(self._end(snapshot))
+
+    async def _respond(self, request: Request, error: Exception) -> Response:
+        """Return the response to an error in the shape of the protocol; see `Gate.refused`."""
+        if isinstance(error, Overloaded):
+            await self.snapshot.gate.refused(request.scope[RECORD], error)
+        return await self._responder.respond(request, error)
+
+    def connection_closed(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._returns.closed(connection, time.monotonic())
+
+    # ---- begin and end --------------------------------------------------------------------------
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Begin and end with the server."""
+        await receive()
+        self.begin()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        # Requests may occupy all threads of the loop's default executor.
+        with ThreadPoolExecutor(1) as executor:
+            await asyncio.get_running_loop().run_in_executor(executor, self.close)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def begin(self) -> None:
+        """Begin to write the metrics; call this once, before any request."""
+        self._metrics.unready = self.unready
+        self._metrics.model_infos = lambda: self.snapshot.model_infos()
+        if self.reopens:
+            self._metrics.queues = lambda: self.snapshot.queues()
+        if (keys := self._callers.keys) is not None:
+            self._metrics.keys_readable = lambda: not keys.file.problem
+        self._metrics.certificate_end = lambda: self.certificate.end
+        self._metrics.begin()
+        self._add_series(self.snapshot)
+
+    def announce_drain(self) -> None:
+        """Fail readiness and refuse reloads; requests are still admitted until `drain`."""
+        self.draining = True
+
+    def drain(self) -> None:
+        """Stop admitting requests; accepted requests are still answered."""
+        self.draining = True
+        for model in self.snapshot.by_name.values():
+            model.queue.drain()
+
+    def close(self) -> None:
+        """Fail pending requests, end all threads, and send the last spans."""
+        self.draining = True
+        close_models(self.snapshot.by_name.values())
+        if self._tracing is not None:
+            self._tracing.close()
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> str | None:
+        """Why an engine is dead; None while all engines run."""
+        reasons = (p.model.queue.dead_reason for p in self.snapshot.models.pipelines)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def unready(self) -> ServiceError | None:
+        """Return why the process admits no request; None if it admits requests."""
+        if (reason := self.dead) is not None:
+            return EngineDead(f"the engine is dead: {reason}")
+        return ShuttingDown("the server is shutting down") if self.draining else None
+
+    def broken(self) -> EngineDead | None:
+        """Return why the process should be restarted; None if it should not."""
+        error = self.unready() if self.reopens else None
+        return error if isinstance(error, EngineDead) else None
+
+    def look_at_files(self) -> None:
+        """Use the keys and the certificate of now if their files have changed."""
+        self.certificate.files.look()
+        if self._callers.keys is not None:
+            self._callers.keys.file.look()
+
+    # ---- reload ---------------------------------------------------------------------------------
+
+    def reload_soon(self) -> None:
+        """Reload as soon as no other reload is under way; the log has the outcome."""
+
+        async def reload() -> None:
+            if not self._alone.is_set():
+                log.info("a reload waits until the last one has ended")
+                await self._alone.wait()
+            # Of several that waited, the first one began after all had been asked for.
+            with suppress(ReloadRefused, ShuttingDown):
+                await self.reload()
+
+        self._keep(reload())
+
+    async def reload(self) -> Changes:
+        """Serve what the store, the keys and the certificate hold now.
+
+        Raises:
+            ReloadRefused: that cannot be served, and the snapshot of before stays; or another
+                reload has not ended; or the engines are in other processes.
+            ShuttingDown: the server drains.
+        """
+        if not self.reopens:
+            raise ReloadRefused(NEEDS_ROLL)
+        if not self._alone.is_set():
+            raise ReloadRefused(BUSY)
+        self._alone.clear()
+        old = self.snapshot
+        try:
+            new, refused = await self._open_next(old)
+        except BaseException as error:
+            self._alone.set()
+            return_memory_later()
+            if not isinstance(error, StartupError):
+                raise
+            self._metrics.observe_reload(ok=False)
+            log.error("nothing was reloaded: %s", error)
+            raise ReloadRefused(f"nothing was reloaded: {error}") from error
+        self._add_series(new)
+        self.snapshot = new
+        if not old.running:
+            self._keep(self._end(old))
+        reasons = kept_reasons(self._settings)
+        changes = Changes.between(old.by_name, new.by_name, reasons, refused)
+        self._metrics.observe_reload(ok=True)
+        log.info("reloaded: %s", changes)
+        return changes
+
+    async def _open_next(self, old: Snapshot) -> tuple[Snapshot, dict[str, str]]:
+        """Return the next snapshot, and use the certificate of now; or change nothing.
+
+        The second value has the adapters that are left out, by folder.
+
+        Raises:
+            StartupError: the certificate, the keys or a bundle cannot be used.
+            ShuttingDown: the server drains.
+        """
+        self.certificate.check()
+        new, refused = await asyncio.to_thread(self._reopened, old)
+        try:
+            if self.draining:
+                raise ShuttingDown("the server is shutting down")
+            self.certificate.files.read()
+        except BaseException:
+            await asyncio.to_thread(new.close_unused, old)
+            raise
+        return new, refused
+
+    def _reopened(self, old: Snapshot) -> tuple[Snapshot, dict[str, str]]:
+        """Return a snapshot of what the store and the keys hold now, with the engines that stay.
+
+        Raises:
+            StartupError: the keys cannot be read, or a bundle or an engine does not open.
+        """
+        assert self._opener is not None
+        running = [*old.by_name.values()]
+        opened = open_bundles(self._settings, [model.bundle for model in running])
+        models = self._opener.open(opened.bundles, running)
+        try:
+            snapshot = self._make_snapshot(models)
+            if self._callers.keys is not None:
+                self._callers.keys.file.read()  # last, since the keys are replaced at once
+        except BaseException:
+            close_models(model for model in models if all(model is not other for other in running))
+            raise
+        return snapshot, opened.refused
+
+    async def _end(self, old: Snapshot) -> None:
+        """Close the models that only a snapshot without requests uses."""
+        try:
+            await asyncio.to_thread(old.close_unused, self.snapshot)
+            unserved = old.by_name.keys() - self.snapshot.by_name.keys()
+            await asyncio.to_thread(self._metrics.forget_models, unserved)
+        finally:
+            self._alone.set()
+            return_memory_later()
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        """Run work in a task that is kept until it ends; the event loop alone would not keep it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,403 @@
+"""Converts texts to token ids and back, and cuts sequences to the model's limit.
+
+The only module of the service that imports the tokenizers library.
+"""
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, overload
+from weakref import WeakValueDictionary
+
+import numpy as np
+from tokenizers import Encoding as BackendEncoding
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE, Unigram, WordPiece
+
+from cloze.model_store import Bundle
+from cloze.model_store.batch import Encoding
+from cloze.model_store.error_lines import first_line
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.limits import MAX_TOKENIZER_BYTES
+from cloze.model_store.manifest import TokenizerSpec
+from cloze.model_store.plain_files import read_plain
+from cloze.model_store.sequences import without_space
+from cloze.service.core import StartupError
+from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Piece, Places, find_places, groups
+from cloze.service.threads import check_awaited
+
+_LONGEST_FORM = "\ufdfa"
+"""The character whose compatibility form is longest: 18 characters. Source: Unicode, UAX 15."""
+
+_SHORT_CHARACTERS = 4096
+"""Most characters that are tokenized at once on the calling thread, which takes about 1 ms.
+
+The other way passes the texts to threads of the library and waits. Under an overload these threads
+wait for a core for up to a second, and the event loop with them.
+"""
+
+_SHORT_IDS = 4096
+"""Most ids that are decoded at once on the calling thread."""
+
+_PLAIN = re.compile(r"[0-9A-Za-z .,;:!?'\"()-]*")
+"""Text that BERT's normalizer changes only in case; see `_Vocabulary.words`."""
+
+_WORD = re.compile("[0-9A-Za-z]+|[^ ]")
+"""A word of plain text: BERT's tokenizer divides it into tokens without its neighbours."""
+
+_NOT_PLAIN = re.compile(r"[][<>|{}_]")
+"""Characters that no normalizer changes, and no plain text has."""
+
+_SPACE = re.compile(r"[^\S\x1c-\x1f]+")
+"""White space. Python counts four control characters, which normalisers remove, as such too."""
+
+_MOST_WORDS, _LONGEST_WORD = 8192, 32
+"""Most words whose tokens are remembered, about 2 MB, and most characters of such a word."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Vocabulary:
+    """A tokenizer of the library, with what its file says.
+
+    Attributes:
+        places: see `find_places`.
+        expands: whether the normaliser replaces characters by their compatibility forms.
+        unknown_id: see `Tokenizer`.
+        size: number of tokens, those included that no text becomes.
+        words: the ids of recent words; None unless the ids of plain text are those of its words,
+            one after another. The library takes five times as long to find them.
+    """
+
+    backend: Backend
+    places: Places | None
+    expands: bool
+    unknown_id: int | None
+    size: int
+    words: dict[str, list[int]] | None
+
+
+_IN_USE: Final[WeakValueDictionary[bytes, _Vocabulary]] = WeakValueDictionary()
+"""The vocabularies of all tokenizers, by the sha256 of their files.
+
+Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
+"""
+
+
+class CompactOffsets(Sequence[tuple[int, int]]):
+    """The (start, end) of each token of a long text, in 8 bytes per token; a tuple has 120."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self, offsets: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts, self._ends = array("i"), array("i")
+        self.extend(offsets)
+
+    def extend(self, offsets: Iterable[tuple[int, int]]) -> None:
+        """Add the (start, end) of the next tokens."""
+        for start, end in offsets:
+            self._starts.append(start)
+            self._ends.append(end)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "CompactOffsets": ...
+    def __getitem__(self, index: int | slice) -> "tuple[int, int] | CompactOffsets":
+        if not isinstance(index, slice):
+            return self._starts[index], self._ends[index]
+        part = CompactOffsets()
+        part._starts, part._ends = self._starts[index], self._ends[index]
+        return part
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._ends, strict=True)
+
+
+NO_WORD: Final = -1
+"""The word of a special token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The tokens of a text with their positions in the text.
+
+    Attributes:
+        ids: without special tokens.
+        offsets: (start, end) of each token, in characters of the text.
+        words: number of the word of each token, or `NO_WORD`; neighbours of one word have the same.
+    """
+
+    ids: "list[int] | array[int]"
+    offsets: list[tuple[int, int]] | CompactOffsets
+    words: "list[int] | array[int]"
+
+    def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
+        """Add the tokens of the next piece of a text.
+
+        Args:
+            encoding: the piece.
+            start: the first character of the piece.
+            marked: the text if its tokens include the space before them, which offsets leave out.
+        """
+        next_word = self.words[-1] + 1 if self.words else 0
+        self.ids.extend(encoding.ids)
+        offsets = [(first + start, end + start) for first, end in encoding.offsets]
+        words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
+        if marked is not None:
+            offsets = without_space(marked, offsets)
+            words = _divided(marked, offsets, words)
+        self.offsets.extend(offsets)
+        self.words.extend(words)
+
+    def first(self, tokens: int) -> "Spans":
+        """Return the first tokens of the text."""
+        if tokens >= len(self.ids):
+            return self  # a copy would double the memory
+        return Spans(self.ids[:tokens], self.offsets[:tokens], self.words[:tokens])
+
+
+def _divided(text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int]) -> list[int]:
+    """Return the words of tokens, where each word ends at white space.
+
+    A tokenizer that does not divide texts before the model has one word for a whole text: Gemma's,
+    for example.
+    """
+    divided: list[int] = []
+    new, before, read = (words[0] if words else 0) - 1, None, None
+    for word, (start, end) in zip(words, offsets, strict=True):
+        is_blank = start == end or _SPACE.fullmatch(text, start, end)
+        if word != before:
+            new, before, read = new + 1, word, None
+        elif read is not None and (is_blank or _SPACE.search(text, read, start)):
+            new += 1
+        read = read if is_blank else end
+        divided.append(NO_WORD if word == NO_WORD else new)
+    return divided
+
+
+class Tokenizer:
+    """The tokenizer of a bundle. Several threads may call its methods at once.
+
+    Attributes:
+        special: the special tokens, and their places around texts.
+        mask_token: for example ``[MASK]``.
+        unknown_id: id of the token that replaces text outside the vocabulary; None: the vocabulary
+            has a token for every byte.
+        truncation_side: the end of a long text that is cut unless the request says otherwise.
+
+    Raises:
+        StartupError: the bundle's tokenizer file cannot be read, or is not what the manifest says.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        spec = bundle.manifest.tokenizer
+        try:
+            data = read_plain(bundle.file(spec.file), MAX_TOKENIZER_BYTES)
+            self._vocabulary = _vocabulary(data)
+            _check_vocabulary(self._vocabulary, spec)
+        except Exception as error:  # the library raises a bare Exception
+            raise StartupError(
+                f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: "
+                f"{first_line(error)}"
+            ) from error
+        self._backend = self._vocabulary.backend
+        self.unknown_id = self._vocabulary.unknown_id
+        self.mask_id = spec.mask_id
+        self.mask_token = spec.mask_token
+        self.vocab_size = spec.vocab_size
+        self._marks_spaces = not isinstance(self._backend.model, WordPiece)
+        self.special = bundle.manifest.special_tokens
+        self.truncation_side = spec.truncation_side
+
+    def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the ids of each text, without special tokens and without truncation."""
+        if sum(map(len, texts)) > _SHORT_CHARACTERS:
+            return self._long_ids(texts)
+        if (known := self._vocabulary.words) is None:
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+        ids: list[list[int]] = []
+        for text in texts:
+            words = _WORD.findall(text)
+            try:
+                ids.append(list(chain.from_iterable(map(known.__getitem__, words))))
+            except KeyError:
+                ids.append(self._learn(text, words, known))
+        return ids
+
+    def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
+        ids = [array("i") for _ in texts]
+        for group in self._groups(texts):
+            check_awaited()
+            contents = [piece.content for piece in group]
+            encodings = self._backend.encode_batch_fast(contents, add_special_tokens=False)
+            for piece, encoding in zip(group, encodings, strict=True):
+                ids[piece.text].extend(encoding.ids)
+        return ids
+
+    def _groups(self, texts: Sequence[str]) -> Iterator[list[Piece]]:
+        return groups(texts, self._vocabulary.places, expands=self._vocabulary.expands)
+
+    def _learn(self, text: str, words: Sequence[str], known: dict[str, list[int]]) -> list[int]:
+        """Return the ids of a text, and remember those of its words if it is plain."""
+        if not _PLAIN.fullmatch(text):
+            return self._backend.encode(text, add_special_tokens=False).ids
+        ids_of = {word: known.get(word) for word in words}
+        missing = [word for word, ids in ids_of.items() if ids is None]
+        encoding = self._backend.encode(" ".join(missing), add_special_tokens=False)
+        new: dict[str, list[int]] = {word: [] for word in missing}
+        for number, token in zip(encoding.word_ids, encoding.ids, strict=True):
+            assert number is not None  # only special tokens have no word
+            new[missing[number]].append(token)
+        ids_of |= new
+        if len(known) + len(new) > _MOST_WORDS:
+            known.clear()
+        known.update((word, ids) for word, ids in new.items() if len(word) <= _LONGEST_WORD)
+        return list(chain.from_iterable(ids_of[word] or () for word in words))
+
+    def spans(self, text: str, enough: int | None = None) -> Spans:
+        """Return the ids, character offsets and words of a text.
+
+        Those of a long text have 16 bytes per token. The rest of the text may be left out when the
+        result has more tokens than are enough.
+        """
+        marked = text if self._marks_spaces else None
+        if len(text) <= _SHORT_CHARACTERS:
+            spans = Spans([], [], [])
+            spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
+            return spans
+        spans = Spans(array("i"), CompactOffsets(), array("i"))
+        for group in self._groups([text]):
+            check_awaited()
+            contents = [piece.content for piece in group]
+            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
+            for piece, encoding in zip(group, encodings, strict=True):
+                spans.add(encoding, piece.start, marked)
+            if enough is not None and len(spans.ids) > enough:
+                break
+        return spans
+
+    def encode(
+        self, ids: Sequence[int], requests: Mapping[str, HeadRequest] | None = None
+    ) -> Encoding:
+        """Return the encoding ``[CLS] ids [SEP]``, with what it asks of the heads."""
+        input_ids = np.array([self.special.cls, *ids, self.special.sep], np.int32)
+        return Encoding(input_ids, np.zeros(len(input_ids), np.int32), requests or {})
+
+    def pair(
+        self,
+        first: Sequence[int],
+        second: Sequence[int],
+        max_tokens: int,
+        requests: Mapping[str, HeadRequest] | None = None,
+        *,
+        keep_end: bool = False,
+    ) -> Encoding:
+        """Return the encoding ``[CLS] first [SEP] second [SEP]``; see `encode`.
+
+        Some tokenizers have two ``[SEP]`` between the texts. The longer text is cut first, as by
+        transformers' strategy ``longest_first``.
+
+        Args:
+            first: ids of a text, without special tokens.
+            second: those of another.
+            max_tokens: most tokens of the encoding, special tokens included.
+            requests: what the encoding asks of the heads.
+            keep_end: whether to cut the starts of the texts instead of their ends.
+        """
+        capacity = max_tokens - self.special.pair_tokens
+        if len(first) + len(second) > capacity:
+            shorter = min(len(first), len(second), capacity // 2)
+            longer = capacity - shorter
+            lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
+            if keep_end:
+                first, second = first[len(first) - lengths[0] :], second[len(second) - lengths[1] :]
+            else:
+                first, second = first[: lengths[0]], second[: lengths[1]]
+        types = self.special.pair_types(len(first), len(second))
+        input_ids = np.array(self.special.pair(first, second), np.int32)
+        return Encoding(input_ids, types, requests or {})
+
+    def decode(
+        self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Return the texts of ids: word pieces joined, no spaces before punctuation."""
+        if sum(map(len, sequences)) <= _SHORT_IDS:
+            decode = self._backend.decode
+            return [decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
+        return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+
+    def token_of(self, token_id: int) -> str:
+        """Return the token of an id, with its ``##`` prefix if the token continues a word."""
+        token = self._backend.id_to_token(token_id)
+        assert token is not None  # ids come from the same vocabulary
+        return token
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens: word pieces joined."""
+        decoder = self._backend.decoder
+        return decoder.decode(list(tokens)) if decoder else " ".join(tokens)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token; None if the token is not in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+    def mask_positions(self, ids: Sequence[int]) -> list[int]:
+        """Return the indices of the mask tokens."""
+        return [index for index, token in enumerate(ids) if token == self.mask_id]
+
+
+def _vocabulary(data: bytes) -> _Vocabulary:
+    """Return the vocabulary of a tokenizer's file, the one in use if a file has these bytes."""
+    key = hashlib.sha256(data).digest()
+    if (vocabulary := _IN_USE.get(key)) is None:
+        backend, parts = Backend.from_str(data.decode()), json.loads(data)
+        unknown_id = _unknown_id(backend, parts["model"])
+        size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        places = find_places(parts)
+        # The library looks for added tokens before it divides a text into words.
+        added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
+        whole_words = places is SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
+        words: dict[str, list[int]] | None = {} if whole_words and added else None
+        normalizer = backend.normalizer
+        form = _LONGEST_FORM if normalizer is None else normalizer.normalize_str(_LONGEST_FORM)
+        vocabulary = _Vocabulary(backend, places, len(form) > 1, unknown_id, size, words)
+        _IN_USE[key] = vocabulary
+    return vocabulary
+
+
+def _unknown_id(backend: Backend, model: Mapping[str, Any]) -> int | None:
+    """Return the id of a tokenizer's unknown token; None if it has none.
+
+    Raises:
+        ValueError: the tokenizer names an unknown token that its vocabulary lacks.
+    """
+    if model["type"] == "Unigram":
+        return None if model["unk_id"] is None else int(model["unk_id"])
+    if (unknown := model["unk_token"]) is None:
+        return None
+    if (number := backend.token_to_id(unknown)) is None:
+        raise ValueError(f"its vocabulary lacks the unknown token {unknown!r}")
+    return number
+
+
+def _check_vocabulary(vocabulary: _Vocabulary, spec: TokenizerSpec) -> None:
+    """Raise ValueError unless a tokenizer is the one that a manifest describes."""
+    backend = vocabulary.backend
+    if not isinstance(backend.model, BPE | Unigram | WordPiece):
+        raise ValueError(f"it is {type(backend.model).__name__}, not WordPiece, BPE or Unigram")
+    if backend.truncation is not None or backend.padding is not None:
+        raise ValueError("it truncates or pads, which a bundle's tokenizer does not")
+    if vocabulary.size != spec.vocab_size:
+        raise ValueError(
+            f"it has {vocabulary.size} tokens, but the manifest's vocab_size is {spec.vocab_size}"
+        )
+    if spec.mask_token is not None and backend.token_to_id(spec.mask_token) != spec.mask_id:
+        raise ValueError(f"its id of {spec.mask_token!r} is not the manifest's {spec.mask_id}")

@@ -1,0 +1,28 @@
+"""Runs functions on threads, and ends them early when nobody waits for their results.
+
+A thread cannot be cancelled. A long function therefore calls `check_awaited` between its parts: its
+request may have timed out, or the client may have closed the connection.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from anyio import from_thread, to_thread
+
+T = TypeVar("T")
+
+
+async def run_on_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function that runs on a thread.
+
+    If a cancel scope around this coroutine is cancelled, the coroutine does not wait for the
+    function, and `check_awaited` raises in it.
+    """
+    return await to_thread.run_sync(function, *arguments, abandon_on_cancel=True)
+
+
+def check_awaited() -> None:
+    """Raise if nobody waits for the current work of this thread; nobody sees that error."""
+    with suppress(RuntimeError):  # this is the event loop, or a thread of another kind
+        from_thread.check_cancelled()

@@ -296,18 +296,17 @@ class _ServeCommand(click.Command):
 
 
 def _setting_options() -> list[click.Parameter]:
-    from cloze.service.settings import ENV_PREFIX, Settings
+    from cloze.service.settings import ENV_PREFIX, Settings, description
 
     options: list[click.Parameter] = []
     for name, field in Settings.model_fields.items():
-        description = field.description or ""
+        text = description(name)
         default = f"; default: {getattr(field.default, 'value', field.default)}"
         if name in _REPEATED or field.default is None:  # the description names the default
             default = ""
         option = click.Option(
             [f"--{name.replace('_', '-')}"],
-            help=f"{description[:1].upper()}{description[1:]}."
-            f"  [env: {ENV_PREFIX}{name.upper()}{default}]",
+            help=f"{text[:1].upper()}{text[1:]}.  [env: {ENV_PREFIX}{name.upper()}{default}]",
             multiple=name in _REPEATED,
             show_default=False,
         )

@@ -370,8 +370,7 @@ class Service:
         await send({"type": "lifespan.shutdown.complete"})
 
     def begin(self) -> None:
-        """Begin to write the access log and the metrics; call this once, before any request."""
-        self._access_log.begin()
+        """Begin to write the metrics; call this once, before any request."""
         self._metrics.unready = self.unready
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.reopens:

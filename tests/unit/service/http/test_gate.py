@@ -25,7 +25,7 @@ from cloze.service.http.door import Gate, GateModel, Starts
 from cloze.service.http.record import Callers, Paths, Recorder
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
 from tests.records import Open, connected, pairs
@@ -69,17 +69,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-class Lines:
+class Lines(LineWriter):
     """A writer of the access log that keeps what it gets."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def flush(self, wait_s: float) -> None:
-        pass
+    @property
+    def lines(self) -> list[str]:
+        return [each if isinstance(each, str) else _line(*each) for each in self.waiting]
 
 
 class Gated:
@@ -90,7 +85,7 @@ class Gated:
         models = [GateModel(f"m@{n}", queue) for n, queue in enumerate(self.queues, 1)]
         self.metrics, self.returns, self.written = Metrics(["m@1"]), Returns(), Lines()
         self.starts = Starts()
-        self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)  # type: ignore[arg-type]
+        self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)
         routes = {"/embed": models, "/of/{name}": models, "/none": []}
         self.paths = Paths(routes)
         self.limits = WaitLimits(max_wait_s)
@@ -214,7 +209,6 @@ def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
 def test_refusals_are_counted_and_logged(clock: Clock) -> None:
     gated = Gated(Waiting(9.0))
     assert gated.ask(x_request_id="mine") is not None
-    gated.log.flush(0)
     [line] = gated.written.lines
     for part in ('"route":"/embed"', '"status":429', '"id":"mine"', '"model":"m@1"', '"POST"',
                  '"error":"Overloaded"'):  # fmt: skip
@@ -309,7 +303,6 @@ def test_the_model_with_the_shortest_wait_counts(clock: Clock) -> None:
     assert gated.ask() is None
     gated = Gated(Waiting(9.0), Waiting(8.0))
     assert parts(gated.ask())[1].startswith("/embed: the request would wait about 8 s")
-    gated.log.flush(0)
     assert '"model":"m@2"' in gated.written.lines[0]
 
 

@@ -13,7 +13,7 @@ from cloze.service.core import Overloaded, Rejection
 from cloze.service.http import routes as routes_module
 from cloze.service.http.record import RECORD, Access, Recorder
 from cloze.service.http.routes import OTHER_ROUTE, RECORD, DirectRoutes, Recorder
-from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import OTHER_ROUTE, ServedRequest
 from cloze.service.server.connection import OneWrite
@@ -22,15 +22,12 @@ from tests.records import recorded, scope_of
 OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+class Lines(LineWriter):
+    """A writer of the access log that keeps what it gets."""
 
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def flush(self, wait_s: float) -> None:
-        pass
+    @property
+    def lines(self) -> list[str]:
+        return [each if isinstance(each, str) else _line(*each) for each in self.waiting]
 
 
 class Reader:
@@ -50,7 +47,7 @@ class World:
     def __init__(self, app: Any) -> None:
         self.app = app
         self.metrics, self.written, self.answers = Metrics(["m@1"]), Lines(), UnreadAnswers(10**6)
-        log = AccessLog("json", logging.INFO, 1.0, frozenset(), cast(Any, self.written))
+        log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)
         self.log = log
         self.recorder = Recorder(self.metrics, log, None, self.answers, self._respond)
         self.sent: list[Any] = []
@@ -67,10 +64,7 @@ class World:
         async def send(message: Any) -> None:
             self.sent.append(message)
 
-        try:
-            await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
-        finally:
-            self.log.flush(0)
+        await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
 
     @property
     def headers(self) -> dict[bytes, bytes]:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
+from cloze.service.observe.exposition import encode
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
 
@@ -18,9 +19,6 @@ def answered(status: int = 200, **fields: Any) -> ServedRequest:
         "tokenize_s": 0.25, "queue_s": 0.5, "inference_s": 0.75,
     }  # fmt: skip
     return ServedRequest(identity=b"id", status=status, seconds=2.0, **(noted | fields))
-
-
-from cloze.service.observe.exposition import encode
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -49,7 +49,7 @@ class ServedRequest:
         received: bytes of its body that have arrived; None when the body is complete.
         body: what its body holds of the memory of bodies; None: nothing.
         answer: what its answer holds of the memory of answers; None: nothing.
-        is_writing: whether it has a turn to write a large answer.
+        turn: its turn to write a large answer; None: it has none.
         body_bytes: the size of its body, decompressed.
         vector_format: the media type and the dtype of vectors in its answer; None: JSON.
         expected_space: name of the embedding space that its vectors must have; None: any.
@@ -97,7 +97,7 @@ class ServedRequest:
     received: int | None = 0
     body: Any = None
     answer: Any = None
-    is_writing: bool = False
+    turn: Any = None
     body_bytes: int = 0
     vector_format: tuple[str, str] | None = None
     expected_space: str | None = None

@@ -54,12 +54,12 @@ class RequestLimits:
     Attributes:
         bodies: the bytes of the bodies of requests that have not ended.
         answers: the bytes of the answers that are written, or that clients have not read.
-        writers: the turns to decode and write a large answer.
+        writers: the turns to decode and write a large answer; one client has two of three.
     """
 
     bodies: ByteBudget
     answers: ByteBudget
-    writers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WRITERS))
+    writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", _WRITERS))
 
     @contextmanager
     def request(self, request: Request) -> Iterator[ServedRequest]:
@@ -90,8 +90,8 @@ class RequestLimits:
                 connection.on_lost = None
             if record.body is not None:
                 self.bodies.release(record.body)
-            if record.is_writing:
-                self.writers.release()
+            if record.turn is not None:
+                self.writers.release(record.turn)
         if scope.cancelled_caught:
             raise _why_ended(record)
 
@@ -156,17 +156,13 @@ class RequestLimits:
 
     async def begin_answer(self, record: ServedRequest) -> None:
         """Wait until a large answer may be decoded and written."""
-        await self.writers.acquire()
-        record.is_writing = True
+        record.turn = Hold(record.client)
+        await self.writers.grow(record.turn, 1, record.deadline - time.monotonic())
 
-    def hold_answer(self, record: ServedRequest, size: int) -> None:
-        """Hold the bytes of an answer until `sent`.
-
-        Raises:
-            Overloaded: clients have not read so many answers that there is no room.
-        """
+    async def hold_answer(self, record: ServedRequest, size: int) -> None:
+        """Wait until there is room for the bytes of an answer, and hold them until `sent`."""
         record.answer = Hold(record.client)
-        self.answers.take(record.answer, size)
+        await self.answers.grow(record.answer, size, record.deadline - time.monotonic())
 
     def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""

@@ -296,7 +296,7 @@ async def answer_task(
         if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
         if len(response.body) > SMALL_BYTES:
-            context.limits.hold_answer(request, len(response.body))
+            await context.limits.hold_answer(request, len(response.body))
         return response
 
 

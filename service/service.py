@@ -240,7 +240,6 @@ class Service:
         self._opener, self._tracing = opener, tracing
         keys = Keys(settings.keys_file) if settings.keys_file else None
         self._callers = Callers(
-            settings.trusted_proxies,
             keys,
             settings.max_timeout_s,
             settings.request_timeout_ms / 1000,

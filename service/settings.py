@@ -225,9 +225,7 @@ class Settings(BaseSettings):
     @field_validator("trusted_proxies")
     @classmethod
     def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for proxy in value:
-            ip_network(proxy, strict=False)  # raises ValueError
-        return value
+        return tuple(str(ip_network(proxy, strict=False)) for proxy in value)
 
     @property
     def max_timeout_s(self) -> float:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloze.service.core import Forbidden, InvalidRequest, Unauthorized
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.keys import Key, Keys, Permission
-from cloze.service.http.routes import CONNECTION, RECORD, Respond
+from cloze.service.http.routes import CONNECTION, RECORD, Connection, Respond
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing
@@ -43,6 +43,9 @@ _FORWARDED: Final = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip"})
 _MOST_TOLD: Final = 8
 """Most addresses of which the log says that they forward requests; any client may pretend to."""
 
+_LONGEST_ADDRESS: Final = 64
+"""Most characters of an address that a trusted proxy names."""
+
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -50,26 +53,19 @@ class Callers:
     """Reads what the headers of requests say about their clients.
 
     Args:
-        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
         keys: the API keys; None: there are none.
         max_timeout_s: largest time limit that a request may state.
         timeout_s: time limit of a request that states none.
-
-    Raises:
-        ValueError: a string is neither an address nor a network.
     """
 
     def __init__(
         self,
-        trusted_proxies: Sequence[str] = (),
         keys: Keys | None = None,
         max_timeout_s: float = 300.0,
         timeout_s: float = 30.0,
     ) -> None:
         self.keys = keys
         self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
-        self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
-        self._trusts = lru_cache(1024)(self._is_trusted)
         self._told: set[str] = set()
 
     def record(self, scope: Scope, route: str | None) -> ServedRequest:
@@ -81,11 +77,10 @@ class Callers:
         if identity is None or _REQUEST_ID.fullmatch(identity) is None:
             identity = b"%016x" % random.getrandbits(64)
         peer, key = scope.get("client"), None
-        address: str = peer[0] if peer else ""
-        trusted = bool(self._trusted) and self._trusts(address)
-        client = self._forwarded(headers, address) if trusted else address
-        if client == address and not _FORWARDED.isdisjoint(first):
-            self._tell_of_proxy(address)
+        client: str = peer[0][:_LONGEST_ADDRESS] if peer else ""  # or as a trusted proxy says
+        connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+        if not _FORWARDED.isdisjoint(first) and connection and connection.address == client:
+            self._tell_of_proxy(client)
         if self.keys is not None and (authorization := first.get(b"authorization")) is not None:
             key = self.keys.find(authorization)
         stated_s, terms_problem = None, ""
@@ -114,7 +109,7 @@ class Callers:
             arrived=arrived,
             limit_s=limit_s,
             deadline=arrived + limit_s,
-            connection=scope.get("state", {}).get(CONNECTION),
+            connection=connection,
         )
 
     def _tell_of_proxy(self, address: str) -> None:
@@ -127,22 +122,6 @@ class Callers:
             "it is your proxy, name it in CLOZE_TRUSTED_PROXIES, and let it set X-Forwarded-For",
             address or "a client without an address",
         )
-
-    def _forwarded(self, headers: Headers, address: str) -> str:
-        """Return the last address of the last ``X-Forwarded-For`` that no trusted proxy has."""
-        value = dict(headers).get(b"x-forwarded-for")
-        for hop in reversed(value.decode("latin-1").split(",")) if value is not None else ():
-            address = hop.strip()[:64]
-            if not self._trusts(address):
-                break
-        return address
-
-    def _is_trusted(self, address: str) -> bool:
-        try:
-            parsed = ipaddress.ip_address(address)
-        except ValueError:
-            return False
-        return any(parsed in network for network in self._trusted)
 
 
 def timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float | None:

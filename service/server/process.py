@@ -182,7 +182,8 @@ class _Server(uvicorn.Server):
                 service,
                 http="httptools",
                 ws="none",
-                proxy_headers=False,  # `Callers` believes only trusted proxies
+                proxy_headers=bool(settings.trusted_proxies),
+                forwarded_allow_ips=[*settings.trusted_proxies],
                 log_config=None,
                 backlog=BACKLOG,
                 log_level="warning",

@@ -20,7 +20,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
-from cloze.service.http.record import RECORD
+from cloze.service.http.record import RECORD, Connection
 from cloze.service.request import ServedRequest
 from cloze.service.threads import run_on_thread
 
@@ -32,6 +32,8 @@ _DISCARD_FACTOR = 8
 
 Many clients read the error response only after they have sent the whole body.
 """
+
+_GONE = "the client closed its connection"
 
 _WRITERS = 3
 """Most large answers that are decoded and written at once.
@@ -67,15 +69,16 @@ class RequestLimits:
             ClientGone: the client closed its connection.
         """
         record: ServedRequest = request.scope[RECORD]
+        connection: Connection | None = record.connection
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
         left_s = record.deadline - time.monotonic()
         scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
-        record.scope, connection = scope, record.connection
         if connection is not None:
-            connection.on_lost = scope.cancel
             if connection.is_lost:
-                scope.cancel()
+                raise ClientGone(_GONE)
+            connection.on_lost = scope.cancel
+        record.scope = scope
         try:
             with scope:
                 yield record
@@ -175,7 +178,7 @@ def _why_ended(record: ServedRequest) -> ServiceError:
     """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:
-        return ClientGone("the client closed its connection")
+        return ClientGone(_GONE)
     if record.received is not None:
         return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
     return DeadlineExceeded(f"no answer within {limit}")

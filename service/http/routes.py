@@ -1,6 +1,5 @@
 """Routes, and how their requests are answered and recorded."""
 
-import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -54,26 +53,16 @@ class BytesResponse(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; a large body in parts, each when the client has read the others.
-
-        The connection of a client ends that does not read a part within the time limit of its
-        request.
-        """
+        """Send the response; a large body in parts, each when the client has read the others."""
         if len(self.body) <= SMALL_BYTES:
             await super().__call__(scope, receive, send)
             return
-        record: ServedRequest = scope[RECORD]
         start = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **start})
-        try:
-            for first in range(0, len(self.body), SMALL_BYTES):
-                part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
-                message = {"body": part, "more_body": end < len(self.body)}
-                async with asyncio.timeout(record.limit_s):
-                    await send({"type": "http.response.body", **message})
-        except TimeoutError:
-            if record.connection is not None:
-                record.connection.end("it reads its answer too slowly")
+        for first in range(0, len(self.body), SMALL_BYTES):
+            part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+            message = {"body": part, "more_body": end < len(self.body)}
+            await send({"type": "http.response.body", **message})
 
 
 class GateModel(NamedTuple):

@@ -58,12 +58,17 @@ class _OneWrite:
         if self._head and len(data) <= _LARGE:
             data, self._head = self._head + data, b""
         self.flush()
-        self._transport.write(data)
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        """Write, unless the connection is closed: uvloop raises, and nobody would read it."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def flush(self) -> None:
         """Write a held head."""
         if self._head:
-            self._transport.write(self._head)
+            self._write(self._head)
             self._head = b""
 
     def answered(self) -> None:
@@ -112,6 +117,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = False  # whether received bytes have caused a parser event
         self._in_head = False
         self._timer: asyncio.TimerHandle | None = None  # ends the connection
+        self._unread_timer: asyncio.TimerHandle | None = None  # ends it while it is not read
         self.is_lost = False
         self.on_lost: Callable[[], None] | None = None
         self.address = ""
@@ -133,8 +139,9 @@ class ServerProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
         self._stop_timer()
+        self._unset_keepalive_if_required()
         self._table.closed(self)
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # calls `resume_writing`
         self.is_lost = True
         if self.on_lost is not None:
             self.on_lost()
@@ -159,6 +166,20 @@ class ServerProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    # ---- written bytes --------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read; see `asyncio.Protocol`."""
+        super().pause_writing()
+        limit_s, reason = self._table.limits.answer_timeout_s, "it does not read its answer"
+        self._unread_timer = self.loop.call_later(limit_s, self.end, reason)
+
+    def resume_writing(self) -> None:
+        """Go on writing, since the client has read a part; see `asyncio.Protocol`."""
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        super().resume_writing()
+
     # ---- received bytes -------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -173,7 +194,6 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.read_paused or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
-        self._unset_keepalive_if_required()
         self._progress = False
         self._feed(data)
         if self._in_head and self._timer is None:
@@ -228,6 +248,7 @@ class ServerProtocol(HttpToolsProtocol):
         """Note the first byte of a request."""
         self._progress = self._in_head = True
         self._stop_timer()
+        self._unset_keepalive_if_required()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -237,6 +258,7 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._in_head = False
         self._stop_timer()
+        self._unset_keepalive_if_required()  # an answer to an earlier request has set it
         self._table.idle.pop(self, None)
         super().on_headers_complete()
 
@@ -253,10 +275,12 @@ class ServerProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, or until the client has read the last answer."""
+        if self.is_lost:
+            return
         cast(_OneWrite, self.transport).answered()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._end_after(self._table.limits.idle_timeout_s, "it does not read its answer")
+            self._end_after(self._table.limits.answer_timeout_s, "it does not read its answer")
         elif self.cycle.response_complete:
             self._table.idle[self] = None  # else the next request of a pipeline has begun
 

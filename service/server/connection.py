@@ -141,7 +141,8 @@ class ServerProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._unset_keepalive_if_required()
         self._table.closed(self)
-        super().connection_lost(exc)  # calls `resume_writing`
+        self.resume_writing()
+        super().connection_lost(exc)
         self.is_lost = True
         if self.on_lost is not None:
             self.on_lost()
@@ -270,6 +271,8 @@ class ServerProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Note the end of the request."""
         self._progress = True
+        if self.parser.should_upgrade():  # its head comes again; see `_feed`
+            return
         self._stop_timer()
         super().on_message_complete()
 

@@ -25,7 +25,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
-from cloze.service.http.routes import RECORD
+from cloze.service.http.routes import RECORD, Connection
 from cloze.service.request import ServedRequest
 from cloze.service.threads import run_on_thread
 
@@ -37,6 +37,8 @@ _DISCARD_FACTOR = 8
 
 Many clients read the error response only after they have sent the whole body.
 """
+
+_GONE = "the client closed its connection"
 
 _WRITERS = 3
 """Most large answers that are decoded and written at once.
@@ -72,15 +74,16 @@ class RequestLimits:
             ClientGone: the client closed its connection.
         """
         record: ServedRequest = request.scope[RECORD]
+        connection: Connection | None = record.connection
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
         left_s = record.deadline - time.monotonic()
         scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
-        record.scope, connection = scope, record.connection
         if connection is not None:
-            connection.on_lost = scope.cancel
             if connection.is_lost:
-                scope.cancel()
+                raise ClientGone(_GONE)
+            connection.on_lost = scope.cancel
+        record.scope = scope
         try:
             with scope:
                 yield record
@@ -174,7 +177,7 @@ def _why_ended(record: ServedRequest) -> ServiceError:
     """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:
-        return ClientGone("the client closed its connection")
+        return ClientGone(_GONE)
     if record.received is not None:
         return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
     return DeadlineExceeded(f"no answer within {limit}")
@@ -200,23 +203,13 @@ class BytesResponse(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; a large body in parts, each when the client has read the others.
-
-        The connection of a client ends that does not read a part within the time limit of its
-        request.
-        """
+        """Send the response; a large body in parts, each when the client has read the others."""
         if len(self.body) <= SMALL_BYTES:
             await super().__call__(scope, receive, send)
             return
-        record: ServedRequest = scope[RECORD]
         start = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **start})
-        try:
-            for first in range(0, len(self.body), SMALL_BYTES):
-                part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
-                message = {"body": part, "more_body": end < len(self.body)}
-                async with asyncio.timeout(record.limit_s):
-                    await send({"type": "http.response.body", **message})
-        except TimeoutError:
-            if record.connection is not None:
-                record.connection.end("it reads its answer too slowly")
+        for first in range(0, len(self.body), SMALL_BYTES):
+            part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+            message = {"body": part, "more_body": end < len(self.body)}
+            await send({"type": "http.response.body", **message})

@@ -49,7 +49,8 @@ class ByteBudget:
         self._share = most - most // 2
         self._holds: dict[Hold, None] = {}  # in the order in which they came
         self._held = 0
-        self._by_client: Counter[str] = Counter()
+        self._of_client: dict[str, dict[Hold, None]] = {}  # in the same order
+        self._by_client: Counter[str] = Counter()  # bytes
         self._waiting: dict[Hold, _Waiter] = {}
 
     async def grow(self, hold: Hold, size: int, left_s: float) -> None:
@@ -65,7 +66,7 @@ class ByteBudget:
         """
         if size <= hold.size:
             return
-        self._holds.setdefault(hold)
+        self._enter(hold)
         waiter = _Waiter(hold, size - hold.size)
         self._waiting[hold] = waiter
         self._wake()
@@ -88,9 +89,15 @@ class ByteBudget:
     def release(self, hold: Hold) -> None:
         """Forget a hold."""
         if hold in self._holds:
-            del self._holds[hold]
+            del self._holds[hold], self._of_client[hold.client][hold]
+            if not self._of_client[hold.client]:
+                del self._of_client[hold.client]
             self._add(hold, -hold.size)
             self._wake()
+
+    def _enter(self, hold: Hold) -> None:
+        self._holds.setdefault(hold)
+        self._of_client.setdefault(hold.client, {}).setdefault(hold)
 
     def _add(self, hold: Hold, more: int) -> None:
         hold.size += more
@@ -103,7 +110,7 @@ class ByteBudget:
         """Whether the share of its client lets a hold have so many bytes more."""
         if self._by_client[hold.client] + more <= self._share:
             return True
-        return next(other for other in self._holds if other.client == hold.client) is hold
+        return next(iter(self._of_client[hold.client])) is hold
 
     def _in_limit(self, hold: Hold, more: int) -> bool:
         return self._held + more <= self._most or next(iter(self._holds)) is hold

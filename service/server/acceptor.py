@@ -49,11 +49,13 @@ class ConnectionLimits:
     Attributes:
         header_timeout_s: longest time from the first byte of a request to the end of its headers.
         idle_timeout_s: longest time without a request.
+        answer_timeout_s: longest time in which a client reads nothing of its answer.
         max_per_address: most open connections of one address; 0: no such limit.
     """
 
     header_timeout_s: float
     idle_timeout_s: float
+    answer_timeout_s: float
     max_connections: int
     max_per_address: int = 0
 

@@ -61,11 +61,12 @@ class _OneWrite:
             else:
                 self._transport.write(self._head)
             self._head = b""
-        self._transport.write(data)
+        if not self.is_closing():  # else uvloop raises, and nobody would read it
+            self._transport.write(data)
 
     def end_answer(self) -> None:
         """Write a held head; the next bytes are of another answer."""
-        if self._head:
+        if self._head and not self.is_closing():
             self._transport.write(self._head)
         self._head = None
 
@@ -110,6 +111,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = False  # whether received bytes have caused a parser event
         self._in_head = False
         self._timer: asyncio.TimerHandle | None = None  # ends the connection
+        self._unread_timer: asyncio.TimerHandle | None = None  # ends it while it is not read
         self.is_lost = False
         self.on_lost: Callable[[], None] | None = None
         self.address = ""
@@ -131,7 +133,9 @@ class ServerProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
         self._stop_timer()
+        self._unset_keepalive_if_required()
         self._table.closed(self)
+        self.resume_writing()
         super().connection_lost(exc)
         self.is_lost = True
         if self.on_lost is not None:
@@ -157,6 +161,20 @@ class ServerProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    # ---- written bytes --------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read; see `asyncio.Protocol`."""
+        super().pause_writing()
+        limit_s, reason = self._table.limits.answer_timeout_s, "it does not read its answer"
+        self._unread_timer = self.loop.call_later(limit_s, self.end, reason)
+
+    def resume_writing(self) -> None:
+        """Go on writing, since the client has read a part; see `asyncio.Protocol`."""
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        super().resume_writing()
+
     # ---- received bytes -------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -171,7 +189,6 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.read_paused or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
-        self._unset_keepalive_if_required()
         self._progress = False
         try:
             self.parser.feed_data(data)
@@ -228,6 +245,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = self._in_head = True
         if self._timer is not None:
             self._stop_timer()
+        self._unset_keepalive_if_required()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -238,6 +256,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._in_head = False
         if self._timer is not None:
             self._stop_timer()
+        self._unset_keepalive_if_required()  # an answer to an earlier request has set it
         self._table.idle.pop(self, None)
         super().on_headers_complete()
 
@@ -246,12 +265,20 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = True
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        """Note the end of the request."""
+        self._progress = True
+        if not self.parser.should_upgrade():  # else its head comes again
+            super().on_message_complete()
+
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, or until the client has read the last answer."""
+        if self.is_lost:
+            return
         cast(_OneWrite, self.transport).end_answer()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._end_after(self._table.limits.idle_timeout_s, "it does not read its answer")
+            self._end_after(self._table.limits.answer_timeout_s, "it does not read its answer")
         elif self.cycle.response_complete:
             self._table.idle[self] = None  # else the next request of a pipeline has begun
 

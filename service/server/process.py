@@ -169,6 +169,7 @@ class _Server(uvicorn.Server):
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
             settings.idle_timeout_ms / 1000,
+            settings.request_timeout_ms / 1000,
             max_connections,
             settings.max_connections_per_address,
         )

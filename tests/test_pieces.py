@@ -18,7 +18,7 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service import pieces
 from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
 from cloze.service.core import InvalidRequest
-from cloze.service.pieces import Places, divide, find_places, groups
+from cloze.service.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
 from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, undivided, unigram
@@ -71,8 +71,8 @@ BACKENDS = {
 }
 
 
-def places_of(backend: Backend) -> Places:
-    places = find_places(json.loads(backend.to_str()))
+def places_of(backend: Backend) -> Boundary:
+    places = find_boundary(json.loads(backend.to_str()))
     assert places is not None
     return places
 
@@ -193,8 +193,8 @@ def test_other_tokenizers_are_not_divided(old: str, new: str) -> None:
     data = BUNDLE.file(BUNDLE.manifest.tokenizer.file).read_text()
     data = data.replace(": ", ":")
     assert old in data
-    assert find_places(json.loads(data)) is not None
-    assert find_places(json.loads(data.replace(old, new))) is None
+    assert find_boundary(json.loads(data)) is not None
+    assert find_boundary(json.loads(data.replace(old, new))) is None
 
 
 def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
@@ -202,7 +202,7 @@ def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
         undivided(byte_level(), use_regex=False),
         undivided(unigram(splits_first=False), split=False),
     ):
-        assert find_places(json.loads(whole_text.to_str())) is None
+        assert find_boundary(json.loads(whole_text.to_str())) is None
     places_of(undivided(unigram(splits_first=False), split=True))
 
 

@@ -120,7 +120,9 @@ class Spans:
             marked: the text if its tokens include the space before them, which is left out.
         """
         next_word = self.words[-1] + 1 if self.words else 0
-        offsets = [(first + start, end + start) for first, end in encoding.offsets]
+        offsets = encoding.offsets
+        if start:
+            offsets = [(first + start, end + start) for first, end in offsets]
         words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
         if marked is not None:
             offsets = without_space(marked, offsets)

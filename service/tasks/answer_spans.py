@@ -209,28 +209,27 @@ def _search(
 
 
 def _ranked(windows: Sequence[_Window], options: QaOptions) -> list[QaAnswer]:
-    """Return the answers of all windows, best first; an answer has its best window's score."""
+    """Return the answers of all windows, best first.
+
+    Spans of a window with the same text are one answer, whatever their case. An answer has its best
+    window's score.
+    """
     best: dict[str, QaAnswer] = {}  # by lower-case text
     for window in windows:
-        for key, answer in _texts(window).items():
+        merged: dict[str, QaAnswer] = {}
+        for answer in window.spans:
+            key = answer.answer.lower()
+            if (same := merged.get(key)) is not None:
+                # Float32 rounds a sum of probabilities to slightly more than 1.
+                answer = replace(same, score=min(same.score + answer.score, 1.0))
+            merged[key] = answer
+        for key, answer in merged.items():
             if (other := best.get(key)) is None or answer.score > other.score:
                 best[key] = answer
     answers = list(best.values())
     if options.handle_impossible_answer:
         answers.append(QaAnswer("", min(window.no_answer for window in windows), 0, 0))
     return sorted(answers, key=lambda answer: -answer.score)
-
-
-def _texts(window: _Window) -> dict[str, QaAnswer]:
-    """Return the answers of a window by their lower-case text; spans of one text are one answer."""
-    merged: dict[str, QaAnswer] = {}
-    for answer in window.spans:
-        key = answer.answer.lower()
-        if (same := merged.get(key)) is not None:
-            # Float32 rounds a sum of probabilities to slightly more than 1.
-            answer = replace(same, score=min(same.score + answer.score, 1.0))
-        merged[key] = answer
-    return merged
 
 
 def _details(

@@ -157,8 +157,8 @@ class TextEncoder:
         The start token is left out too, and the end token is not. As in sentence-transformers, as
         many tokens are left out where the start of the text, with its prompt, is cut.
         """
-        recipe, asked = self.context.manifest.embedding, self.requests
-        if recipe is None or recipe.include_prompt or embedding.HEAD.name not in asked:
+        options, asked = self.context.manifest.embedding, self.requests
+        if options is None or options.include_prompt or embedding.HEAD.name not in asked:
             return
         for encoding in encodings:
             first = min(1 + prompt_tokens, len(encoding) - 1)
@@ -263,12 +263,12 @@ def encode_texts(
 
     All texts have the prompt, unless each has its own.
     """
-    recipe, tokenizer = context.manifest.embedding, context.tokenizer
-    max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
+    options, tokenizer = context.manifest.embedding, context.tokenizer
+    max_tokens = options.max_tokens if options else context.limits.max_tokens
     prompts = prompts or [prompt] * len(texts)
     encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}
-    if recipe is not None and not recipe.include_prompt:
+    if options is not None and not options.include_prompt:
         lengths = {prompt: len(tokenizer.ids([prompt])[0]) for prompt in {*prompts}}
     prompted = zip(prompts, texts, strict=True)
     ids = iter(tokenizer.ids([prompt + t for prompt, (_, t) in prompted if isinstance(t, str)]))

@@ -36,7 +36,7 @@ from cloze.service.tasks.texts import EncodedText, TextEncoder
 from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
-_PLACE: Final = "{}"
+_SLOT: Final = "{}"
 _LABEL_CHARACTERS: Final = 1000
 """Most characters of a label, which the answer repeats for each text."""
 _LABELS: Final = Location(("candidate_labels",))
@@ -167,9 +167,9 @@ def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContex
             raise InvalidRequest(problem, at)
     template = _TEMPLATE if template is None else template
     limits.checked(template, _TEMPLATE_PLACE)
-    before, place, after = template.partition(_PLACE)
-    if not place or set(_PLACE) & set(before + after):
-        problem = f"is {quoted(template)}; it needs {_PLACE} once, for the label, and no brace"
+    before, slot, after = template.partition(_SLOT)
+    if not slot or set(_SLOT) & set(before + after):
+        problem = f"is {quoted(template)}; it needs {_SLOT} once, for the label, and no brace"
         raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
     # A short body may have a long template and many labels.
     if (length := len(template) * len(labels)) > (most := limits.max_text_characters):

@@ -27,7 +27,7 @@ from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.sequences import without_space
 from cloze.service.core import StartupError
-from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Piece, Places, find_places, groups
+from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Boundary, Piece, find_boundary, groups
 from cloze.service.threads import check_awaited
 
 _LONGEST_FORM = "\ufdfa"
@@ -64,7 +64,7 @@ class _Vocabulary:
     """A tokenizer of the library, with what its file says.
 
     Attributes:
-        places: see `find_places`.
+        boundary: see `find_boundary`.
         expands: whether the normaliser replaces characters by their compatibility forms.
         unknown_id: see `Tokenizer`.
         size: number of tokens, those included that no text becomes.
@@ -73,7 +73,7 @@ class _Vocabulary:
     """
 
     backend: Backend
-    places: Places | None
+    boundary: Boundary | None
     expands: bool
     unknown_id: int | None
     size: int
@@ -120,7 +120,9 @@ class Spans:
             marked: the text if its tokens include the space before them, which is left out.
         """
         next_word = self.words[-1] + 1 if self.words else 0
-        offsets = [(first + start, end + start) for first, end in encoding.offsets]
+        offsets = encoding.offsets
+        if start:
+            offsets = [(first + start, end + start) for first, end in offsets]
         words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
         if marked is not None:
             offsets = without_space(marked, offsets)
@@ -227,7 +229,7 @@ class Tokenizer:
     ) -> Iterator[tuple[Piece, BackendEncoding]]:
         """Yield the pieces of texts with their encodings, group by group."""
         vocabulary = self._vocabulary
-        for group in groups(texts, vocabulary.places, expands=vocabulary.expands):
+        for group in groups(texts, vocabulary.boundary, expands=vocabulary.expands):
             check_awaited()
             encodings = encode([piece.content for piece in group], add_special_tokens=False)
             yield from zip(group, encodings, strict=True)
@@ -336,14 +338,14 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         backend, parts = Backend.from_str(data.decode()), json.loads(data)
         unknown_id = _unknown_id(backend, parts["model"])
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        places = find_places(parts)
+        boundary = find_boundary(parts)
         # The library looks for added tokens before it divides a text into words.
         added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
-        whole_words = places is SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
+        whole_words = boundary is SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
         words: dict[str, list[int]] | None = {} if whole_words and added else None
         normalizer = backend.normalizer
         form = _LONGEST_FORM if normalizer is None else normalizer.normalize_str(_LONGEST_FORM)
-        vocabulary = _Vocabulary(backend, places, len(form) > 1, unknown_id, size, words)
+        vocabulary = _Vocabulary(backend, boundary, len(form) > 1, unknown_id, size, words)
         _IN_USE[key] = vocabulary
     return vocabulary
 

@@ -180,7 +180,6 @@ def test_the_longest_wait(longest_s: float, left_s: float, waits_s: float) -> No
     play(run())
 
 
-
 def test_small_bodies_are_those_that_connections_bound() -> None:
     assert SMALL_BYTES == 65_536
 

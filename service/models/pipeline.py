@@ -77,10 +77,6 @@ async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: o
     return function(*arguments) if is_short else await run_on_thread(function, *arguments)
 
 
-async def _at_once() -> None:
-    """Return at once."""
-
-
 class Completions:
     """Passes the ends of requests from worker threads to the event loop.
 
@@ -157,7 +153,7 @@ class Pipeline:
         inputs: Any,
         parameters: Any,
         request: ServedRequest,
-        before_large: Callable[[], Awaitable[None]] = _at_once,
+        before_large: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:
         """Tokenize the texts, wait for the engine's outputs, and return the decoded value.
 
@@ -211,7 +207,7 @@ class Pipeline:
         if request.expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, request.expected_space)
         request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
-        if request.is_large:
+        if request.is_large and before_large is not None:
             await before_large()
         inline = inline and not request.is_large
         value = await run_anywhere(inline, task.decode, last.state, outputs, self.context)

@@ -78,7 +78,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         Route("GET", "/", page_handler(), replace(page, headers=PAGE_HEADERS)),
         Route("GET", "/healthz", alive, healthz),
         Route("GET", "/readyz", ready, readyz),
-        Route("GET", "/health", operations.health, health),
+        Route("GET", "/health", partial(answer_probe, state.unready, None), health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
         Route("POST", "/admin/reload", operations.reload, reload),
@@ -95,10 +95,6 @@ class _Operations:
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
         self._scrapes = ThreadPoolExecutor(1, "scrape")
-
-    async def health(self, request: Request) -> Response:
-        await answer_probe(self._context.state.unready, None, request)
-        return Response()
 
     async def info(self, request: Request) -> Response:
         """Answer on a thread: a thousand adapters take a tenth of a second."""

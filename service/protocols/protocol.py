@@ -157,10 +157,10 @@ def _json(value: Any) -> bytes:
 async def answer_probe(
     problem: Callable[[], ServiceError | None], value: Any, _: Request
 ) -> Response:
-    """Return a value as JSON, unless the server has the problem."""
+    """Return a value as JSON, or nothing for None, unless the server has the problem."""
     if (error := problem()) is not None:
         raise error
-    return json_response(value)
+    return Response() if value is None else json_response(value)
 
 
 # ---- the route of a task -------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class Scheduler:
         self._idle_workers = 0
         self._last_run = clock.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
+        self._batch_tokens = limits.max_batch_tokens  # now; a longer single encoding runs alone
         self.draining = False
         self.dead_reason: str | None = None
         self._closing = False
@@ -181,15 +182,6 @@ class Scheduler:
         for request in pending:
             request.end(make_error())
 
-    def _batch_tokens(self) -> int:
-        """Return the most tokens of a batch now; a longer single encoding runs alone."""
-        limits = self._limits
-        tokens_per_s = self._admission.tokens_per_s
-        if not limits.batch_latency_s or not tokens_per_s:
-            return limits.max_batch_tokens
-        within_latency = int(tokens_per_s * limits.batch_latency_s)
-        return min(limits.max_batch_tokens, max(_MIN_BATCH_TOKENS, within_latency))
-
     def _work(self, number: int, take: Callable[[], Batch | None]) -> None:
         """Run batches until the scheduler closes."""
         if sys.platform == "linux":
@@ -219,7 +211,7 @@ class Scheduler:
             self._on_long_texts.discard(number)
             self._on_bulk.discard(number)
             while not self._closing:
-                now, longest = self._clock.monotonic(), self._batch_tokens()
+                now, longest = self._clock.monotonic(), self._batch_tokens
                 with_bulk = not queue.bulk_tokens or self._may_run_bulk(now)
                 if queue.tokens == (0 if with_bulk else queue.bulk_tokens):
                     self._idle_workers += 1
@@ -250,7 +242,7 @@ class Scheduler:
         """Wait until all workers run long texts and short ones wait, and take a batch of these."""
         with self._lock:
             while not self._closing:
-                longest = self._batch_tokens()
+                longest = self._batch_tokens
                 all_on_long_texts = len(self._on_long_texts) >= self._limits.workers
                 if not (all_on_long_texts and self._queue.has_up_to(longest)):
                     self._wait(self._short_texts)
@@ -364,13 +356,16 @@ class Scheduler:
         self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], seconds: float
     ) -> None:
         """Store the outputs of a batch, and end the requests that have all their outputs."""
-        complete = []
-        now = self._clock.monotonic()
+        complete, limits, now = [], self._limits, self._clock.monotonic()
         with self._lock:
             tokens = sum([queued.tokens for queued in batch])
             is_bulk = batch[0].request.terms.is_bulk
             self._last_run = now
             self._admission.batch_ended(now, tokens, seconds, is_bulk=is_bulk)
+            if limits.batch_latency_s:
+                within_latency = int(self._admission.tokens_per_s * limits.batch_latency_s)
+                least = max(_MIN_BATCH_TOKENS, within_latency)
+                self._batch_tokens = min(limits.max_batch_tokens, least)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output

@@ -400,16 +400,20 @@ class Scheduler:
 class Watchdog:
     """Notices a run of the engine that hangs: one that takes far longer than predicted.
 
+    Looks are counted, not seconds: time in which the process was stopped, or the machine, does not
+    count. Example: a run is predicted to take 0.2 s, and the margin is 8 s. The limit is 10 s, and
+    a look comes every 2 s, so the sixth look finds that the run hangs.
+
     Args:
         margin_s: seconds that a run may take beyond ten times its predicted time.
         on_hang: called once with the reason, on the thread of `watch`.
-        clock: tells the time.
+        clock: waits.
     """
 
     def __init__(
         self, margin_s: float, on_hang: Callable[[str], None], clock: Clock = CLOCK
     ) -> None:
-        self._margin_s = margin_s
+        self._margin_s, self._period_s = margin_s, margin_s / 4
         self._on_hang = on_hang
         self._clock = clock
         self._lock = threading.Lock()
@@ -429,20 +433,12 @@ class Watchdog:
                 self._runs.pop(worker, None)  # a run of one half of the batch has ended it
 
     def watch(self) -> None:
-        """Watch the runs until one hangs, or until `ended` is set.
-
-        The time in which this thread did not run is not counted: the process was stopped then, or
-        the machine.
-        """
-        period_s = self._margin_s / 4
-        before = self._clock.monotonic()
-        while not self._clock.wait(self.ended, period_s):
-            now = self._clock.monotonic()
-            passed_s, before = min(now - before, 2 * period_s), now
+        """Watch the runs until one hangs, or until `ended` is set."""
+        while not self._clock.wait(self.ended, self._period_s):
             with self._lock:
                 hung = [limit_s for limit_s, left_s in self._runs.values() if left_s <= 0]
                 for worker, (limit_s, left_s) in self._runs.items():
-                    self._runs[worker] = limit_s, left_s - passed_s
+                    self._runs[worker] = limit_s, left_s - self._period_s
             if hung:
                 self._on_hang(f"a run took longer than {hung[0]:.1f} s")
                 return

@@ -526,8 +526,8 @@ def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    assert hung(0.2, 1000.0, 2.0, 2.0) == []
-    assert len(hung(0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
+    assert hung(0.2, 1000.0, *[2.0] * 4) == []
+    assert len(hung(0.2, 1000.0, *[2.0] * 5)) == 1
 
 
 def test_a_run_that_ended_does_not_hang() -> None:

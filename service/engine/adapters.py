@@ -221,16 +221,15 @@ class AdaptedRuns:
     """
 
     def __init__(self, adapters: LoadedAdapters, codec: BatchCodec, sessions: CpuSession) -> None:
-        self.adapters, self._codec, self._sessions = adapters, codec, sessions
+        self.adapters, self._codec, self.sessions = adapters, codec, sessions
 
     def run(self, batch: Sequence[Encoding], *, alone: bool) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
-        session = self._sessions.alone if alone else self._sessions.side_by_side
+        session = self.sessions.alone if alone else self.sessions.side_by_side
         with self.adapters.using([encoding.adapter for encoding in batch]) as adapters:
-            heads = [_own_head(*pair) for pair in zip(batch, adapters, strict=True)]
-            packed = self._codec.pack(
-                [_without(encoding, head) for encoding, head in zip(batch, heads, strict=True)]
-            )
+            divided = [_divided(*pair) for pair in zip(batch, adapters, strict=True)]
+            packed = self._codec.pack([encoding for encoding, _ in divided])
+            heads = [head for _, head in divided]
             first, *ends = packed.placement.starts.tolist()
             rows = []  # of `hidden`, for each head of an adapter
             for head, end in zip(heads, ends, strict=True):
@@ -264,18 +263,12 @@ class AdaptedRuns:
 _PER_SEQUENCE = "sequence_classification"
 
 
-def _own_head(encoding: Encoding, one: _Loaded | None) -> Head | None:
-    """Return the head of a sequence's adapter, if the sequence asks for it."""
-    head = None if one is None else one.head
-    return head if head is not None and head.name in encoding.requests else None
-
-
-def _without(encoding: Encoding, head: Head | None) -> Encoding:
-    """Return a sequence that asks only for heads of the base."""
-    if head is None:
-        return encoding
-    requests = {name: one for name, one in encoding.requests.items() if name != head.name}
-    return replace(encoding, requests=requests)
+def _divided(encoding: Encoding, one: _Loaded | None) -> tuple[Encoding, Head | None]:
+    """Return what a sequence asks of the base, and the head of its adapter if it asks for that."""
+    if one is None or one.head is None or one.head.name not in encoding.requests:
+        return encoding, None
+    requests = {name: asked for name, asked in encoding.requests.items() if name != one.head.name}
+    return replace(encoding, requests=requests), one.head
 
 
 def _run(head: Head, hidden: NDArray[np.float32]) -> ArrayResult:

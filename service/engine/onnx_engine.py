@@ -101,18 +101,19 @@ class OnnxEngine:
         self._tolerance = choice.parity.tolerance
         self._goldens = _read_goldens(bundle, choice)
         self._adapted: AdaptedRuns | None = None
+        if isinstance(session, CpuSession) and session.adapted is not None:
+            assert bundle.manifest.adapters is not None
+            adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
+            self._adapted = AdaptedRuns(adapters, self._codec, session.adapted)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
-            if isinstance(session, CpuSession) and session.adapted is not None:
-                assert bundle.manifest.adapters is not None
-                adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
-                self._adapted = AdaptedRuns(adapters, self._codec, session.adapted)
+            if self._adapted is not None:
                 golden = self._goldens[0]
                 sequences = len(golden.feeds[INPUT_IDS.name])
                 feeds = golden.feeds | self._adapted.feeds([None] * sequences)
                 feeds[HIDDEN_ROWS.name] = np.zeros(0, np.int32)
-                self._check(replace(golden, feeds=feeds), session.adapted)
+                self._check(replace(golden, feeds=feeds), self._adapted.sessions)
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
                 f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "

@@ -78,21 +78,13 @@ def providers() -> list[str]:
     Raises:
         StartupError: both builds of onnxruntime are installed.
     """
-    if all(map(_is_installed, _BUILDS)):
+    if all(any(metadata.distributions(name=build)) for build in _BUILDS):
         raise StartupError(
             f"both {' and '.join(_BUILDS)} are installed, and overwrite each other; "
             f"uninstall both, then: {install_command('cpu')} (or gpu instead of cpu, for CUDA)"
         )
     available: list[str] = ort.get_available_providers()
     return available
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def cpu_session(

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -99,22 +100,15 @@ def kept_reasons(settings: Settings) -> dict[str, str]:
 
     A directory, a repository or an address stands for the version that it had at the start.
     """
-    newest: dict[str, int] = {}
-    try:
-        references = Store(settings.model_store).references()
-    except StoreError:  # a folder that may be entered, but not listed
-        references = []
-    for stored in references:
-        name, _, version = stored.partition("@")
-        newest[name] = max(int(version), newest.get(name, 0))
-    reasons = {}
+    store, reasons = Store(settings.model_store), {}
     for reference in settings.model:
         name, _, version = reference.partition("@")
-        if version and int(version) < newest.get(name, 0):
-            reasons[reference] = (
-                f"--model stands for this version since the start, and {name}@{newest[name]} "
-                f"is newer: start the server again, with --model {name} to follow new versions"
-            )
+        with suppress(StoreError):  # a folder that may be entered, but not listed
+            if version and int(version) < (newest := int(store.resolve(name).name)):
+                reasons[reference] = (
+                    f"--model stands for this version since the start, and {name}@{newest} is "
+                    f"newer: start the server again, with --model {name} to follow new versions"
+                )
     return reasons
 
 

@@ -370,7 +370,7 @@ class Service:
 
     def begin(self) -> None:
         """Begin to write the metrics; call this once, before any request."""
-        self._metrics.unready = self.unready
+        self._metrics.unready_reason = self.unready
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.reopens:
             self._metrics.queues = lambda: self.snapshot.queues()

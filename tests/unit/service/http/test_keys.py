@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloze.service.http.gate import Paths
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -20,6 +19,7 @@ from cloze.service.http.errors import (
 )
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, timeout_s
+from cloze.service.http.routes import Paths
 from tests.records import recorded
 
 
@@ -459,8 +459,10 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     assert (record.method, record.path, record.route) == ("POST", "/embed", "/embed")
     assert (record.identity, record.headers) == (b"mine", sent["headers"])
     assert record.model == record.error == ""
+    assert (record.limit_s, record.deadline) == (1.5, record.arrived + 1.5)
     wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
     assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, "other")
+    assert wrong.limit_s == 30.0
     assert wrong.terms_problem == (
         "x-request-timeout-ms: a whole number from 1 to 30000, got '30001'"
     )

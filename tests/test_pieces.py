@@ -19,7 +19,7 @@ from cloze.service.core import InvalidRequest
 from cloze.service.text import pieces
 from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
-from cloze.service.threads import Abandoned, check_awaited, run_on_thread
+from cloze.service.threads import check_awaited, run_on_thread
 from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, undivided, unigram
 from tests.waiting import wait_until
@@ -216,7 +216,7 @@ def test_abandoned_work_ends_between_its_parts() -> None:
             while True:
                 check_awaited()
                 started.set()
-        except Abandoned as error:
+        except asyncio.CancelledError as error:
             ended.append(type(error))
             raise
 
@@ -229,7 +229,7 @@ def test_abandoned_work_ends_between_its_parts() -> None:
         assert await run_on_thread(lambda: check_awaited() or 3) == 3, "others go on"
 
     asyncio.run(play())
-    wait_until(lambda: ended == [Abandoned])
+    wait_until(lambda: ended == [asyncio.CancelledError])
 
 
 def test_tokenizing_ends_when_nobody_waits(tmp_path: Path) -> None:

@@ -548,6 +548,20 @@ def test_a_request_may_take_longer_than_a_connection_may_be_idle() -> None:
     play(run)
 
 
+def test_a_head_that_begins_in_time_may_end_when_an_idle_connection_would_have() -> None:
+    async def run() -> None:
+        transport = World().connect()
+        transport.protocol.data_received(GET)
+        await asyncio.sleep(55)
+        transport.protocol.data_received(GET[:9])
+        await asyncio.sleep(8)
+        transport.protocol.data_received(GET[9:])
+        await settle()
+        assert statuses(transport) == [200, 200]
+
+    play(run)
+
+
 @pytest.mark.parametrize("stray", [b"\r\n", b"\r\n\r\n"])
 def test_bytes_that_are_no_request_do_not_keep_a_connection(stray: bytes) -> None:
     async def run() -> None:

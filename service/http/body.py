@@ -4,7 +4,6 @@ A request ends early that takes too long, or whose client leaves.
 """
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
@@ -56,11 +56,13 @@ class RequestLimits:
     Attributes:
         bodies: the bytes of the bodies of requests that have not ended.
         answers: the bytes of the answers that are written, or that clients have not read.
+        clock: tells the time; timers follow the event loop.
         writers: the turns to decode and write a large answer; one client has two of three.
     """
 
     bodies: ByteBudget
     answers: ByteBudget
+    clock: Clock = CLOCK
     writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", _WRITERS))
 
     @contextmanager
@@ -77,7 +79,7 @@ class RequestLimits:
         connection: Connection | None = record.connection
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
-        left_s = record.deadline - time.monotonic()
+        left_s = record.deadline - self.clock.monotonic()
         scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
         if connection is not None:
             if connection.is_lost:
@@ -116,7 +118,7 @@ class RequestLimits:
         if encoding not in (b"identity", b"gzip"):
             shown = ascii(encoding.decode("latin-1"))[:60]
             raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
-        began, received, more = time.monotonic(), 0, True
+        began, received, more = self.clock.monotonic(), 0, True
         chunks: list[bytes] = []
         while more and received <= limit * _DISCARD_FACTOR:
             message = await request.receive()
@@ -136,7 +138,7 @@ class RequestLimits:
         if received > limit:
             raise RequestTooLarge(f"the body has at least {received} bytes; the limit is {limit}")
         record.received = None
-        if (now := time.monotonic()) - began > _QUICKLY_S and record.scope is not None:
+        if (now := self.clock.monotonic()) - began > _QUICKLY_S and record.scope is not None:
             record.deadline = now + record.limit_s
             record.scope.deadline = asyncio.get_running_loop().time() + record.limit_s
         data = b"".join(chunks)
@@ -154,18 +156,18 @@ class RequestLimits:
         """Wait until the body of a request may hold so many bytes, within its time."""
         hold: Hold = record.body or Hold(record.client)
         record.body = hold
-        await self.bodies.grow(hold, size, record.deadline - time.monotonic())
+        await self.bodies.grow(hold, size, record.deadline - self.clock.monotonic())
         return hold
 
     async def begin_answer(self, record: ServedRequest) -> None:
         """Wait until a large answer may be decoded and written."""
         record.turn = Hold(record.client)
-        await self.writers.grow(record.turn, 1, record.deadline - time.monotonic())
+        await self.writers.grow(record.turn, 1, record.deadline - self.clock.monotonic())
 
     async def hold_answer(self, record: ServedRequest, size: int) -> None:
         """Wait until there is room for the bytes of an answer, and hold them until `sent`."""
         record.answer = Hold(record.client)
-        await self.answers.grow(record.answer, size, record.deadline - time.monotonic())
+        await self.answers.grow(record.answer, size, record.deadline - self.clock.monotonic())
 
     def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""

@@ -83,7 +83,7 @@ class TextEncoder:
 
         Args:
             at: the place of the text.
-            tokens: number of tokens of the text.
+            tokens: number of its tokens.
             around: tokens of each sequence besides those of the text, such as special tokens.
             stride: tokens that neighbouring windows share; None: those of the rule.
 

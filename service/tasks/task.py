@@ -67,13 +67,8 @@ class TaskLimits:
         """Return one value or a list of values, each with its place; check their number and texts.
 
         A list of token ids is one value. For example, ``["a", [5, 6]]`` has an element at
-        ``inputs[0]`` and one at ``inputs[1]``.
-
-        Args:
-            values: the value or the values.
-            at: the place of the values.
-            kind: what a value is, for the error.
-            others: number of texts that the request has besides.
+        ``inputs[0]`` and one at ``inputs[1]``. The kind is what an error calls a value, and others
+        is the number of texts that the request has besides.
         """
         if not isinstance(values, list) or (values and isinstance(values[0], int)):
             located = [(at, values)]

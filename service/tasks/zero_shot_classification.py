@@ -82,11 +82,7 @@ class _State(NamedTuple):
 
 
 def entailment(labels: Sequence[str]) -> int | None:
-    """Return the label of entailment, which transformers' pipeline would take; None: none is one.
-
-    Args:
-        labels: the labels of a classifier, in the order of its logits.
-    """
+    """Return the label of entailment, which transformers' pipeline would take; None: none is one."""
     is_one = (label.lower().startswith("entail") for label in labels)
     return next((number for number, found in enumerate(is_one) if found), None)
 

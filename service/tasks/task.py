@@ -33,7 +33,7 @@ S = TypeVar("S")
 
 
 _SHOWN_TOKENS: Final = 16
-"""Tokens of a filled text whose decoding takes about as long as the rest of its prediction."""
+"""Tokens of a text whose decoding takes about as long as the rest of its prediction."""
 
 Input = tuple[Location, T]
 """The place of an input of a call, ``inputs`` or ``inputs[3]``, and the input."""
@@ -203,7 +203,8 @@ class PreparedRequest(NamedTuple, Generic[S]):
             follows; None if there is one round.
         texts: number of texts, pairs or questions of the request.
         vectors: how the result's vectors are made; None: the result has no vectors.
-        others: rows of the answer that are no rows of a head's results, such as spans of a context.
+        others: rows of the answer besides those of the heads' results, such as one per token of
+            `/tokenize`.
     """
 
     encodings: list[Encoding]
@@ -220,8 +221,9 @@ class PreparedRequest(NamedTuple, Generic[S]):
     def answer_rows(self) -> int:
         """The rows that the answer is made of; decoding one takes up to 10 us.
 
-        A row of a sequence, such as a prediction of a mask, may be shown with the text of the
-        sequence. With 320 tokens, such a row counts as 20.
+        A row is one vector, one label or one prediction. It counts once per 16 tokens of its
+        sequence, whose text may be shown with the row: 3 predictions for the mask of a text of 320
+        tokens are 3 x 20 = 60 rows.
         """
         rows = self.others
         for encoding in self.encodings:

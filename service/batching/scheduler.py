@@ -154,9 +154,10 @@ class Scheduler:
         self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         """Return the expected wait of a request that arrives now; see `core.Queue`."""
-        if not self._queue.tokens + unsubmitted:
-            return ExpectedWait(0.0, 0.0, self._activity.requests[client])
-        return self._admission.expected_wait(client, line, tokens, unsubmitted)
+        if line.is_bulk or self._queue.tokens or unsubmitted:
+            return self._admission.expected_wait(client, line, tokens, unsubmitted)
+        rate, requests = self._admission.rate, self._activity.requests[client]
+        return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
 
     def drain(self) -> None:
         """Set `draining`; admitted requests still run."""

@@ -342,6 +342,16 @@ def test_an_empty_queue_admits_any_request() -> None:
         submit(made, [sized(1)], later())
 
 
+def test_the_wait_of_an_empty_queue_is_that_of_the_rule() -> None:
+    made = stepped()
+    for rate in (0.0, 10.0):
+        made._admission.tokens_per_s = rate
+        for is_bulk in (False, True):
+            asked = ("a", LineKey(0, 0, is_bulk), 5)
+            assert made.expected_wait(*asked) == made._admission.expected_wait(*asked)
+    assert made.expected_wait("a", LineKey(0, 0), 5) == ExpectedWait(0.0, 0.5, 0)
+
+
 def test_requests_are_counted_by_client_until_they_end() -> None:
     made = stepped()
     futures = [submit(made, [sized(5)], later(), client=client) for client in "aab"]

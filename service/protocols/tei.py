@@ -8,6 +8,7 @@ Source: the routes of text-embeddings-inference 1.9, as it answers.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from io import BytesIO
 from typing import Annotated, Any, ClassVar, Final
 
 import orjson
@@ -210,8 +211,15 @@ class _Tokenize(_TokenizerRoute):
         self, _: ServedRequest, __: TokenizeBody, value: list[token_ids.TokenizedText]
     ) -> BytesResponse:
         """Write the tokens part by part: as one value, they would need ten times the memory."""
-        texts = (b",".join(orjson.dumps(part)[1:-1] for part in text.parts()) for text in value)
-        return BytesResponse(b"[%b]" % b",".join(b"[%b]" % tokens for tokens in texts))
+        written = BytesIO()
+        for number, text in enumerate(value):
+            written.write(b",[" if number else b"[[")
+            for index, part in enumerate(text.parts()):
+                written.write(b"," if index else b"")
+                written.write(memoryview(orjson.dumps(part))[1:-1])
+            written.write(b"]")
+        written.write(b"]")
+        return BytesResponse(written.getvalue())
 
 
 class _Decode(_TokenizerRoute):

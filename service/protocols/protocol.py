@@ -121,7 +121,7 @@ def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
 
 
 def json_parts(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield the JSON of a value: arrays in parts, and each element of a list by itself."""
+    """Yield the JSON of a value: arrays in parts, and each field and element by itself."""
     check_awaited()
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -137,20 +137,13 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
             yield memoryview(_json(value[first : first + rows]))[1:-1]
         yield b"]"
     elif isinstance(value, list) and value:
-        is_divided = _has_array(value[0])  # as all of them
+        is_divided = isinstance(value[0], dict | np.ndarray) or is_dataclass(value[0])  # as all
         for number, item in enumerate(value):
             yield b"," if number else b"["
             yield from json_parts(item) if is_divided else (_json(item),)
         yield b"]"
     else:
         yield _json(value)
-
-
-def _has_array(value: Any) -> bool:
-    """Whether a value may be long: an array, an object, or a dataclass with an array."""
-    if is_dataclass(value):
-        return any(isinstance(getattr(value, each.name), np.ndarray) for each in fields(value))
-    return isinstance(value, dict | np.ndarray)
 
 
 def _json(value: Any) -> bytes:

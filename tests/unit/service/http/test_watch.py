@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import sys
-import threading
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
@@ -34,7 +33,6 @@ from cloze.service.http.json_bodies import (
 from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch, WatchedRequest
-from cloze.service.models.pipeline import run_anywhere
 from tests.leaping_loop import LeapingLoop
 from tests.records import recorded, scope_of
 
@@ -535,17 +533,6 @@ def test_members_of_gzip_data() -> None:
             content(broken)
     with pytest.raises(MalformedRequest, match=r"^the body is not gzip: it ends too early$"):
         content(gzip.compress(b"abc" * 99) + gzip.compress(b"d")[:-1])
-
-
-def test_what_takes_long_runs_on_a_thread() -> None:
-    async def run() -> None:
-        own = threading.get_ident()
-        assert await run_anywhere(True, threading.get_ident) == own
-        assert await run_anywhere(False, threading.get_ident) != own
-        assert await run_anywhere(True, max, 3, 4) == 4
-        assert await run_anywhere(False, max, 3, 4) == 4
-
-    on_threads(run())
 
 
 # ---- shapes ------------------------------------------------------------------------------------

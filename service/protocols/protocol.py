@@ -6,6 +6,7 @@ Each protocol module of the package defines its protocol as `PROTOCOL`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
+from io import BytesIO
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -109,16 +110,18 @@ class WireProtocol:
 def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
     """Return a value as JSON; it may have dataclasses and arrays.
 
-    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, so
-    that a large value is written in parts.
+    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, nor
+    while parts are joined, so that a large value is written to a buffer in parts.
     """
-    if in_parts:
-        return BytesResponse(b"".join(json_parts(value)))
-    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    if not in_parts:
+        return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    content = BytesIO()
+    content.writelines(json_parts(value))
+    return BytesResponse(content.getvalue())
 
 
 def json_parts(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield the JSON of a value: arrays in parts, and each element of a list by itself."""
+    """Yield the JSON of a value: arrays in parts, and each field and element by itself."""
     check_awaited()
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -134,20 +137,13 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
             yield memoryview(_json(value[first : first + rows]))[1:-1]
         yield b"]"
     elif isinstance(value, list) and value:
-        is_divided = _has_array(value[0])  # as all of them
+        is_divided = isinstance(value[0], dict | np.ndarray) or is_dataclass(value[0])  # as all
         for number, item in enumerate(value):
             yield b"," if number else b"["
             yield from json_parts(item) if is_divided else (_json(item),)
         yield b"]"
     else:
         yield _json(value)
-
-
-def _has_array(value: Any) -> bool:
-    """Whether a value may be long: an array, an object, or a dataclass with an array."""
-    if is_dataclass(value):
-        return any(isinstance(getattr(value, each.name), np.ndarray) for each in fields(value))
-    return isinstance(value, dict | np.ndarray)
 
 
 def _json(value: Any) -> bytes:

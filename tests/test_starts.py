@@ -1,6 +1,5 @@
 """A burst of requests starts a few at a time, so that others need not wait for it."""
 
-import asyncio
 import selectors
 import signal
 import socket
@@ -10,58 +9,8 @@ from pathlib import Path
 
 import httpx
 import orjson
-import pytest
-from cloze.service.http.gate import Starts
 
-from cloze.service.http import gate as module
-from tests.records import connected
 from tests.serving import running_server
-
-PER_TURN = module._PER_TURN
-
-
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-def test_a_few_start_per_turn_and_clients_take_turns() -> None:
-    async def play() -> None:
-        starts, begun = Starts(), []
-        for number in range(3 * PER_TURN):
-            starts.start(connected("heavy"), lambda number=number: begun.append(("heavy", number)))
-        starts.start(connected("light"), lambda: begun.append(("light", 0)))
-        assert begun == [("heavy", number) for number in range(PER_TURN)]
-        await turns(1)
-        assert len(begun) == 2 * PER_TURN
-        assert begun.index(("light", 0)) in (PER_TURN, PER_TURN + 1), "not behind the others"
-        await turns(5)
-        assert sorted(begun)[:-1] == [("heavy", number) for number in range(3 * PER_TURN)]
-        starts.start(connected("heavy"), lambda: begun.append(("heavy", -1)))
-        assert ("heavy", -1) in begun, "the line is empty"
-
-    asyncio.run(play())
-
-
-def test_the_wait_is_that_of_the_line_and_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-
-    async def play() -> None:
-        starts = Starts()
-        for _ in range(20 * PER_TURN):
-            starts.start(connected("heavy"), lambda: None)
-        assert starts.expected_wait_s("heavy") == 0.0, "nothing is measured yet"
-        for _ in range(10):
-            clock[0] += 0.1
-            starts._turn()
-        left = 9 * PER_TURN
-        assert starts.expected_wait_s("heavy") == pytest.approx(left / (PER_TURN / 0.1), rel=0.01)
-        assert starts.expected_wait_s("light") == pytest.approx(2 / (PER_TURN / 0.1), rel=0.01)
-        clock[0] += 10.0
-        assert starts.expected_wait_s("heavy") == 0.0, "the rate is too old"
-
-    asyncio.run(play())
 
 
 def test_a_probe_does_not_wait_for_a_burst(tiny_store: Path) -> None:

@@ -28,11 +28,7 @@ from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import build, install_command
-from cloze.model_store.manifest import (
-    NAME_PATTERN,
-    Precision,
-    Weights,
-)
+from cloze.model_store.manifest import NAME_PATTERN, Precision, Weights
 from cloze.model_store.store import Bundle, Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.store_command import gates, measured, store
@@ -300,18 +296,17 @@ class _ServeCommand(click.Command):
 
 
 def _setting_options() -> list[click.Parameter]:
-    from cloze.service.settings import ENV_PREFIX, Settings
+    from cloze.service.settings import ENV_PREFIX, Settings, description
 
     options: list[click.Parameter] = []
     for name, field in Settings.model_fields.items():
-        description = field.description or ""
+        text = description(name)
         default = f"; default: {getattr(field.default, 'value', field.default)}"
         if name in _REPEATED or field.default is None:  # the description names the default
             default = ""
         option = click.Option(
             [f"--{name.replace('_', '-')}"],
-            help=f"{description[:1].upper()}{description[1:]}."
-            f"  [env: {ENV_PREFIX}{name.upper()}{default}]",
+            help=f"{text[:1].upper()}{text[1:]}.  [env: {ENV_PREFIX}{name.upper()}{default}]",
             multiple=name in _REPEATED,
             show_default=False,
         )

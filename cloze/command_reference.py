@@ -14,7 +14,7 @@ import click
 
 from cloze.cli import cli
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.settings import ENV_PREFIX, Settings
+from cloze.service.settings import ENV_PREFIX, Settings, description
 
 _GENERATED = "<!-- Generated: python -m cloze.command_reference docs -->"
 
@@ -63,8 +63,8 @@ _SERVE_OPTIONS: Final = "Its options are the [settings](settings.md).\n"
 def settings_reference() -> str:
     """Return the text of `docs/settings.md`."""
     return _SETTINGS + "".join(
-        f"| `{ENV_PREFIX}{name.upper()}` | {_default(name)} | {field.description} |\n"
-        for name, field in Settings.model_fields.items()
+        f"| `{ENV_PREFIX}{name.upper()}` | {_default(name)} | {description(name)} |\n"
+        for name in Settings.model_fields
     )
 
 

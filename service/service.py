@@ -40,9 +40,9 @@ from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys, Permission, read_entries
-from cloze.service.http.record import RECORD, Access, Callers, Connection, accepted_hosts
+from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import Paths, Recorder, Route
+from cloze.service.http.routes import RECORD, Connection, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline, task_limits
@@ -174,7 +174,7 @@ class Snapshot:
             labels = {
                 "family": pipeline.manifest.architecture.family,
                 "precision": pipeline.model.precision(),
-                "tasks": ",".join(self.models.tasks_of(pipeline)),
+                "tasks": ",".join(self.models.tasks_of[pipeline]),
             }
             infos.append(ModelInfo(pipeline.manifest.reference, labels))
         return infos
@@ -240,7 +240,6 @@ class Service:
         self._opener, self._tracing = opener, tracing
         keys = Keys(settings.keys_file) if settings.keys_file else None
         self._callers = Callers(
-            settings.trusted_proxies,
             keys,
             settings.max_timeout_s,
             settings.request_timeout_ms / 1000,
@@ -370,9 +369,8 @@ class Service:
         await send({"type": "lifespan.shutdown.complete"})
 
     def begin(self) -> None:
-        """Begin to write the access log and the metrics; call this once, before any request."""
-        self._access_log.begin()
-        self._metrics.unready = self.unready
+        """Begin to write the metrics; call this once, before any request."""
+        self._metrics.unready_reason = self.unready
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.reopens:
             self._metrics.queues = lambda: self.snapshot.queues()

@@ -7,6 +7,7 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -47,257 +48,156 @@ _Natural = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Milliseconds = Annotated[int, Field(ge=1, le=86_400_000)]
+_MillisecondsOrZero = Annotated[int, Field(ge=0, le=86_400_000)]
+_TimeoutMilliseconds = Annotated[int, Field(ge=100, le=86_400_000)]
+_Bytes = Annotated[int, Field(ge=1024)]
 
 
 class Settings(BaseSettings):
-    """The settings of the service; names of quantities end with a unit."""
+    """The settings of the service; names of quantities end with a unit.
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    The docstring of a setting is its description on the command line and in `docs/settings.md`.
+    """
 
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; use 0.0.0.0 in a container"
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True
     )
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free port")
-    model_store: Path = Field(DEFAULT_ROOT, description="folder that contains the bundles")
-    model: _Names = Field(
-        (),
-        description="models to serve: bundles, as NAME or NAME@VERSION; directories, as ./path; "
-        "repositories, as hub:org/name@revision; or addresses, as s3://bucket/path or "
-        "https://host/name.tar.gz; repeat the option, or separate names by commas in the "
-        "environment; default: the newest version of each bundle",
-    )
-    default: _Names = Field(
-        (),
-        description="the model that answers a task's requests which name none, as TASK=NAME; "
-        "repeat the option, or set one variable per task, for example CLOZE_DEFAULT_FILL_MASK; "
-        "default: the first that serves the task, in the order of `model`, or else the bundled "
-        "ones and then the oldest name",
-    )
-    adapter: _Names = Field(
-        (),
-        description="adapters to serve, as PEFT writes them: a folder with adapter_config.json, or "
-        "a folder of such folders; each is a model with the name of its folder, on the first "
-        "bundle that takes it (`cloze export --adapters`); repeat the option, or separate folders "
-        "by commas in the environment; default: none",
-    )
-    adapter_memory_mb: _Positive = Field(
-        1024,
-        description="most memory of the adapters of a model, in MiB; an adapter is read when it is "
-        "first asked for, and the one that was not used for longest makes room",
-    )
-    device: Device = Field(
-        Device.AUTO,
-        description="device to run on: auto, cpu or cuda; "
-        "with cuda, the server does not start without a working GPU",
-    )
-    precision: RequestedPrecision = Field(
-        "auto",
-        description="precision of the arithmetic: auto, fp32, int8 (CPU only) or fp16 (CUDA only); "
-        "auto: fp16 on CUDA, int8 on a processor with VNNI or similar instructions or with AVX2 "
-        "but not AVX-512, and fp32 otherwise or if the bundle has no graph of that precision",
-    )
-    frontends: int = Field(
-        0,
-        ge=0,
-        le=256,
-        description="number of processes that handle HTTP and tokenize, with one engine process "
-        "per device; 0: one process handles everything",
-    )
-    gpus: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="number of devices, with one engine process per device; "
-        "more than 1 requires frontends of at least 1",
-    )
-    workers: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="worker threads per model, which run batches in parallel; "
-        "0: available cores divided by intra_op_threads on a CPU, 2 on a GPU",
-    )
-    intra_op_threads: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="threads per batch on a CPU while several batches run; a batch that runs alone "
-        "uses all cores, up to 8; more than 1 lowers the throughput",
-    )
-    max_batch_tokens: _Natural = Field(
-        0,
-        description="batch size limit in tokens; 0: on a CPU what runs within batch_latency_ms at "
-        "the measured rate, from 128 to 512; on a GPU a value measured at start-up",
-    )
-    batch_latency_ms: int = Field(
-        20,
-        ge=1,
-        le=60_000,
-        description="longest duration of a batch of several texts if max_batch_tokens is 0",
-    )
-    gpu_memory_limit_mb: _Natural = Field(
-        0, description="most GPU memory per model, in MiB; 0: no limit"
-    )
-    max_queue_tokens: _Positive = Field(
-        524_288,
-        description="most queued tokens per model, which bounds the memory of the queue; further "
-        "requests get status 429; one line of a client holds half of them at most",
-    )
-    max_queue_wait_ms: int | None = Field(
-        None,
-        ge=0,
-        le=86_400_000,
-        description="longest expected wait for the first batch of a request that states no time "
-        "limit; a request that would wait longer gets status 429 at once; 0: no limit; not set: "
-        "2500, and a client may have 64 requests waiting for longer",
-    )
-    max_request_bytes: int = Field(
-        8_388_608,
-        ge=1024,
-        description="largest request body in bytes; 2,048 texts of 512 tokens have about 5 MB",
-    )
-    max_bodies_bytes: int = Field(
-        33_554_432,
-        ge=1024,
-        description="most bytes of all request bodies above 64 KiB that a process holds at once; "
-        "one client holds half of them at most; further ones wait, and get status 429 after "
-        "max_queue_wait_ms, or 2.5 s",
-    )
-    max_answers_bytes: int = Field(
-        67_108_864,
-        ge=1024,
-        description="most bytes of all answers above 64 KiB that clients of a process have not "
-        "read; one client holds half of them at most; further large ones wait, and connections "
-        "that read too slowly are closed",
-    )
-    max_request_texts: _Positive = Field(
-        2048, description="most texts per request; the default is the limit of OpenAI's API"
-    )
-    max_request_tokens: _Positive = Field(
-        1_048_576,
-        description="most tokens per request, including all windows of long texts; "
-        "the default is 2,048 sequences of 512 tokens",
-    )
-    max_request_results: _Positive = Field(
-        32_768,
-        description="most predictions or answers per request: "
-        "the number of masks or questions times top_k, or of texts times candidate_labels; "
-        "also the most tokens that /tokenize returns and /decode reads",
-    )
-    max_text_characters: _Positive = Field(
-        1_000_000,
-        description="longest text in characters; longer texts than 16,384 are tokenized in pieces",
-    )
-    max_masks: _Positive = Field(64, description="most mask tokens per text")
-    max_top_k: _Positive = Field(
-        1000, description="most predictions per mask, or answers per question"
-    )
-    request_timeout_ms: _Milliseconds = Field(
-        30_000,
-        description="time limit of a request without X-Request-Timeout-Ms; a request without a "
-        "result by then gets status 504",
-    )
-    max_request_timeout_ms: _Milliseconds = Field(
-        300_000,
-        description="longest time limit that a request may state by X-Request-Timeout-Ms",
-    )
-    header_timeout_ms: int = Field(
-        10_000,
-        ge=100,
-        le=86_400_000,
-        description="longest time in which the headers of a request arrive",
-    )
-    idle_timeout_ms: int = Field(
-        75_000,
-        ge=100,
-        le=86_400_000,
-        description="longest time that a connection stays open without a request; load balancers "
-        "usually close theirs after 60 s, and must do so first",
-    )
-    max_connections: _Natural = Field(
-        0,
-        description="most open connections per process that handles HTTP; the one that is idle for "
-        "longest makes room for a new one; 0: what the limit of open files allows",
-    )
-    max_connections_per_address: _Natural = Field(
-        0,
-        description="most open connections per address; 0: no limit, as behind a proxy",
-    )
-    traces_endpoint: str = Field(
-        "",
-        description="base address of an OpenTelemetry collector, such as http://localhost:4318, "
-        "which receives spans by OTLP over HTTP; default: no traces",
-    )
-    traces_share: _Share = Field(
-        1.0,
-        description="share of requests to trace that bring no trace of their own",
-    )
-    keys_file: Path | None = Field(
-        None,
-        description="TOML file of API keys, made by `cloze keys add`; default: no key is needed",
-    )
-    allow_anonymous: bool = Field(
-        False,
-        description="do not warn of an address that others reach, without keys",
-    )
-    tls_certificate: Path | None = Field(
-        None, description="PEM file of the server's certificate chain; default: no TLS"
-    )
-    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key")
-    cors_origins: _Names = Field(
-        (),
-        description="origins whose pages may send requests, for example https://app.example; "
-        "repeat the option, or separate them by commas in the environment; default: none",
-    )
-    allowed_hosts: _Names = Field(
-        (),
-        description="names that the Host header of a request may have; repeat the option, or "
-        "separate them by commas in the environment; default: any, but on a loopback address "
-        "only its own names",
-    )
-    trusted_proxies: _Names = Field(
-        (),
-        description="addresses and networks of proxies whose X-Forwarded-For names the client; "
-        "repeat the option, or separate them by commas in the environment",
-    )
-    stall_timeout_ms: _Milliseconds = Field(
-        2_000,
-        description="time that a batch may take beyond ten times its predicted time, or beyond 60 "
-        "s before any batch was measured; then the engine hangs, and the process exits with an "
-        "error",
-    )
-    canary_interval_ms: int = Field(
-        5_000,
-        ge=0,
-        le=86_400_000,
-        description="time without a batch after which each model runs a golden batch, so that "
-        "readiness fails when the device is lost although nobody asks; 0: never",
-    )
-    drain_s: float = Field(
-        0,
-        ge=0,
-        le=3600,
-        description="seconds after SIGTERM in which readiness fails but requests are still served, "
-        "each answer closing its connection, so that a balancer has the time to notice",
-    )
-    shutdown_grace_ms: int = Field(
-        20_000,
-        ge=0,
-        le=86_400_000,
-        description="time for accepted requests to finish after SIGTERM and drain_s; "
-        "the default is below the 30 s of Kubernetes",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="lowest level of log lines: debug, info, warning or error"
-    )
-    log_format: LogFormat = Field(
-        "text", description="format of log lines: text, or json with one object per line"
-    )
-    access_log_share: _Share = Field(
-        1.0,
-        description="share of the answered requests that get a log line at level info; errors "
-        "always get one, probes and scrapes only at level debug",
-    )
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """address to listen on; use 0.0.0.0 in a container"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """port to listen on; 0: any free port"""
+    model_store: Path = DEFAULT_ROOT
+    """folder that contains the bundles"""
+    model: _Names = ()
+    """models to serve: bundles, as NAME or NAME@VERSION; directories, as ./path; repositories, as
+    hub:org/name@revision; or addresses, as s3://bucket/path or https://host/name.tar.gz; repeat the
+    option, or separate names by commas in the environment; default: the newest version of each
+    bundle"""
+    default: _Names = ()
+    """the model that answers a task's requests which name none, as TASK=NAME; repeat the option, or
+    set one variable per task, for example CLOZE_DEFAULT_FILL_MASK; default: the first that serves
+    the task, in the order of `model`, or else the bundled ones and then the oldest name"""
+    adapter: _Names = ()
+    """adapters to serve, as PEFT writes them: a folder with adapter_config.json, or a folder of
+    such folders; each is a model with the name of its folder, on the first bundle that takes it
+    (`cloze export --adapters`); repeat the option, or separate folders by commas in the
+    environment; default: none"""
+    adapter_memory_mb: _Positive = 1024
+    """most memory of the adapters of a model, in MiB; an adapter is read when it is first asked
+    for, and the one that was not used for longest makes room"""
+    device: Device = Device.AUTO
+    """device to run on: auto, cpu or cuda; with cuda, the server does not start without a working
+    GPU"""
+    precision: RequestedPrecision = "auto"
+    """precision of the arithmetic: auto, fp32, int8 (CPU only) or fp16 (CUDA only); auto: fp16 on
+    CUDA, int8 on a processor with VNNI or similar instructions or with AVX2 but not AVX-512, and
+    fp32 otherwise or if the bundle has no graph of that precision"""
+    frontends: Annotated[int, Field(ge=0, le=256)] = 0
+    """number of processes that handle HTTP and tokenize, with one engine process per device; 0: one
+    process handles everything"""
+    gpus: Annotated[int, Field(ge=1, le=64)] = 1
+    """number of devices, with one engine process per device; more than 1 requires frontends of at
+    least 1"""
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """worker threads per model, which run batches in parallel; 0: available cores divided by
+    intra_op_threads on a CPU, 2 on a GPU"""
+    intra_op_threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """threads per batch on a CPU while several batches run; a batch that runs alone uses all cores,
+    up to 8; more than 1 lowers the throughput"""
+    max_batch_tokens: _Natural = 0
+    """batch size limit in tokens; 0: on a CPU what runs within batch_latency_ms at the measured
+    rate, from 128 to 512; on a GPU a value measured at start-up"""
+    batch_latency_ms: Annotated[int, Field(ge=1, le=60_000)] = 20
+    """longest duration of a batch of several texts if max_batch_tokens is 0"""
+    gpu_memory_limit_mb: _Natural = 0
+    """most GPU memory per model, in MiB; 0: no limit"""
+    max_queue_tokens: _Positive = 524_288
+    """most queued tokens per model, which bounds the memory of the queue; further requests get
+    status 429; one line of a client holds half of them at most"""
+    max_queue_wait_ms: _MillisecondsOrZero | None = None
+    """longest expected wait for the first batch of a request that states no time limit; a request
+    that would wait longer gets status 429 at once; 0: no limit; not set: 2500, and a client may
+    have 64 requests waiting for longer"""
+    max_request_bytes: _Bytes = 8_388_608
+    """largest request body in bytes; 2,048 texts of 512 tokens have about 5 MB"""
+    max_bodies_bytes: _Bytes = 33_554_432
+    """most bytes of all request bodies above 64 KiB that a process holds at once; one client holds
+    half of them at most; further ones wait, and get status 429 after max_queue_wait_ms, or 2.5 s"""
+    max_answers_bytes: _Bytes = 67_108_864
+    """most bytes of all answers above 64 KiB that clients of a process have not read; one client
+    holds half of them at most; further large ones wait, and connections that read nothing within
+    the request timeout are closed"""
+    max_request_texts: _Positive = 2048
+    """most texts per request; the default is the limit of OpenAI's API"""
+    max_request_tokens: _Positive = 1_048_576
+    """most tokens per request, including all windows of long texts; the default is 2,048 sequences
+    of 512 tokens"""
+    max_request_results: _Positive = 32_768
+    """most predictions or answers per request: the number of masks or questions times top_k, or of
+    texts times candidate_labels; also the most tokens that /tokenize returns and /decode reads"""
+    max_text_characters: _Positive = 1_000_000
+    """longest text in characters; longer texts than 16,384 are tokenized in pieces"""
+    max_masks: _Positive = 64
+    """most mask tokens per text"""
+    max_top_k: _Positive = 1000
+    """most predictions per mask, or answers per question"""
+    request_timeout_ms: _Milliseconds = 30_000
+    """time limit of a request without X-Request-Timeout-Ms; a request without a result by then gets
+    status 504"""
+    max_request_timeout_ms: _Milliseconds = 300_000
+    """longest time limit that a request may state by X-Request-Timeout-Ms"""
+    header_timeout_ms: _TimeoutMilliseconds = 10_000
+    """longest time in which the headers of a request arrive"""
+    idle_timeout_ms: _TimeoutMilliseconds = 75_000
+    """longest time that a connection stays open without a request; load balancers usually close
+    theirs after 60 s, and must do so first"""
+    max_connections: _Natural = 0
+    """most open connections per process that handles HTTP; the one that is idle for longest makes
+    room for a new one; 0: what the limit of open files allows"""
+    max_connections_per_address: _Natural = 0
+    """most open connections per address; 0: no limit, as behind a proxy"""
+    traces_endpoint: str = ""
+    """base address of an OpenTelemetry collector, such as http://localhost:4318, which receives
+    spans by OTLP over HTTP; default: no traces"""
+    traces_share: _Share = 1.0
+    """share of requests to trace that bring no trace of their own"""
+    keys_file: Path | None = None
+    """TOML file of API keys, made by `cloze keys add`; default: no key is needed"""
+    allow_anonymous: bool = False
+    """do not warn of an address that others reach, without keys"""
+    tls_certificate: Path | None = None
+    """PEM file of the server's certificate chain; default: no TLS"""
+    tls_key: Path | None = None
+    """PEM file of the certificate's private key"""
+    cors_origins: _Names = ()
+    """origins whose pages may send requests, for example https://app.example; repeat the option, or
+    separate them by commas in the environment; default: none"""
+    allowed_hosts: _Names = ()
+    """names that the Host header of a request may have; repeat the option, or separate them by
+    commas in the environment; default: any, but on a loopback address only its own names"""
+    trusted_proxies: _Names = ()
+    """addresses and networks of proxies whose X-Forwarded-For names the client; repeat the option,
+    or separate them by commas in the environment"""
+    stall_timeout_ms: _Milliseconds = 2_000
+    """time that a batch may take beyond ten times its predicted time, or beyond 60 s before any
+    batch was measured; then the engine hangs, and the process exits with an error"""
+    canary_interval_ms: _MillisecondsOrZero = 5_000
+    """time without a batch after which each model runs a golden batch, so that readiness fails when
+    the device is lost although nobody asks; 0: never"""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 0
+    """seconds after SIGTERM in which readiness fails but requests are still served, each answer
+    closing its connection, so that a balancer has the time to notice"""
+    shutdown_grace_ms: _MillisecondsOrZero = 20_000
+    """time for accepted requests to finish after SIGTERM and drain_s; the default is below the 30 s
+    of Kubernetes"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """lowest level of log lines: debug, info, warning or error"""
+    log_format: LogFormat = "text"
+    """format of log lines: text, or json with one object per line"""
+    access_log_share: _Share = 1.0
+    """share of the answered requests that get a log line at level info; errors always get one,
+    probes and scrapes only at level debug"""
 
     @field_validator("default")
     @classmethod
@@ -325,9 +225,7 @@ class Settings(BaseSettings):
     @field_validator("trusted_proxies")
     @classmethod
     def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for proxy in value:
-            ip_network(proxy, strict=False)  # raises ValueError
-        return value
+        return tuple(str(ip_network(proxy, strict=False)) for proxy in value)
 
     @property
     def max_timeout_s(self) -> float:
@@ -374,6 +272,11 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         raise StartupError(f"{shown}: {first['msg'].lower()}, got {first['input']!r:.80}") from None
 
 
+def description(setting: str) -> str:
+    """Return the description of a setting, in one line."""
+    return " ".join(str(Settings.model_fields[setting].description).split())
+
+
 def unknown_variables() -> list[str]:
     """Return the ``CLOZE_`` environment variables that are not settings, most likely misspelt."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | _OF_CLIENTS
@@ -406,22 +309,10 @@ def available_cpus(control_group: Path = _CONTROL_GROUP, cores: int | None = Non
         cores: number of cores in the affinity; None asks the operating system.
     """
     cores = cores or len(os.sched_getaffinity(0))
-    for read in (_quota_v2, _quota_v1):
-        try:
-            quota, period = read(control_group)
-        except (OSError, ValueError):
-            continue
-        if quota > 0:
-            return max(1, min(cores, math.ceil(quota / period)))
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # no such file; no quota is "max"
+            text = " ".join((control_group / name).read_text() for name in names)
+            quota, period = map(int, text.split())
+            if quota > 0:  # no quota is -1
+                return max(1, min(cores, math.ceil(quota / period)))
     return cores
-
-
-def _quota_v2(control_group: Path) -> tuple[int, int]:
-    quota, period = (control_group / "cpu.max").read_text().split()  # no quota is "max"
-    return int(quota), int(period)
-
-
-def _quota_v1(control_group: Path) -> tuple[int, int]:
-    folder = control_group / "cpu"
-    quota, period = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
-    return int(quota.read_text()), int(period.read_text())  # no quota is -1

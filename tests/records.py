@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.record import Callers
+from cloze.service.http.routes import RECORD
 from cloze.service.request import ServedRequest
 
 

@@ -13,13 +13,14 @@ from transformers import BertForPreTraining
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
+from cloze.model_store.manifest import Precision
 from cloze.model_store.peft import AdapterError
 from cloze.service.core import Device, StartupError
 from cloze.service.engine.adapters import LoadedAdapters
-from cloze.service.engine.graph_choice import check_memory
-from cloze.service.models.adapters import adapter_bytes, open_adapters
-from cloze.service.models.served_models import LocalModels, close_models
-from cloze.service.settings import load_settings
+from cloze.service.models import served_models
+from cloze.service.models.adapters import open_adapters
+from cloze.service.models.served_models import LocalModels, check_memory, close_models
+from cloze.service.settings import Settings, load_settings
 from tests.adapter_folders import Recipe, classifier, write
 from tests.serving import Server, running_server
 
@@ -196,22 +197,21 @@ def test_an_adapter_has_the_name_of_its_link(base: Bundle, served: Path, tmp_pat
     assert [adapter.manifest.name for adapter in opened.bundles] == ["current"]
 
 
-def test_adapters_count_in_the_memory_of_the_start(base: Bundle, served: Path) -> None:
+def test_adapters_count_in_the_memory_of_the_start(
+    base: Bundle, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapters = open_adapters([served / name for name in LARGE], [base], 64).bundles
-    size = sum(adapter.size for adapter in adapters)
-    assert size > 3 * 2**20
-    needed = adapter_bytes([base, *adapters], 64)
-    assert needed == {"base@1": size}
-    assert adapter_bytes([base, *adapters], 2) == {"base@1": 2 * 2**20}
+    assert sum(adapter.size for adapter in adapters) > 3 * 2**20
     weights = sum(f.stat().st_size for f in base.path.glob("weights.bin"))
     limit = 70_000_000 + weights + 1_000_000
-
-    def check(adapters: dict[str, int] | None) -> None:
-        check_memory([base], limit, Device.CPU, "fp32", adapters)
-
-    check(None)
+    monkeypatch.setattr(served_models, "memory_limit", lambda: limit)
+    settings = Settings(device=Device.CPU, precision=Precision.FP32, adapter=(str(served),))
+    check_memory([base], settings)
     with pytest.raises(StartupError, match=r"the adapters of base@1 4 MB.*CLOZE_ADAPTER_MEMORY_MB"):
-        check(needed)
+        check_memory([base, *adapters], settings)
+    bounded = settings.model_copy(update={"adapter_memory_mb": 2})
+    with pytest.raises(StartupError, match="the adapters of base@1 2 MB"):
+        check_memory([base, *adapters], bounded)
 
 
 def test_what_is_served_is_read_again_only_if_its_files_changed(

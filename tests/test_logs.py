@@ -1,5 +1,6 @@
 """Log lines: one per request, as text or JSON, without content, and never in a request's way."""
 
+import fcntl
 import json
 import logging
 import os
@@ -140,31 +141,29 @@ def test_a_client_cannot_write_fields_of_a_line() -> None:
     ],
 )
 def test_levels_and_shares_choose_lines(
-    capfd: pytest.CaptureFixture[str],
     level: str,
     share: float,
     records: list[ServedRequest],
     expected: list[int],
 ) -> None:
     number = logging.getLevelName(level.upper())
-    log = AccessLog("json", number, share, frozenset({"/healthz"}))
+    writer = LineWriter()
+    log = AccessLog("json", number, share, frozenset({"/healthz"}), writer)
     for one in records:
         log.add(one)
-    log.flush(5)
-    lines = capfd.readouterr().err.splitlines()
-    assert [json.loads(line)["status"] for line in lines] == expected
+    assert [json.loads(_line(*each))["status"] for each in writer.waiting] == expected
 
 
-def test_a_flood_of_refusals_is_a_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_flood_of_refusals_is_a_few_lines() -> None:
     """Per second and reason; the next line counts those that were left out."""
-    log = AccessLog("json", logging.INFO, 1.0, frozenset())
+    writer = LineWriter()
+    log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
     flood = [(Rejection.WAIT, 0.0)] * 3000 + [(Rejection.KEY_LIMIT, 0.5)] * 12
     for reason, second in [*flood, (Rejection.WAIT, 1.0), (Rejection.WAIT, 1.1)]:
         log.add(replace(record(429), ended=1e9 + second, rejection=reason, error=reason))
     for _ in range(30):
         log.add(record(503))
-    log.flush(5)
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    lines = [json.loads(_line(*each)) for each in writer.waiting]
     counts = Counter(line["error"] for line in lines if line["status"] == 429)
     assert counts == {"wait": 12, "key_limit": 10}
     assert [line["left_out"] for line in lines if "left_out" in line] == [2990]
@@ -172,12 +171,12 @@ def test_a_flood_of_refusals_is_a_few_lines(capfd: pytest.CaptureFixture[str]) -
     assert sum(map(len, map(str, lines))) < 20_000
 
 
-def test_half_of_the_results_are_sampled(capfd: pytest.CaptureFixture[str]) -> None:
-    log = AccessLog("text", logging.INFO, 0.5, frozenset())
+def test_half_of_the_results_are_sampled() -> None:
+    writer = LineWriter()
+    log = AccessLog("text", logging.INFO, 0.5, frozenset(), writer)
     for _ in range(2000):
         log.add(record())
-    log.flush(5)
-    assert 800 < len(capfd.readouterr().err.splitlines()) < 1200
+    assert 800 < len(writer.waiting) < 1200
 
 
 def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store: Path) -> None:
@@ -204,20 +203,40 @@ def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store:
         os.close(read_end)
 
 
-def test_lines_without_room_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_oldest_lines_without_room_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     writer = LineWriter(most_waiting=2)
-    for number in range(5):
-        writer.add(f"{number}\n")
-    writer.flush(5)
-    writer.add("x" * 10_000 + "\n")
-    writer.flush(5)
+    writer.waiting.extend(f"{number}\n" for number in range(5))
+    writer.begin()
+    writer.flush()
+    writer.waiting.append("x" * 10_000 + "\n")
+    writer.flush()
     lines = capfd.readouterr().err.splitlines()
-    assert lines == [
-        "0",
-        "1",
-        "3 lines are missing: the log was read too slowly",
-        "x" * 10_000,
+    assert lines == ["3 lines are missing: the log was read too slowly", "3", "4", "x" * 10_000]
+
+
+def test_lines_of_several_processes_do_not_mix() -> None:
+    """Both write to one pipe of a page, which is full when the reader begins."""
+    code = (
+        "import sys; from cloze.service.observe.logs import LineWriter; writer = LineWriter(); "
+        "writer.begin(); writer.waiting.extend([sys.argv[1] * 999 + '\\n'] * 300); "
+        "print(flush=True); writer.flush()"
+    )
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, letter], stderr=write_end, stdout=subprocess.PIPE
+        )
+        for letter in "ab"
     ]
+    os.close(write_end)
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    with os.fdopen(read_end) as log:
+        lines = log.read().splitlines()
+    assert [process.communicate(timeout=20) for process in processes] == [(b"", None)] * 2
+    assert Counter(lines) == {"a" * 999: 300, "b" * 999: 300}
 
 
 def test_a_log_that_cannot_be_written_stops_the_start(tiny_store: Path) -> None:

@@ -15,13 +15,15 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
 from cloze.service.engine.graph_choice import (
-    check_memory,
     least_weight_bytes,
     memory_limit,
     memory_state,
     memory_used,
 )
+from cloze.service.models import served_models
+from cloze.service.models.served_models import check_memory
 from cloze.service.server.startup import memory_problem
+from cloze.service.settings import Settings
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
@@ -75,13 +77,17 @@ def test_the_memory_is_that_of_the_control_group_or_of_the_machine(tmp_path: Pat
     assert memory_state(tmp_path, machine) == (400, 900)
 
 
-def test_models_that_cannot_fit_are_named(tiny_store: Path) -> None:
+def test_models_that_cannot_fit_are_named(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = Store(tiny_store).open("bert")
     weights = (Path(tiny_store) / "bert" / "1" / "weights.bin").stat().st_size
-    check_memory([bundle], None, Device.AUTO, "auto")
-    check_memory([bundle], 70_000_000 + weights, Device.AUTO, "auto")
+    for limit in (None, 70_000_000 + weights):
+        monkeypatch.setattr(served_models, "memory_limit", lambda limit=limit: limit)
+        check_memory([bundle], Settings())
+    monkeypatch.setattr(served_models, "memory_limit", lambda: 69_000_000 + weights)
     with pytest.raises(StartupError) as raised:
-        check_memory([bundle], 69_000_000 + weights, Device.AUTO, "auto")
+        check_memory([bundle], Settings())
     assert "the memory limit of this process is" in str(raised.value)
     assert "bert@1" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -109,9 +115,7 @@ def test_only_the_weights_of_the_graph_that_runs_count(
 def test_a_server_does_not_start_with_too_little(
     tiny_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cloze.service.models import served_models
     from cloze.service.service import single_process
-    from cloze.service.settings import Settings
 
     monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)
     with pytest.raises(StartupError, match="10 MB, and the models need at least 7"):

@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-from cloze.service.http.gate import Paths
 
+from cloze.service.http.record import Paths
 from cloze.service.protocols.tensors import TaskTensors, read_texts, write_tensor
 from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server

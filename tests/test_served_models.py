@@ -13,8 +13,8 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
+from cloze.service.models import served_models
 from cloze.service.models.served_models import LocalModels, close_models, onnx_engine, open_bundles
-from cloze.service.server import startup
 from cloze.service.server.startup import open_early
 from cloze.service.settings import Settings, load_settings
 from tests.fake_engine import FakeEngine
@@ -39,7 +39,7 @@ def test_early_engines_are_used_once(
         assert engines(bundle, Device.CPU, Precision.FP32) is made[number], "a reload opens another"
     with pytest.raises(StartupError, match="bundle bert@1: its graph does not load"):
         open_early(settings, [Bundle(bundle.manifest, tmp_path)], make)
-    monkeypatch.setattr(startup, "memory_limit", lambda: 10_000_000)
+    monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)
     with pytest.raises(StartupError, match="the memory limit of this process is 10 MB"):
         open_early(settings, [bundle], make)
     assert len(made) == 2

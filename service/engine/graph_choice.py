@@ -1,9 +1,8 @@
-"""Chooses which graph of a bundle a device runs, and checks that its weights fit into the memory.
+"""Chooses which graph of a bundle a device runs, and reads how much memory there is.
 
 The module does not depend on onnxruntime.
 """
 
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,6 @@ CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 """Folder in which Linux publishes the limits of the process's control group."""
 
 MACHINE_MEMORY: Final = Path("/proc/meminfo")
-
-_PROCESS_BYTES: Final = 70_000_000
-"""Memory of a server without models; measured: 84 MB with the runtime loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +40,37 @@ def choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecisi
     Raises:
         StartupError: the bundle or the device lacks the precision.
     """
+    fp32 = (manifest.graph, manifest.parity)
     if requested is Precision.FP32:
-        return GraphChoice(manifest.graph, manifest.parity, "as asked")
-    if device is Device.CUDA:
-        return _choose_for_cuda(manifest, requested)
-    return _choose_for_cpu(manifest, requested)
-
-
-def _choose_for_cpu(manifest: Manifest, requested: RequestedPrecision) -> GraphChoice:
-    if requested is Precision.FP16:
+        return GraphChoice(*fp32, "as asked")
+    on_cuda = device is Device.CUDA
+    if requested is (Precision.INT8 if on_cuda else Precision.FP16):
+        runs_on, other = ("a CPU", Device.CPU) if on_cuda else ("CUDA", Device.CUDA)
         raise StartupError(
-            "precision fp16 was asked for, which runs on CUDA only; set the device to cuda"
+            f"precision {requested} was asked for, which runs on {runs_on} only; set the device to "
+            f"{other}"
         )
-    fp32, int8 = (manifest.graph, manifest.parity), manifest.int8
-    if int8 is None:
-        if requested is Precision.INT8:
-            raise StartupError(
-                f"bundle {manifest.reference} has no int8 graph; export it with --precision int8"
-            )
+    fast = Precision.FP16 if on_cuda else Precision.INT8
+    fast_graph, is_asked = manifest.fp16 if on_cuda else manifest.int8, requested is fast
+    if fast_graph is None and is_asked:
+        raise StartupError(
+            f"bundle {manifest.reference} has no {fast} graph; export it with --precision {fast}"
+        )
+    if fast_graph is None and on_cuda:
+        reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
+        return GraphChoice(*fp32, reason)
+    if fast_graph is None:
         return GraphChoice(*fp32, "since the bundle has nothing else")
-    advantage = int8_advantage()
+    advantage = "a GPU" if on_cuda else int8_advantage()
     lacking = f"the processor has none of {INT8_NAMES}, nor avx2 without avx512f"
-    if requested is Precision.INT8:
-        reason = "as asked" if advantage else f"as asked, though {lacking}, so fp32 may be faster"
-        return GraphChoice(int8.graph, int8.parity, reason)
-    if advantage is None:
+    if advantage is None and not is_asked:
         return GraphChoice(*fp32, f"since {lacking}")
-    reason = f"since the processor has {advantage} and the bundle's gate was passed"
-    return GraphChoice(int8.graph, int8.parity, reason)
-
-
-def _choose_for_cuda(manifest: Manifest, requested: RequestedPrecision) -> GraphChoice:
-    if requested is Precision.INT8:
-        raise StartupError(
-            "precision int8 was asked for, which runs on a CPU only; set the device to cpu"
-        )
-    if (fp16 := manifest.fp16) is not None:
-        reason = "since the device is a GPU and the bundle's gate was passed"
-        if requested is Precision.FP16:
-            reason = "as asked"
-        return GraphChoice(fp16.graph, fp16.parity, reason)
-    if requested is Precision.FP16:
-        raise StartupError(
-            f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16"
-        )
-    reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
-    return GraphChoice(manifest.graph, manifest.parity, reason)
+    if is_asked:
+        reason = "as asked" if advantage else f"as asked, though {lacking}, so fp32 may be faster"
+    else:
+        has = "device is" if on_cuda else "processor has"
+        reason = f"since the {has} {advantage} and the bundle's gate was passed"
+    return GraphChoice(fast_graph.graph, fast_graph.parity, reason)
 
 
 def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
@@ -143,45 +124,8 @@ def memory_state(
     return None
 
 
-def check_memory(
-    bundles: Iterable[Bundle],
-    limit: int | None,
-    device: Device,
-    precision: RequestedPrecision,
-    adapters: Mapping[str, int] | None = None,
-) -> None:
-    """Check that the weights of bundles, and their adapters, fit into the memory.
-
-    Without the check, the kernel kills the process while it opens a model, and nothing says why.
-    The weights of the graphs that run are a lower bound of the memory, so nothing is refused that
-    might run.
-
-    Args:
-        bundles: the bundles to serve.
-        limit: most bytes of the process; None: there is no limit.
-        device: the device to run on.
-        precision: the precision to run in.
-        adapters: the bytes of adapters that may be loaded together, by the full name of their base.
-
-    Raises:
-        StartupError: the process with its weights needs more.
-    """
-    if limit is None:
-        return
-    weights = {b.manifest.reference: least_weight_bytes(b, device, precision) for b in bundles}
-    weights |= {f"the adapters of {base}": size for base, size in (adapters or {}).items()}
-    needed = _PROCESS_BYTES + sum(weights.values())
-    if needed > limit:
-        shown = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in weights.items())
-        lower = ", or lower CLOZE_ADAPTER_MEMORY_MB" if adapters else ""
-        raise StartupError(
-            f"the memory limit of this process is {limit / 1e6:.0f} MB, and the models need at "
-            f"least {needed / 1e6:.0f} MB ({shown}); raise it, or serve fewer models{lower}"
-        )
-
-
 def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision) -> int:
-    """Return the bytes that the graph that runs reads from files of weights.
+    """Return the bytes that the graph that runs reads from files of weights, a lower bound.
 
     For the device ``auto``, the result is the least of all devices.
     """

@@ -1,4 +1,7 @@
-"""Reads the bodies of requests, and ends requests that take too long or whose client leaves."""
+"""The bodies of requests and of answers, within limits of time and of memory.
+
+A request ends early that takes too long, or whose client leaves.
+"""
 
 import asyncio
 import time
@@ -8,6 +11,8 @@ from dataclasses import dataclass, field
 
 from anyio import CancelScope
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cloze.service.core import (
     ClientGone,
@@ -20,7 +25,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
-from cloze.service.http.record import RECORD, Connection
+from cloze.service.http.routes import RECORD, Connection
 from cloze.service.request import ServedRequest
 from cloze.service.threads import run_on_thread
 
@@ -51,12 +56,12 @@ class RequestLimits:
     Attributes:
         bodies: the bytes of the bodies of requests that have not ended.
         answers: the bytes of the answers that are written, or that clients have not read.
-        writers: the turns to decode and write a large answer.
+        writers: the turns to decode and write a large answer; one client has two of three.
     """
 
     bodies: ByteBudget
     answers: ByteBudget
-    writers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WRITERS))
+    writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", _WRITERS))
 
     @contextmanager
     def request(self, request: Request) -> Iterator[ServedRequest]:
@@ -88,8 +93,8 @@ class RequestLimits:
                 connection.on_lost = None
             if record.body is not None:
                 self.bodies.release(record.body)
-            if record.is_writing:
-                self.writers.release()
+            if record.turn is not None:
+                self.writers.release(record.turn)
         if scope.cancelled_caught:
             raise _why_ended(record)
 
@@ -154,24 +159,18 @@ class RequestLimits:
 
     async def begin_answer(self, record: ServedRequest) -> None:
         """Wait until a large answer may be decoded and written."""
-        await self.writers.acquire()
-        record.is_writing = True
+        record.turn = Hold(record.client)
+        await self.writers.grow(record.turn, 1, record.deadline - time.monotonic())
 
-    def hold_answer(self, record: ServedRequest, size: int) -> None:
-        """Hold the bytes of an answer until `sent`.
-
-        Raises:
-            Overloaded: clients have not read so many answers that there is no room.
-        """
-        if size > SMALL_BYTES:
-            record.answer = Hold(record.client)
-            self.answers.take(record.answer, size)
+    async def hold_answer(self, record: ServedRequest, size: int) -> None:
+        """Wait until there is room for the bytes of an answer, and hold them until `sent`."""
+        record.answer = Hold(record.client)
+        await self.answers.grow(record.answer, size, record.deadline - time.monotonic())
 
     def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""
-        if record.answer is not None:
-            self.answers.release(record.answer)
-            record.answer = None
+        self.answers.release(record.answer)
+        record.answer = None
 
 
 def _why_ended(record: ServedRequest) -> ServiceError:
@@ -182,3 +181,35 @@ def _why_ended(record: ServedRequest) -> ServiceError:
     if record.received is not None:
         return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
     return DeadlineExceeded(f"no answer within {limit}")
+
+
+class BytesResponse(Response):
+    """A response with a body of bytes.
+
+    Starlette encodes each header of each response. Here the headers are bytes already, with names
+    in lower case.
+    """
+
+    def __init__(
+        self, body: bytes, media_type: bytes = b"application/json", *headers: tuple[bytes, bytes]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", media_type),
+            *headers,
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; a large body in parts, each when the client has read the others."""
+        if len(self.body) <= SMALL_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        for first in range(0, len(self.body), SMALL_BYTES):
+            part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+            message = {"body": part, "more_body": end < len(self.body)}
+            await send({"type": "http.response.body", **message})

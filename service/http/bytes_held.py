@@ -1,4 +1,4 @@
-"""Bounds the bytes that the bodies, or the answers, of a process hold at once."""
+"""Bounds what the bodies, or the answers, of a process hold at once."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,7 @@ class _Waiter:
 
 
 class ByteBudget:
-    """The bytes of one purpose in a process. First come, first served; one client gets half.
+    """The bytes, or other units, of one purpose. First come, first served; one client gets half.
 
     The hold that came first, and the first one of each client, may always grow. So half-sent bodies
     cannot wait for each other for ever, and what is held exceeds the limit by two bodies at most.
@@ -79,17 +79,6 @@ class ByteBudget:
             raise self._refusal(hold.client, waiter.more) from None
         finally:
             self._waiting.pop(hold, None)
-
-    def take(self, hold: Hold, size: int) -> None:
-        """Let a new hold have ``size`` bytes now.
-
-        Raises:
-            Overloaded: there is no room for them.
-        """
-        self._enter(hold)
-        if not (self._in_share(hold, size) and self._in_limit(hold, size)):
-            raise self._refusal(hold.client, size)
-        self._add(hold, size)
 
     def shrink(self, hold: Hold, size: int) -> None:
         """Release what a hold has above ``size`` bytes."""

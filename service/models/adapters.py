@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from cloze.model_store import Bundle
 from cloze.model_store.adapter import Adapter, Head, check_head, read_adapter
@@ -32,6 +32,8 @@ from cloze.service.core import (
 )
 
 _MOST_LABELS = 10_000
+
+AnyBundle = TypeVar("AnyBundle", bound=Bundle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +121,10 @@ class AdapterQueue:
         self._adapters.forget(self._key)
 
 
-def with_engines(bundles: Iterable[Bundle]) -> list[Bundle]:
-    """Return the bundles that have an engine of their own: all but adapters."""
-    return [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
+class Opened(NamedTuple, Generic[AnyBundle]):
+    """What to serve, and why adapters are left out, by folder."""
 
-
-class OpenedAdapters(NamedTuple):
-    """Adapters to serve, and why others of their folders are left out, by folder."""
-
-    bundles: list[AdapterBundle]
+    bundles: list[AnyBundle]
     refused: dict[str, str]
 
 
@@ -136,7 +133,7 @@ def open_adapters(
     bundles: Sequence[Bundle],
     most_mb: int,
     running: Iterable[Bundle] = (),
-) -> OpenedAdapters:
+) -> Opened[AdapterBundle]:
     """Read and check adapters, each for the served bundle that takes it.
 
     What is served already is not read again while its files are the same: a reload that adds one
@@ -155,7 +152,7 @@ def open_adapters(
     """
     roots = [Path(folder) for folder in folders]
     if not roots:
-        return OpenedAdapters([], {})
+        return Opened([], {})
     bases = [bundle for bundle in bundles if bundle.manifest.adapters is not None]
     if not bases:
         names = ", ".join(bundle.manifest.reference for bundle in bundles)
@@ -172,7 +169,10 @@ def open_adapters(
         served, first_error = len(adapters), None
         for folder in below:
             kept = before.get(folder)
-            if kept is not None and not _fits(kept, bases, taken):
+            if kept is not None and (
+                kept.manifest.name in taken
+                or all(base.manifest != kept.base.manifest for base in bases)
+            ):
                 kept = None
             try:
                 if kept is not None and kept.files == _files(folder):
@@ -189,7 +189,7 @@ def open_adapters(
             taken[adapter.manifest.name] = f"the adapter {folder}"
         if first_error is not None and (len(adapters) == served or root in below):
             raise first_error
-    return OpenedAdapters(adapters, refused)
+    return Opened(adapters, refused)
 
 
 def _adapters_below(folder: Path) -> list[Path]:
@@ -198,12 +198,6 @@ def _adapters_below(folder: Path) -> list[Path]:
     except OSError as error:
         raise StartupError(f"adapter {printable(str(folder))}: {error.strerror}") from error
     return [entry for entry in below if is_adapter(entry)]
-
-
-def _fits(adapter: AdapterBundle, bases: Iterable[Bundle], taken: Mapping[str, str]) -> bool:
-    """Return whether a served adapter may be served on, with the same base under its name."""
-    is_free = adapter.manifest.name not in taken
-    return is_free and any(base.manifest == adapter.base.manifest for base in bases)
 
 
 def _files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
@@ -244,16 +238,6 @@ def _open(
             problem = printable(str(error))
             problems.append(problem if len(bases) == 1 else f"{base.manifest.reference}: {problem}")
     raise StartupError(f"adapter {shown}: {'; '.join(problems)}")
-
-
-def adapter_bytes(bundles: Iterable[Bundle], most_mb: int) -> dict[str, int]:
-    """Return the bytes that the adapters of each base take together, by the base's full name."""
-    sizes: dict[str, int] = {}
-    for bundle in bundles:
-        if isinstance(bundle, AdapterBundle):
-            base = bundle.base.manifest.reference
-            sizes[base] = min(most_mb * 2**20, sizes.get(base, 0) + bundle.size)
-    return sizes
 
 
 def _read(folder: Path, base: Bundle) -> Adapter:

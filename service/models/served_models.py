@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple
 
 from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import first_line
@@ -24,20 +24,17 @@ from cloze.service.core import (
     RequestedPrecision,
     StartupError,
 )
-from cloze.service.engine.graph_choice import check_memory, memory_limit
-from cloze.service.models.adapters import (
-    AdapterBundle,
-    AdapterQueue,
-    adapter_bytes,
-    open_adapters,
-    with_engines,
-)
+from cloze.service.engine.graph_choice import least_weight_bytes, memory_limit
+from cloze.service.models.adapters import AdapterBundle, AdapterQueue, Opened, open_adapters
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
 
 log = logging.getLogger("cloze")
 
 _MOST_ALONE_THREADS = 8
 """Most threads of a lone run. More threads were not measured, and they spin while they wait."""
+
+_PROCESS_BYTES = 70_000_000
+"""Memory of a server without models; measured: 84 MB with the runtime loaded."""
 
 _JOIN_TIMEOUT_S = 5.0
 """Longest wait for the threads of all models that are closed together."""
@@ -70,14 +67,7 @@ def close_models(models: Iterable[ServedModel]) -> None:
         model.queue.close(max(0.0, deadline - time.monotonic()))
 
 
-class OpenedBundles(NamedTuple):
-    """What to serve, and why adapters are left out, by folder."""
-
-    bundles: list[Bundle]
-    refused: dict[str, str]
-
-
-def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBundles:
+def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> Opened[Bundle]:
     """Open the bundles that the settings name, or the newest version of each name.
 
     A bundle that several names stand for is opened once. Adapters follow the bundles, so no
@@ -102,7 +92,7 @@ def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> OpenedBu
     adapters = open_adapters(settings.adapter, bundles, settings.adapter_memory_mb, running)
     for reason in adapters.refused.values():
         log.error("an adapter is left out: %s", reason)
-    return OpenedBundles([*bundles, *adapters.bundles], adapters.refused)
+    return Opened([*bundles, *adapters.bundles], adapters.refused)
 
 
 def kept_reasons(settings: Settings) -> dict[str, str]:
@@ -110,22 +100,15 @@ def kept_reasons(settings: Settings) -> dict[str, str]:
 
     A directory, a repository or an address stands for the version that it had at the start.
     """
-    newest: dict[str, int] = {}
-    try:
-        references = Store(settings.model_store).references()
-    except StoreError:  # a folder that may be entered, but not listed
-        references = []
-    for stored in references:
-        name, _, version = stored.partition("@")
-        newest[name] = max(int(version), newest.get(name, 0))
-    reasons = {}
+    store, reasons = Store(settings.model_store), {}
     for reference in settings.model:
         name, _, version = reference.partition("@")
-        if version and int(version) < newest.get(name, 0):
-            reasons[reference] = (
-                f"--model stands for this version since the start, and {name}@{newest[name]} "
-                f"is newer: start the server again, with --model {name} to follow new versions"
-            )
+        with suppress(StoreError):  # a folder that may be entered, but not listed
+            if version and int(version) < (newest := int(store.resolve(name).name)):
+                reasons[reference] = (
+                    f"--model stands for this version since the start, and {name}@{newest} is "
+                    f"newer: start the server again, with --model {name} to follow new versions"
+                )
     return reasons
 
 
@@ -185,36 +168,27 @@ class LocalModels:
         Raises:
             StartupError: an engine does not open, or the memory cannot suffice.
         """
+        check_memory(bundles, self._settings)
         served = {model.bundle.manifest.reference: model for model in running}
-        kept = {
-            bundle.manifest.reference: model
-            for bundle in bundles
-            if (model := served.get(bundle.manifest.reference)) is not None
-            and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
-        }
-        for bundle in bundles:
-            if isinstance(bundle, AdapterBundle) and bundle.base.manifest.reference not in kept:
-                kept.pop(bundle.manifest.reference, None)
-        settings = self._settings
-        check_memory(
-            with_engines(bundles),
-            memory_limit(),
-            settings.device,
-            settings.precision,
-            adapter_bytes(bundles, settings.adapter_memory_mb),
-        )
-        models = dict(kept)
+        models: dict[str, ServedModel] = {}
+        new: dict[str, ServedModel] = {}
         try:
             for bundle in bundles:
                 reference = bundle.manifest.reference
+                model = served.get(reference)
+                if model is not None and model.bundle.manifest != bundle.manifest:
+                    model = None  # the digest of a file differs
                 if isinstance(bundle, AdapterBundle):
+                    base = bundle.base.manifest.reference
                     # One that is kept may be in another folder now, and is read again from there.
-                    adapted = _adapted(models[bundle.base.manifest.reference], bundle)
-                    models.setdefault(reference, adapted)
-                elif reference not in kept:
-                    models[reference] = self._open(bundle)
+                    adapted = _adapted(models[base], bundle)
+                    if model is None or base in new:
+                        model = new[reference] = adapted
+                elif model is None:
+                    model = new[reference] = self._open(bundle)
+                models[reference] = model
         except BaseException:
-            close_models(models[name] for name in models.keys() - kept.keys())
+            close_models(new.values())
             raise
         return [models[bundle.manifest.reference] for bundle in bundles]
 
@@ -250,6 +224,39 @@ class LocalModels:
             engine.reason,
         )
         return ServedModel(bundle, queue, lambda: engine.precision, engine.adapters)
+
+
+def check_memory(bundles: Iterable[Bundle], settings: Settings) -> None:
+    """Check that the weights of bundles, and their adapters, fit into the memory.
+
+    Without the check, the kernel kills the process while it opens a model, and nothing says why.
+    The weights of the graphs that run are a lower bound of the memory, so nothing is refused that
+    might run.
+
+    Raises:
+        StartupError: the process with its weights needs more.
+    """
+    if (limit := memory_limit()) is None:
+        return
+    sizes: dict[str, int] = {}
+    for bundle in bundles:
+        if isinstance(bundle, AdapterBundle):
+            name, most = (
+                f"the adapters of {bundle.base.manifest.reference}",
+                settings.adapter_memory_mb,
+            )
+            sizes[name] = min(most * 2**20, sizes.get(name, 0) + bundle.size)
+        else:
+            size = least_weight_bytes(bundle, settings.device, settings.precision)
+            sizes[bundle.manifest.reference] = size
+    needed = _PROCESS_BYTES + sum(sizes.values())
+    if needed > limit:
+        shown = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items())
+        lower = ", or lower CLOZE_ADAPTER_MEMORY_MB" if settings.adapter else ""
+        raise StartupError(
+            f"the memory limit of this process is {limit / 1e6:.0f} MB, and the models need at "
+            f"least {needed / 1e6:.0f} MB ({shown}); raise it, or serve fewer models{lower}"
+        )
 
 
 def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:

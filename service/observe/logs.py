@@ -27,12 +27,12 @@ _STDERR = 2
 _CHUNK_BYTES = 4096
 """Bytes that a pipe which is ready for writing takes at once (`PIPE_BUF` of Linux)."""
 _MOST_WAITING = 20_000
-"""Most lines that wait for a reader; further lines are counted and dropped."""
+"""Most lines that wait for a reader; the oldest of more lines are counted and dropped."""
 _LAST_WAIT_S = 1.0
-"""Longest wait for a reader at the end of the process, per chunk."""
+"""Longest wait for a reader at the end of the process, per chunk of lines."""
 
 _WRITE_EVERY_S = 0.1
-"""Time between writes of the access log."""
+"""Longest time until a line of a request is written."""
 
 _REFUSALS = frozenset({401, 403, 429})
 """Statuses that cost the server nothing, so that a client may cause thousands per second."""
@@ -45,11 +45,87 @@ _UNPRINTED = re.compile(r"[^!-~]")
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
+class LineWriter(logging.Handler):
+    """Writes lines to standard error on a thread; a slow or stuck reader blocks no caller.
+
+    A pipe that is ready for writing takes at least `_CHUNK_BYTES` at once, so a write of so many
+    bytes after a poll does not wait, and lines of several processes do not mix.
+
+    `logging.handlers.QueueListener` would wake its thread for each line, and format it before the
+    queue; it has no limit of lines, and none of its wait for a stuck reader at the end.
+
+    Args:
+        most_waiting: lines that may wait; the oldest of more lines are counted and dropped.
+
+    Attributes:
+        waiting: lines with their line ends, and the arguments of `_line` for a line of a request.
+    """
+
+    def __init__(self, most_waiting: int = _MOST_WAITING) -> None:
+        super().__init__()
+        self.waiting: deque[str | tuple[LogFormat, ServedRequest, int]] = deque()
+        self._most = most_waiting
+        self._chunk = b""  # what is written next
+        self._hurry = threading.Event()
+        self._written = threading.Condition()
+
+    def begin(self) -> None:
+        """Begin to write what waits, until the process ends."""
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+        atexit.register(self.flush)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record, and let the thread write it at once."""
+        self.waiting.append(f"{self.format(record)}\n")
+        self._hurry.set()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, or until nothing is read for `_LAST_WAIT_S`."""
+        self._hurry.set()
+        with self._written:
+            while (self.waiting or self._chunk) and self._written.wait(_LAST_WAIT_S):
+                pass
+
+    def _write(self) -> None:
+        waiting, poll = self.waiting, select.poll()
+        poll.register(_STDERR, select.POLLOUT)
+        missing = 0
+        while True:
+            if not waiting and not self._chunk:
+                self._hurry.wait(_WRITE_EVERY_S)
+                self._hurry.clear()
+                continue
+            for _ in range(len(waiting) - self._most):
+                waiting.popleft()
+                missing += 1
+            if not poll.poll(_WRITE_EVERY_S * 1000):
+                continue
+            if missing:
+                text = f"{missing} lines are missing: the log was read too slowly\n"
+                self._chunk, missing = self._chunk + text.encode(), 0
+            while waiting and len(self._chunk) < _CHUNK_BYTES:
+                line = waiting[0] if isinstance(waiting[0], str) else _line(*waiting[0])
+                self._chunk += line.encode(errors="backslashreplace")
+                waiting.popleft()  # last, so that `flush` sees each line somewhere
+            end = self._chunk.rfind(b"\n", 0, _CHUNK_BYTES) + 1 or _CHUNK_BYTES
+            try:
+                written = os.write(_STDERR, self._chunk[:end])
+            except OSError:  # nobody can read the lines
+                written = len(self._chunk)
+            self._chunk = self._chunk[written:]
+            with self._written:
+                self._written.notify_all()
+
+
+WRITER = LineWriter()
+"""Writes all log lines of this process."""
+
+
 def start_logging(level: str, form: LogFormat) -> None:
     """Log to standard error from now on, from a level upwards."""
-    handler = _Handler()
-    handler.setFormatter(_JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    WRITER.setFormatter(_JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
+    WRITER.begin()
+    logging.basicConfig(level=level.upper(), handlers=[WRITER], force=True)
 
 
 def announce(text: str) -> None:
@@ -61,81 +137,15 @@ def announce(text: str) -> None:
     log = logging.getLogger("cloze")
     if not log.isEnabledFor(logging.INFO):
         return
-    [handler] = logging.getLogger().handlers
+    WRITER.flush()
     record = log.makeRecord("cloze", logging.INFO, __file__, 0, text, (), None)
     try:
-        sys.stderr.write(f"{handler.format(record)}\n")
+        sys.stderr.write(f"{WRITER.format(record)}\n")
         sys.stderr.flush()
     except OSError as error:
         raise StartupError(
             f"the log (standard error) cannot be written: {error.strerror}"
         ) from error
-
-
-class LineWriter:
-    """Writes lines to standard error; a slow or stuck reader never blocks a caller for long.
-
-    A pipe that is ready for writing takes at least `_CHUNK_BYTES` at once, so a write of so many
-    bytes after a poll does not wait, and lines of several processes do not mix.
-
-    Args:
-        most_waiting: lines that may wait; further ones are counted instead.
-    """
-
-    def __init__(self, most_waiting: int = _MOST_WAITING) -> None:
-        self._most = most_waiting
-        self._waiting: deque[bytes] = deque()
-        self._dropped = 0
-        self._lock = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(_STDERR, select.POLLOUT)
-        atexit.register(self.flush, _LAST_WAIT_S)
-
-    def add(self, line: str) -> None:
-        """Keep a line, with its line end, for the next `flush`."""
-        if len(self._waiting) >= self._most:
-            self._dropped += 1
-            return
-        if self._dropped:
-            dropped, self._dropped = self._dropped, 0
-            self._waiting.append(b"%d lines are missing: the log was read too slowly\n" % dropped)
-        self._waiting.append(line.encode(errors="backslashreplace"))
-
-    def flush(self, wait_s: float) -> None:
-        """Write the lines that wait, while each chunk finds room within ``wait_s`` seconds."""
-        if not self._lock.acquire(timeout=wait_s):
-            return  # another thread writes them
-        waiting = self._waiting
-        try:
-            while waiting and self._poll.poll(wait_s * 1000):
-                chunk = waiting.popleft()
-                if len(chunk) > _CHUNK_BYTES:  # the rest of a long line comes next
-                    waiting.appendleft(chunk[_CHUNK_BYTES:])
-                    chunk = chunk[:_CHUNK_BYTES]
-                while waiting and len(chunk) + len(waiting[0]) <= _CHUNK_BYTES:
-                    chunk += waiting.popleft()
-                os.write(_STDERR, chunk)
-        except OSError:
-            waiting.clear()  # nobody can read them
-        finally:
-            self._lock.release()
-
-
-WRITER = LineWriter()
-"""Writes all log lines of this process."""
-
-
-class _Handler(logging.Handler):
-    """Passes records to `WRITER`."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record now if there is room."""
-        WRITER.add(f"{self.format(record)}\n")
-        WRITER.flush(0)
-
-    def flush(self) -> None:
-        """Write what waits, before the process ends."""
-        WRITER.flush(_LAST_WAIT_S)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -186,7 +196,7 @@ class LineLimit:
 
 
 class AccessLog:
-    """Writes the lines of one process.
+    """Chooses the requests of one process that get a line.
 
     Args:
         form: the format of a line.
@@ -194,7 +204,7 @@ class AccessLog:
         share: the share of the results to log, in [0, 1]; all errors are logged, except many
             refusals per second.
         quiet_routes: routes of probes and scrapes, whose results are logged only at debug.
-        writer: writes the lines.
+        writer: formats and writes the lines.
     """
 
     def __init__(
@@ -210,14 +220,7 @@ class AccessLog:
         logged_from = {logging.DEBUG: 0, logging.INFO: 0, logging.WARNING: 400}
         self._lowest_status = logged_from.get(level, 500)
         self._quiet = quiet_routes if level > logging.DEBUG else frozenset()
-        self._waiting: deque[tuple[ServedRequest, int]] = deque()
         self._refusals = LineLimit()
-        self._formatting = threading.Lock()
-
-    def begin(self) -> None:
-        """Begin to write what is added, until the process ends."""
-        threading.Thread(target=self._write_often, name="access log", daemon=True).start()
-        atexit.register(self.flush, _WRITE_EVERY_S)
 
     def add(self, request: ServedRequest) -> None:
         """Log a request. Call this method on the event loop."""
@@ -231,19 +234,7 @@ class AccessLog:
         if request.status in _REFUSALS:
             left_out = self._refusals.left_out(request.rejection or request.status, request.ended)
         if left_out is not None:
-            self._waiting.append((request, left_out))
-
-    def flush(self, wait_s: float) -> None:
-        """Write the lines of all requests; see `LineWriter.flush`."""
-        with self._formatting:
-            while self._waiting:
-                self._writer.add(_line(self._form, *self._waiting.popleft()))
-        self._writer.flush(wait_s)
-
-    def _write_often(self) -> None:
-        while True:
-            time.sleep(_WRITE_EVERY_S)
-            self.flush(_WRITE_EVERY_S)
+            self._writer.waiting.append((self._form, request, left_out))
 
 
 def _line(form: LogFormat, request: ServedRequest, left_out: int = 0) -> str:

@@ -181,7 +181,7 @@ class Metrics:
 
     Attributes:
         in_flight: requests of this process that have arrived and are not answered.
-        unready: returns why the server admits no request; None if it admits requests.
+        unready_reason: returns why the server admits no request; None if it admits requests.
         model_infos: returns the labels of each served model; all have labels of the same names.
         names: the model in the metrics of each served model, where it has another name.
         queues: returns the state of each queue of this process, by the model's full name.
@@ -194,7 +194,7 @@ class Metrics:
         self._build = build()  # which may run git
         self.in_flight = 0
         self._last_reload_ok = True
-        self.unready: Callable[[], object | None] = lambda: "the service has not begun"
+        self.unready_reason: Callable[[], object | None] = lambda: "the service has not begun"
         self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
         self.keys_readable: Callable[[], bool | None] = lambda: None
@@ -318,7 +318,7 @@ class Metrics:
         """Yield the values that are read at each scrape, of this process alone."""
         used, limit = memory_state() or (None, None)
         for name, text, value in (
-            ("cloze_ready", "1 while the server admits requests.", self.unready() is None),
+            ("cloze_ready", "1 while the server admits requests.", self.unready_reason() is None),
             (
                 "cloze_keys_file_readable",
                 "1 if the keys file can be read, 0 while the old keys stay.",

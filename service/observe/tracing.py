@@ -220,26 +220,22 @@ def with_spans(observe: OnBatch, tracing: Tracing | None) -> OnBatch:
 def _exporter(endpoint: str) -> Any:
     """Return the exporter to a collector, which logs a line per minute while spans are lost."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import SpanExportResult
 
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failure
-    inner = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + _PATH, timeout=_TIMEOUT_S)
 
-    class Reporting(SpanExporter):
+    class Reporting(OTLPSpanExporter):
         warned = -_WARN_EVERY_S
 
         def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
-            result = inner.export(spans)
+            result = super().export(spans)
             now = time.monotonic()
             if result is not SpanExportResult.SUCCESS and now - self.warned >= _WARN_EVERY_S:
                 self.warned = now
                 log.warning("spans are lost: the collector at %s does not take them", endpoint)
             return result
 
-        def shutdown(self) -> None:
-            inner.shutdown()  # type: ignore[no-untyped-call]
-
-    return Reporting()
+    return Reporting(endpoint=endpoint.rstrip("/") + _PATH, timeout=_TIMEOUT_S)
 
 
 def _context_of(span: "Span") -> Any:

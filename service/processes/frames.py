@@ -4,8 +4,8 @@ Both sides are processes of one release on one machine: messages carry no versio
 order is the machine's. Requests and results of any head cross without code of their own: they are
 dataclasses of numbers, lists and arrays. Decoded arrays are views of the message.
 
-A peer is one of our own processes. So a malformed message is a fault of a process, and there is one
-error for all of them, `MalformedMessage`: the receiver closes the connection.
+A peer is one of our own processes. So a malformed message is a fault of a process: to decode it
+raises one of `MALFORMED`, and the receiver closes the connection.
 
 To an engine: `Run` and `Cancel`. To a front end: `Greeting`, which is the engine's first message,
 and `Answer`. A `Channel` sends and receives messages. On the wire, the length of a message in
@@ -36,9 +36,6 @@ log = logging.getLogger("cloze")
 MAX_MESSAGE_BYTES = 2**30
 """A longer message is malformed. The largest request that the defaults admit has 9 MB."""
 
-MAX_UNSENT_BYTES = 2**28
-"""What a peer may leave unread: about 40 of the largest results that the defaults admit."""
-
 _PREFIX = struct.Struct("=I")  # the length of a message
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
@@ -53,12 +50,8 @@ _ERRORS = {
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 _Length = Annotated[int, msgspec.Meta(ge=1)]
 
-_MALFORMED = (LookupError, OverflowError, RecursionError, TypeError, ValueError)
+MALFORMED = (LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """What a malformed message raises while it is decoded; msgspec's errors are `ValueError`s."""
-
-
-class MalformedMessage(ValueError):
-    """The peer sent a message that this module does not write."""
 
 
 class Run(NamedTuple):
@@ -78,17 +71,10 @@ class Answer(NamedTuple):
     wait: ExpectedWait = NO_WAIT
 
 
-class EngineModel(msgspec.Struct, array_like=True, frozen=True):
-    """A model as an engine process serves it: its full name, and the precision of its graph."""
-
-    reference: str
-    precision: str
-
-
 class Greeting(msgspec.Struct, tag="greeting", array_like=True, frozen=True):
-    """The models of an engine process, in order."""
+    """The full names of the models of an engine process, in order, and the precisions that run."""
 
-    models: list[EngineModel]
+    models: dict[str, str]
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -181,19 +167,11 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_request(message: memoryview | bytes) -> Run | Cancel:
-    """Return what a front end sent.
-
-    Raises:
-        MalformedMessage: the message is malformed.
-    """
-    try:
-        decoded = _to_engine.decode(message)
-        if isinstance(decoded, Cancel):
-            return decoded
-        encodings = _unpack(decoded.encodings)
-        return Run(decoded.number, decoded.model, decoded.terms, encodings)
-    except _MALFORMED as error:
-        raise _malformed(error) from error
+    """Return what a front end sent; raise one of `MALFORMED`."""
+    decoded = _to_engine.decode(message)
+    if isinstance(decoded, Cancel):
+        return decoded
+    return Run(decoded.number, decoded.model, decoded.terms, _unpack(decoded.encodings))
 
 
 def _pack(encodings: Sequence[Encoding]) -> _Encodings:
@@ -227,22 +205,15 @@ def _unpack(packed: _Encodings) -> list[Encoding]:
 
 
 def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
-    """Return what an engine process sent.
-
-    Raises:
-        MalformedMessage: the message is malformed.
-    """
-    try:
-        decoded = _to_front_end.decode(message)
-        if isinstance(decoded, Greeting):
-            return decoded
-        if isinstance(decoded, _Fail):
-            return Answer(decoded.number, _error(decoded), decoded.wait)
-        if decoded.encodings > len(message):
-            raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
-        return Answer(decoded.number, _result(decoded), decoded.wait)
-    except _MALFORMED as error:
-        raise _malformed(error) from error
+    """Return what an engine process sent; raise one of `MALFORMED`."""
+    decoded = _to_front_end.decode(message)
+    if isinstance(decoded, Greeting):
+        return decoded
+    if isinstance(decoded, _Fail):
+        return Answer(decoded.number, _error(decoded), decoded.wait)
+    if decoded.encodings > len(message):
+        raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
+    return Answer(decoded.number, _result(decoded), decoded.wait)
 
 
 def _result(decoded: _Done) -> BatchResult:
@@ -293,21 +264,17 @@ def _error(failed: _Fail) -> ServiceError:
     return kind(failed.message)
 
 
-def _malformed(error: Exception) -> MalformedMessage:
-    return MalformedMessage(f"{type(error).__name__}: {error}")
-
-
 class Channel(asyncio.Protocol, ABC):
     """One connection at a time. All methods run on the event loop.
 
     Args:
         peer: a name of the other process, for the log.
-        max_unsent_bytes: a peer that leaves more unread is dropped.
     """
 
-    def __init__(self, peer: str, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+    _MAX_UNSENT_BYTES = 2**28  # about 40 of the largest results that the defaults admit
+
+    def __init__(self, peer: str) -> None:
         self.peer = peer
-        self._max_unsent_bytes = max_unsent_bytes
         self._transport: asyncio.Transport
         self._partial: bytearray  # of a message whose end has not arrived
         self._needed = _PREFIX.size  # bytes of that message
@@ -325,8 +292,8 @@ class Channel(asyncio.Protocol, ABC):
         if self._transport.is_closing():
             return
         unsent = self._transport.get_write_buffer_size()
-        if unsent > self._max_unsent_bytes:
-            self.drop(f"{unsent} bytes are unread, more than the limit of {self._max_unsent_bytes}")
+        if unsent > self._MAX_UNSENT_BYTES:
+            self.drop(f"{unsent} bytes are unread, more than the limit of {self._MAX_UNSENT_BYTES}")
             return
         self._transport.writelines([_PREFIX.pack(len(message)), message])
 

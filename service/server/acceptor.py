@@ -13,7 +13,8 @@ from random import getrandbits
 from ssl import SSLContext
 from typing import Final
 
-from cloze.service.http.record import Connection, is_accepted, is_address
+from cloze.service.http.record import is_accepted, is_address
+from cloze.service.http.routes import Connection
 from cloze.service.observe.logs import LineLimit
 
 log = logging.getLogger("cloze")

@@ -47,7 +47,7 @@ With Python's values and 4,000 busy connections, full collections take 150 ms ea
 _COLLECT_AFTER_CLOSED = 256
 """Number of closed connections after which an idle server collects their reference cycles."""
 
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
 """Seconds between looks at the engines, and at the files of keys and certificate."""
 
 _DRAIN_MARGIN_S = 5
@@ -183,7 +183,8 @@ class _Server(uvicorn.Server):
                 service,
                 http="httptools",
                 ws="none",
-                proxy_headers=False,  # `Callers` believes only trusted proxies
+                proxy_headers=bool(settings.trusted_proxies),
+                forwarded_allow_ips=[*settings.trusted_proxies],
                 log_config=None,
                 backlog=BACKLOG,
                 log_level="warning",

@@ -16,9 +16,8 @@ from typing import NoReturn
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import first_line
 from cloze.service.core import Device, Engine, RequestedPrecision
-from cloze.service.engine.graph_choice import check_memory, memory_limit
-from cloze.service.models.adapters import adapter_bytes, with_engines
-from cloze.service.models.served_models import EngineFactory
+from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.served_models import EngineFactory, check_memory
 from cloze.service.observe.logs import start_logging
 from cloze.service.settings import Settings, unknown_variables
 
@@ -74,10 +73,12 @@ def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactor
     Raises:
         StartupError: an engine does not open, or the memory cannot suffice.
     """
-    own = with_engines(bundles)
-    adapters = adapter_bytes(bundles, settings.adapter_memory_mb)
-    check_memory(own, memory_limit(), settings.device, settings.precision, adapters)
-    opened = {b.manifest.reference: make(b, settings.device, settings.precision) for b in own}
+    check_memory(bundles, settings)
+    opened = {
+        bundle.manifest.reference: make(bundle, settings.device, settings.precision)
+        for bundle in bundles
+        if not isinstance(bundle, AdapterBundle)
+    }
 
     def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:
         early = opened.pop(bundle.manifest.reference, None)

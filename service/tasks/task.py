@@ -23,7 +23,7 @@ ScoreKind = Literal["probability", "log-probability", "raw score", "cosine", "ma
 """What the scores of an answer are."""
 
 UP_TO: Final = "up to "
-"""Leads a message of all texts up to a place."""
+"""Leads the message of an error of all texts up to a place: "up to inputs[3] the windows hold"."""
 
 Outputs = Sequence[HeadOutputs]
 """The results of the heads for each encoding of a request."""
@@ -159,8 +159,8 @@ class TaskContext:
         """
         if not name:
             return self.default_prompt
-        recipe = self.manifest.embedding
-        prompts = recipe.prompts if recipe else {}
+        options = self.manifest.embedding
+        prompts = options.prompts if options else {}
         if name not in prompts:
             known = ", ".join(map(ascii, prompts)) or "none"
             problem = f"{quoted(name)} is not one of the model's prompts ({known})"
@@ -169,8 +169,8 @@ class TaskContext:
 
     def prompt_of(self, role: Role) -> str:
         """Return the prompt of a role; see `Embedding.prompt_of`."""
-        recipe = self.manifest.embedding
-        return self.prompt(recipe.prompt_of(role) if recipe else None)
+        options = self.manifest.embedding
+        return self.prompt(options.prompt_of(role) if options else None)
 
 
 @dataclass(slots=True)  # not frozen: every request makes one; see `Submission`

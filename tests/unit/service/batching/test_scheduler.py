@@ -244,19 +244,20 @@ def test_a_run_hangs_after_ten_times_its_prediction() -> None:
 @pytest.mark.parametrize(
     ("rate", "latency_s", "expected"),
     [
-        (0.0, 0.5, 2000), (1000.0, 0.0, 2000), (1000.0, 0.5, 500), (1000.0, 0.1279, 128),
+        (1000.0, 0.0, 2000), (1000.0, 0.5, 500), (1000.0, 0.1279, 128),
         (1000.0, 0.01, 128), (1000.0, 3.0, 2000), (1000.0, 0.2999, 299),
     ],
 )  # fmt: skip
 def test_a_batch_has_what_runs_within_the_latency(
     rate: float, latency_s: float, expected: int
 ) -> None:
-    made = stepped(max_batch_tokens=2000, batch_latency_s=latency_s)
-    made._admission.tokens_per_s = rate
-    assert made._batch_tokens() == expected
-    small = stepped(max_batch_tokens=100, batch_latency_s=latency_s)
-    small._admission.tokens_per_s = rate
-    assert small._batch_tokens() == 100
+    for most, tokens in ((2000, expected), (100, 100)):
+        made = stepped(max_batch_tokens=most, batch_latency_s=latency_s)
+        assert made._batch_tokens == most
+        submit(made, [sized(1)], later())
+        made.look(made.workers[0])
+        made._deliver(made.workers[0].batch, [{}], 1 / rate)
+        assert made._batch_tokens == tokens
 
 
 def test_limits_that_are_not_set_do_not_limit() -> None:
@@ -525,8 +526,8 @@ def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    assert hung(0.2, 1000.0, 2.0, 2.0) == []
-    assert len(hung(0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
+    assert hung(0.2, 1000.0, *[2.0] * 4) == []
+    assert len(hung(0.2, 1000.0, *[2.0] * 5)) == 1
 
 
 def test_a_run_that_ended_does_not_hang() -> None:

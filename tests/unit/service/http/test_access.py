@@ -15,17 +15,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import Overloaded
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.door import Door, Gate, Starts
 from cloze.service.http.keys import Keys, Permission
-from cloze.service.http.record import (
-    Access,
-    Callers,
-    accepted_hosts,
-    is_accepted,
-    is_loopback,
-)
+from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted, is_loopback
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT
 from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
 from tests.records import recorded, scope_of

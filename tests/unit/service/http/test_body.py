@@ -26,7 +26,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
-from cloze.service.http.record import RECORD
+from cloze.service.http.routes import RECORD
 from cloze.service.models.pipeline import run_anywhere
 from cloze.service.request import ServedRequest
 from tests.leaping_loop import LeapingLoop
@@ -95,16 +95,17 @@ async def read(
         return data
 
 
-def has_room(budget: ByteBudget, size: int, client: str = "other") -> bool:
-    """Whether a client that has nothing may have so many bytes at once."""
-    hold = Hold(client)
+async def has_room(budget: ByteBudget, size: int) -> bool:
+    """Whether others may have so many bytes at once."""
+    first, other = Hold("first"), Hold("other")
     try:
-        budget.take(Hold("first"), 0)
-        budget.take(hold, size)
+        await budget.grow(first, 1, 0.0)  # which may pass the limit if nothing is held
+        await budget.grow(other, size - 1, 0.0)
     except Overloaded:
         return False
     finally:
-        budget.release(hold)
+        budget.release(first)
+        budget.release(other)
     return True
 
 
@@ -306,9 +307,9 @@ def test_what_a_body_holds(play: Any) -> None:
             asked = request(*parts, content_length=str(2 * LARGE))
             with limits.request(asked):
                 await limits.read(asked, 10**6)
-                assert has_room(limits.bodies, 4 * LARGE - least)
-                assert not has_room(limits.bodies, 4 * LARGE - least + 1)
-            assert has_room(limits.bodies, 4 * LARGE)
+                assert await has_room(limits.bodies, 4 * LARGE - least)
+                assert not await has_room(limits.bodies, 4 * LARGE - least + 1)
+            assert await has_room(limits.bodies, 4 * LARGE)
 
         await held_by(bytes(SMALL_BYTES), least=0)
         await held_by(bytes(SMALL_BYTES), b"1", least=SMALL_BYTES + 1)
@@ -323,7 +324,7 @@ def test_a_body_holds_what_has_arrived_and_not_what_is_announced(play: Any) -> N
         asked = request(bytes(SMALL_BYTES + 1), 5.0, bytes(LARGE), content_length=str(2 * LARGE))
         task = asyncio.create_task(read(limits, asked))
         await asyncio.sleep(4)
-        assert has_room(limits.bodies, 4 * LARGE - SMALL_BYTES - 1)
+        assert await has_room(limits.bodies, 4 * LARGE - SMALL_BYTES - 1)
         await task
 
     play(run())
@@ -346,7 +347,7 @@ def test_however_a_request_ends_it_holds_nothing(play: Any, end: str) -> None:
         assert tasks[1].cancelled() == (end == "is cancelled")
         for _ in range(2):
             assert await read(limits, request(bytes(2 * LARGE), client="b")) == bytes(2 * LARGE)
-        assert has_room(limits.bodies, 2 * LARGE)
+        assert await has_room(limits.bodies, 2 * LARGE)
 
     play(run())
 
@@ -386,7 +387,7 @@ def test_three_large_answers_are_written_at_once(play: Any) -> None:
                 begun.append(name)
                 await asyncio.sleep(seconds)
 
-        first = [asyncio.create_task(answer(name, request(), 10)) for name in "abc"]
+        first = [asyncio.create_task(answer(c, request(client=c), 10)) for c in "abc"]
         late, gone = timed(5.0), request()
         waiting = [
             asyncio.create_task(answer("late", late, 0)),
@@ -400,16 +401,21 @@ def test_three_large_answers_are_written_at_once(play: Any) -> None:
         waiting[2].cancel()
         await asyncio.sleep(7)
         assert [task.done() for task in waiting] == [True, True, True, False]
-        assert isinstance(waiting[0].exception(), ServiceError)
+        assert isinstance(waiting[0].exception(), (ServiceError))
         assert isinstance(waiting[1].exception(), ClientGone)
         assert waiting[2].cancelled()
         first[0].cancel()
         await waiting[3]
         await asyncio.wait(first)
         begun.clear()
-        again = [asyncio.create_task(answer(name, request(), 1)) for name in "abcd"]
+        again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in "abcd"]
         await asyncio.sleep(0.5)
         assert begun == ["a", "b", "c"], "three turns are left, no more and no fewer"
+        await asyncio.wait(again)
+        begun.clear()
+        again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in "aaab"]
+        await asyncio.sleep(0.5)
+        assert begun == ["a", "a", "b"], "two turns are those of one client at most"
         await asyncio.wait(again)
 
     play(run())
@@ -425,7 +431,7 @@ def test_a_turn_that_comes_as_the_request_ends_is_given_on(play: Any) -> None:
                 await asyncio.sleep(1)
 
         for ends in ("leaves", "cancelled"):
-            tasks = [asyncio.create_task(answer(asked)) for asked in (request() for _ in range(3))]
+            tasks = [asyncio.create_task(answer(request(client=c))) for c in "bcd"]
             last = asyncio.create_task(answer(asked := request()))
             await asyncio.sleep(0.5)
             tasks[0].cancel()
@@ -435,28 +441,32 @@ def test_a_turn_that_comes_as_the_request_ends_is_given_on(play: Any) -> None:
             else:
                 last.cancel()
             await asyncio.wait([last, *tasks])
-        tasks = [asyncio.create_task(answer(request())) for _ in range(3)]
+        tasks = [asyncio.create_task(answer(request(client=c))) for c in "bcd"]
         await asyncio.wait_for(asyncio.gather(*tasks), 1.5)
 
     play(run())
 
 
-def test_large_answers_are_held_until_they_are_sent(play: Any) -> None:
+def test_large_answers_wait_for_room_and_hold_it_until_they_are_sent(play: Any) -> None:
     async def run() -> None:
         limits = limits_of(answers=2 * LARGE)
-        first, second, small = (record_of(request()) for _ in range(3))
-        limits.hold_answer(first, LARGE)
-        with pytest.raises(Overloaded, match="the unread answers of this client hold") as refused:
-            limits.hold_answer(second, LARGE)
-        assert refused.value.reason is Rejection.MEMORY
-        limits.hold_answer(small, SMALL_BYTES)
-        limits.sent(second)
+        first, second, third = record_of(request()), record_of(request()), request(b"")
+        await limits.hold_answer(first, LARGE)
+        task = asyncio.create_task(limits.hold_answer(second, LARGE))
+        await asyncio.sleep(5)
+        assert not task.done()
         limits.sent(first)
         limits.sent(first)
-        limits.sent(small)
-        limits.hold_answer(second, 9 * LARGE)
+        await task
+        with pytest.raises((Overloaded, DeadlineExceeded)), limits.request(third) as served:
+            await limits.read(third, 9)
+            await limits.hold_answer(served, LARGE)
+        limits.sent(record_of(third))
+        limits.sent(record_of(request()))
         limits.sent(second)
-        assert has_room(limits.answers, 2 * LARGE)
+        assert await has_room(limits.answers, 2 * LARGE)
+        await limits.hold_answer(second, 9 * LARGE)
+        limits.sent(second)
 
     play(run())
 
@@ -504,7 +514,7 @@ def test_a_body_that_is_too_large_holds_nothing(play: Any) -> None:
         asked = request(part, bytes(LARGE), 3.0, b"1")
         task = asyncio.create_task(read(limits, asked, limit=LARGE))
         await asyncio.sleep(1)
-        assert has_room(limits.bodies, 10 * LARGE)
+        assert await has_room(limits.bodies, 10 * LARGE)
         assert sys.getrefcount(part) == references, "its parts are let go"
         with pytest.raises(RequestTooLarge):
             await task
@@ -557,10 +567,10 @@ def test_the_content_holds_memory_and_what_it_may_become_before() -> None:
             with limits.request(asked):
                 await limits.read(asked, 4 * LARGE)
                 held = size if size > SMALL_BYTES else 0
-                assert has_room(limits.bodies, 10 * LARGE - held)
-                assert not has_room(limits.bodies, 10 * LARGE - held + 1)
-            assert has_room(limits.bodies, 10 * LARGE)
-        limits.bodies.take(Hold("a"), LARGE)
+                assert await has_room(limits.bodies, 10 * LARGE - held)
+                assert not await has_room(limits.bodies, 10 * LARGE - held + 1)
+            assert await has_room(limits.bodies, 10 * LARGE)
+        await limits.bodies.grow(Hold("a"), LARGE, 1.0)
         asked = request(gzip.compress(b""), content_encoding="gzip", x_request_timeout_ms="50")
         with pytest.raises((Overloaded, SlowRequest, DeadlineExceeded)):
             await read(limits, asked, limit=9 * LARGE)

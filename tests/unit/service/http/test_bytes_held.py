@@ -180,25 +180,6 @@ def test_the_longest_wait(longest_s: float, left_s: float, waits_s: float) -> No
     play(run())
 
 
-def test_who_cannot_wait_is_refused_at_once() -> None:
-    async def run() -> None:
-        answers = ByteBudget("unread answers", 100)
-        first, second, third = Hold("a"), Hold("a"), Hold("b")
-        answers.take(first, 300)
-        with pytest.raises(Overloaded, match="of this client hold 300 bytes; with 1 more they"):
-            answers.take(second, 1)
-        with pytest.raises(Overloaded, match="of all clients hold 300 bytes; with 1 more they"):
-            answers.take(third, 1)
-        for hold in (second, third):
-            answers.release(hold)
-        answers.release(first)
-        answers.take(again := Hold("a"), 50)
-        answers.take(Hold("b"), 50)
-        assert again.size == 50
-
-    play(run())
-
-
 def test_small_bodies_are_those_that_connections_bound() -> None:
     assert SMALL_BYTES == 65_536
 

@@ -23,9 +23,9 @@ from cloze.service.core import (
 )
 from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import describe_error
-from cloze.service.http.record import RECORD, Access, Callers
+from cloze.service.http.record import Access, Callers, Paths
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import GateModel, Paths, Route, RouteDoc
+from cloze.service.http.routes import RECORD, GateModel, Route, RouteDoc
 from cloze.service.http.routing import create_app
 from cloze.service.request import ServedRequest
 from tests.leaping_loop import LeapingLoop

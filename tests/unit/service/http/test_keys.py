@@ -18,8 +18,7 @@ from cloze.service.http.errors import (
     rejection,
 )
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
-from cloze.service.http.record import Access, Callers, timeout_s
-from cloze.service.http.routes import Paths
+from cloze.service.http.record import Access, Callers, Paths, timeout_s
 from tests.records import recorded
 
 
@@ -377,25 +376,6 @@ def test_a_client_is_its_address() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        (["192.0.2.1"], "192.0.2.1"),
-        (["203.0.113.9, 192.0.2.1"], "192.0.2.1"),  # the first hop is the client's own word
-        (["192.0.2.1, 10.0.0.2"], "192.0.2.1"),  # a second trusted proxy
-        (["203.0.113.9", "192.0.2.1"], "192.0.2.1"),
-        (["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
-        (["not an address"], "not an address"),
-        (["x" * 70], "x" * 64),
-        ([], "10.0.0.1"),
-    ],
-)
-def test_a_trusted_proxy_names_the_client(values: list[str], name: str) -> None:
-    callers = Callers(["10.0.0.0/24"])
-    assert callers.record(forwarded(*values), None).client == name
-    assert callers.record(forwarded(*values, peer="192.0.2.99"), None).client == "192.0.2.99"
-
-
 def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
     request = scope(authorization="Bearer first")
@@ -404,8 +384,6 @@ def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     assert callers.record(scope(authorization="Bearer other"), None).client == "10.0.0.1"
     assert callers.record(scope(), None).key is None
     assert Callers().record(scope(authorization="Bearer first"), None).key is None
-    with pytest.raises(ValueError, match="does not appear to be"):
-        Callers(["nonsense"])
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,16 @@
 
 import json
 import logging
-import queue
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from cloze.service.observe.logs import AccessLog, _line
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.request import ServedRequest
 from cloze.service.server.acceptor import Probes
+from tests.waiting import wait_until
 
 COST = {"texts": 2, "tokens": 30, "tokenize_s": 0.001, "queue_s": 0.002, "inference_s": 0.003}
 
@@ -26,24 +25,13 @@ def record(status: int = 200, **changes: Any) -> ServedRequest:
     return ServedRequest(**(fields | noted | changes))
 
 
-class Written:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def flush(self, wait_s: float) -> None:
-        pass
-
-
 def logged(*records: ServedRequest, level: int = logging.INFO, share: float = 1.0) -> list[str]:
-    writer: Any = Written()
+    writer = LineWriter()
     log = AccessLog("json", level, share, frozenset({"/health"}), writer)
     for one in records:
         log.add(one)
-    log.flush(0.0)
-    return [json.loads(line)["route"] + str(json.loads(line)["status"]) for line in writer.lines]
+    lines = [json.loads(_line(*each)) for each in writer.waiting]
+    return [line["route"] + str(line["status"]) for line in lines]
 
 
 def test_a_line_of_json() -> None:
@@ -204,21 +192,28 @@ def test_a_probe_has_an_id_of_its_own() -> None:
 # ---- the thread that writes --------------------------------------------------------------------
 
 
-def test_lines_are_written_soon_by_a_thread_of_the_log() -> None:
-    written: queue.Queue[tuple[str, str]] = queue.Queue()
-
-    class Writer:
-        def add(self, line: str) -> None:
-            written.put((threading.current_thread().name, line))
-
-        def flush(self, wait_s: float) -> None:
-            assert wait_s == 0.1
-
-    writer: Any = Writer()
+def test_lines_are_written_soon_by_a_thread_of_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    writer = LineWriter()
     log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
-    log.begin()
+    writer.begin()
     for status in (200, 201):
         log.add(record(status))
-    (thread, first), (_, second) = written.get(timeout=10), written.get(timeout=10)
-    assert thread == "access log"
-    assert (json.loads(first)["status"], json.loads(second)["status"]) == (200, 201)
+    wait_until(lambda: not writer.waiting)
+    writer.flush()
+    lines = capfd.readouterr().err.splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [200, 201]
+
+
+def test_a_line_of_the_log_does_not_wait_for_those_of_requests(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The thread formats both, in their order."""
+    writer = LineWriter()
+    AccessLog("json", logging.INFO, 1.0, frozenset(), writer).add(record())
+    writer.handle(logging.makeLogRecord({"msg": "it hangs"}))
+    writer.begin()
+    writer.flush()
+    first, second = capfd.readouterr().err.splitlines()
+    assert (json.loads(first)["status"], second) == (200, "it hangs")

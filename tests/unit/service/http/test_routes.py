@@ -10,27 +10,24 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Rejection
-from cloze.service.http import routes as routes_module
-from cloze.service.http.body import RequestLimits
+from cloze.service.http import record as record_module
+from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import BytesResponse, Recorder
-from cloze.service.observe.logs import AccessLog
+from cloze.service.http.record import Recorder
+from cloze.service.http.routes import RECORD
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import OTHER_ROUTE, ServedRequest
 from cloze.service.server.connection import _OneWrite
 from tests.records import recorded, scope_of
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+class Lines(LineWriter):
+    """A writer of the access log that keeps what it gets."""
 
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def flush(self, wait_s: float) -> None:
-        pass
+    @property
+    def lines(self) -> list[str]:
+        return [each if isinstance(each, str) else _line(*each) for each in self.waiting]
 
 
 class World:
@@ -40,7 +37,7 @@ class World:
         self.app = app
         self.metrics, self.written, self.is_ending = Metrics(["m@1"]), Lines(), False
         self.limits = RequestLimits(ByteBudget("bodies", 10**6), ByteBudget("answers", 10**6))
-        log = AccessLog("json", logging.INFO, 1.0, frozenset(), cast(Any, self.written))
+        log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)
         self.log = log
         self.recorder = Recorder(
             self.metrics, log, None, self.limits, self._respond, lambda: self.is_ending
@@ -65,10 +62,7 @@ class World:
         async def send(message: Any) -> None:
             self.sent.append(message)
 
-        try:
-            await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
-        finally:
-            self.log.flush(0)
+        await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
 
     @property
     def headers(self) -> dict[bytes, bytes]:
@@ -196,7 +190,7 @@ def test_a_request_without_a_result_costs_its_key_no_tokens() -> None:
 
 
 def test_the_time_of_a_request_begins_when_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_module.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(record_module.time, "monotonic", lambda: 10.0)
     world = World(answers)
     asyncio.run(world.ask(arrived=8.0))
     assert '"total":2000' in world.written.lines[0]
@@ -210,11 +204,14 @@ def test_the_bytes_of_an_answer_are_released_however_it_ends() -> None:
 
     async def run() -> None:
         for app in (answers, breaks):
-            world = World(app)
-            world.limits.hold_answer(held := recorded(), 10**6)
+            world, one, other = World(app), recorded(), recorded(client="b")
+            await world.limits.hold_answer(one, 600_000)
+            waiting = asyncio.create_task(world.limits.hold_answer(other, 600_000))
+            await asyncio.sleep(0)
+            assert not waiting.done()
             with suppress(ValueError):
-                await world.ask(answer=held.answer)
-            world.limits.hold_answer(recorded(), 10**6)
+                await world.ask(answer=one.answer)
+            await waiting
 
     asyncio.run(run())
 

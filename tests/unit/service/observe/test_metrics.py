@@ -3,24 +3,22 @@
 import math
 from typing import Any
 
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
+from cloze.service.observe.exposition import encode
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
 
 
 def answered(status: int = 200, **fields: Any) -> ServedRequest:
     noted: dict[str, Any] = {
-        "model": "m@1", "texts": 1, "tokens": 7,
+        "model": "m@1", "route": "/embed", "texts": 1, "tokens": 7,
         "tokenize_s": 0.25, "queue_s": 0.5, "inference_s": 0.75,
     }  # fmt: skip
-    return ServedRequest(
-        identity=b"id", route="/embed", status=status, seconds=2.0, **(noted | fields)
-    )
-
-
-from prometheus_client.exposition import choose_encoder
-
-from cloze.service.observe.exposition import encode
+    return ServedRequest(identity=b"id", status=status, seconds=2.0, **(noted | fields))
 
 
 def values(metrics: Metrics) -> dict[str, float]:

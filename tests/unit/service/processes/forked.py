@@ -14,6 +14,7 @@ from pathlib import Path
 from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
 from cloze.service.core import StartupError
+from cloze.service.observe.logs import WRITER
 from tests.unit.service.tasks import model
 from tests.waiting import wait_until
 
@@ -123,6 +124,7 @@ def _run(run: Callable[[], int], output: Path) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        WRITER.waiting.clear()  # the lines of services of earlier tests, which had no log
         faulthandler.dump_traceback_later(_LONGEST_S, exit=True, file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s", force=True)
         code = run()
@@ -133,4 +135,5 @@ def _run(run: Callable[[], int], output: Path) -> None:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
+        logging.shutdown()
         os._exit(code)

@@ -18,11 +18,10 @@ from cloze.service import core
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from cloze.service.processes import frames
 from cloze.service.processes.frames import (
+    MALFORMED,
     Answer,
     Cancel,
-    EngineModel,
     Greeting,
-    MalformedMessage,
     Run,
     decode_answer,
     decode_request,
@@ -84,7 +83,7 @@ def test_shared_requests_are_sent_once() -> None:
 
 
 def test_a_greeting_and_a_cancellation_arrive() -> None:
-    greeting = Greeting([EngineModel("bert@1", "fp32"), EngineModel("qa@2", "int8")])
+    greeting = Greeting({"bert@1": "fp32", "qa@2": "int8"})
     assert decode_answer(encode(greeting)) == greeting
     assert decode_request(encode(Cancel(7))) == Cancel(7)
 
@@ -182,12 +181,12 @@ TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
     ],
 )
 def test_a_malformed_run_is_refused(old: object, new: object) -> None:
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MALFORMED):
         decode_request(changed(RUN, old, new))
 
 
 def test_a_length_that_fits_no_array_is_explained() -> None:
-    with pytest.raises(MalformedMessage, match="6 tokens have 5 ids and 5 types"):
+    with pytest.raises(MALFORMED, match="6 tokens have 5 ids and 5 types"):
         decode_request(changed(RUN, LENGTHS, [3, 3]))
 
 
@@ -198,7 +197,7 @@ def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
     assert isinstance(answer, Answer)
     assert isinstance(answer.outcome, BatchResult)
     assert len(answer.outcome.outputs) == size
-    with pytest.raises(MalformedMessage, match="do not fit"):
+    with pytest.raises(MALFORMED, match="do not fit"):
         decode_answer(changed(message, 99, size + 1))
 
 
@@ -214,9 +213,9 @@ def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
     for place, value in ((1, "logits"), (3, [0]), (4, [[2, 1], [3, 1]]), (2, "float31")):
         wrong = [*column]
         wrong[place] = value
-        with pytest.raises(MalformedMessage):
+        with pytest.raises(MALFORMED):
             decode_answer(changed(message, columns, [wrong]))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MALFORMED):
         decode_answer(changed(message, columns, [column, column]))
 
 
@@ -225,35 +224,35 @@ def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
 )
 def test_an_error_that_does_not_exist_is_malformed(old: str, new: str) -> None:
     message = encode_answer(Answer(1, core.DeadlineExceeded("late")))
-    with pytest.raises(MalformedMessage, match="KeyError"):
+    with pytest.raises(KeyError):
         decode_answer(changed(message, old, new))
 
 
 def test_a_reason_that_does_not_exist_is_malformed() -> None:
     message = encode_answer(Answer(1, Overloaded("full", 1.0, Rejection.MEMORY)))
-    with pytest.raises(MalformedMessage, match="'memoryx' is not a valid Rejection"):
+    with pytest.raises(MALFORMED, match="'memoryx' is not a valid Rejection"):
         decode_answer(changed(message, "memory", "memoryx"))
 
 
 def test_a_head_that_does_not_exist_is_malformed() -> None:
     requests = msgspec.msgpack.decode(RUN)[-1][1]
-    with pytest.raises(MalformedMessage, match="KeyError: 'no_head'"):
+    with pytest.raises(KeyError, match="no_head"):
         decode_request(changed(RUN, requests, [{"no_head": {}}, {}]))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MALFORMED):
         decode_request(changed(RUN, requests, [{"masked_lm": {"positions": "x"}}, {}]))
 
 
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        ([[2**62, 2**62]], "ValueError|OverflowError"),
-        ([[2**63]], "OverflowError|ValueError"),
+        ([[2**62, 2**62]], None),
+        ([[2**63]], None),
         ([[2, 1], [0, 1]], "4 numbers do not have the shapes"),
-        ([[2, 1], [2, 1], [0, 1]], "ValueError"),
-        ([[2**63], [0]], "ValueError"),
+        ([[2, 1], [2, 1], [0, 1]], "argument"),
+        ([[2**63], [0]], None),
     ],
 )
-def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str) -> None:
+def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str | None) -> None:
     outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
     fields = msgspec.msgpack.decode(message)
@@ -261,14 +260,14 @@ def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: st
     (column,) = columns
     wrong = [shapes if each == [[2, 1]] else each for each in column]
     assert wrong != column
-    with pytest.raises(MalformedMessage, match=reason):
+    with pytest.raises(MALFORMED, match=reason):
         decode_answer(changed(message, columns, [wrong]))
 
 
 def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
     for message in (b"\x91" * 100_000, b"", b"\xc1", encode(Cancel(1))[:-1]):
         for decode in (decode_request, decode_answer):
-            with pytest.raises(MalformedMessage):
+            with pytest.raises(MALFORMED):
                 decode(message)
 
 
@@ -290,14 +289,14 @@ def test_every_field_of_a_result_must_be_there() -> None:
     message = encode_answer(Answer(1, BatchResult([{"masked_lm": masks}], 0.0, 0.0)))
     fields = msgspec.msgpack.decode(message)
     columns = next(each for each in fields if isinstance(each, list) and isinstance(each[0], list))
-    with pytest.raises(MalformedMessage, match="TypeError"):
+    with pytest.raises(TypeError):
         decode_answer(changed(message, columns, columns[:-1]))
 
 
 def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
     requests = msgspec.msgpack.decode(RUN)[-1][1]
     deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
-    with pytest.raises(MalformedMessage, match="RecursionError"):
+    with pytest.raises(RecursionError):
         decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))
 
 
@@ -307,8 +306,9 @@ def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
 class Recorder(frames.Channel):
     """Records what arrives; a message "raise" is not handled, "drop" ends the connection."""
 
-    def __init__(self, max_unsent_bytes: int = frames.MAX_UNSENT_BYTES) -> None:
-        super().__init__("the peer", max_unsent_bytes)
+    def __init__(self, max_unsent_bytes: int = 2**28) -> None:
+        super().__init__("the peer")
+        self._MAX_UNSENT_BYTES = max_unsent_bytes
         self.messages: list[bytes] = []
         self.ends = 0
         self.ended = asyncio.Event()

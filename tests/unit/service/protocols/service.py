@@ -12,8 +12,6 @@ from typing import Any, Self
 
 import httpx
 import numpy as np
-from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.watch import RequestWatch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as Path_
@@ -30,9 +28,11 @@ from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
+from cloze.service.http.body import RequestLimits
+from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.record import RECORD, Callers
-from cloze.service.http.routes import Route
+from cloze.service.http.record import Callers
+from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
@@ -169,7 +169,9 @@ class Service:
         self.seen: ServedRequest
         self._callers = callers or Callers(max_timeout_s=60.0)
         self.metrics = Metrics([pipeline.manifest.reference for pipeline in pipelines])
-        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), UnreadAnswers(1_000_000)
+        self.limits = RequestLimits(
+            ByteBudget("bodies", 1_000_000), ByteBudget("unread answers", 1_000_000)
+        )
         self.context = ProtocolContext(
             tasks,
             Models(pipelines, tasks.values()),
@@ -177,7 +179,7 @@ class Service:
             self.state,
             BODY_LIMITS,
             MAX_TEXTS,
-            RequestWatch(30.0, self.bodies, self.answers),
+            self.limits,
             has_keys=self._callers.keys is not None,
         )
         self.routes = [r for protocol in PROTOCOLS for r in protocol.routes(self.context)]

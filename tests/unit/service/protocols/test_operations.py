@@ -143,7 +143,7 @@ def test_metrics_in_the_format_that_is_accepted(service: Service) -> None:
 
 def test_a_scrape_does_not_run_on_the_event_loop(service: Service) -> None:
     readers: list[str] = []
-    service.metrics.unready = lambda: readers.append(threading.current_thread().name)
+    service.metrics.unready_reason = lambda: readers.append(threading.current_thread().name)
     assert service.get("/metrics").status_code == 200
     [reader] = readers
     assert reader.startswith("scrape")

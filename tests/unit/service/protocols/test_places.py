@@ -5,13 +5,12 @@ import pytest
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.http.json_bodies import validate
 from cloze.service.protocols.native import body_type
-from cloze.service.protocols.protocol import Names
-from cloze.service.protocols.tei import _Rerank
+from cloze.service.protocols.tei import _Decode
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import Text, Texts, WireModel
 
-RERANK = object.__new__(_Rerank)  # its names need no models
+DECODE = object.__new__(_Decode)  # its names need no models
 
 
 class Nested(WireModel):
@@ -65,24 +64,16 @@ def test_a_part_of_a_body_has_its_place() -> None:
         validate(Nested, {"count": "a"}, Location(("parameters",)))
 
 
-NAMES: Names = {
-    ("inputs", "source_sentence"): "query",
-    ("inputs", "sentences"): "texts",
-    ("inputs",): "texts",
-}
-
-
 @pytest.mark.parametrize(
     ("at", "shown"),
     [
-        (INPUTS.below("source_sentence"), "query"),
-        (INPUTS.below("sentences", 3), "texts[3]"),
-        (INPUTS.below(2), "texts[2]"),
+        (INPUTS, "ids"),
+        (INPUTS.below(2), "ids[2]"),
         (Location(("inputs_of", "another")), "inputs_of.another"),
     ],
 )
-def test_a_protocol_has_its_own_names(at: Location | None, shown: str) -> None:
-    assert str(RERANK.in_body(at, None)) == shown
+def test_a_protocol_has_its_own_names(at: Location, shown: str) -> None:
+    assert str(DECODE.in_body(at, None)) == shown
 
 
 def test_the_message_begins_with_the_place() -> None:
@@ -92,9 +83,9 @@ def test_the_message_begins_with_the_place() -> None:
 
 
 def test_an_error_keeps_its_words_in_another_place() -> None:
-    error = InvalidRequest("the windows hold 410 tokens", INPUTS.below("sentences", 3), "up to ")
-    assert str(error) == "up to inputs.sentences[3] the windows hold 410 tokens"
+    error = InvalidRequest("the windows hold 410 tokens", INPUTS.below(3), "up to ")
+    assert str(error) == "up to inputs[3] the windows hold 410 tokens"
     assert error.at is not None
-    moved = error.moved(RERANK.in_body(error.at, None))
-    assert str(moved) == "up to texts[3] the windows hold 410 tokens"
+    moved = error.moved(DECODE.in_body(error.at, None))
+    assert str(moved) == "up to ids[3] the windows hold 410 tokens"
     assert type(moved) is InvalidRequest

@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from cloze.service.http.memory_limit import Hold
 
 from cloze.service.core import Rejection
+from cloze.service.http.bytes_held import Hold
 from cloze.service.http.routes import NPY, RAW
 from cloze.service.protocols import protocol
+from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import OneLabel, Service
 
@@ -165,11 +166,11 @@ def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
     response = service.post("/embed_all", many)
     assert len(ok(response)) == 290
     assert len(response.content) > 65_536
-    hold = service.seen.hold
+    hold = service.seen.answer
     assert isinstance(hold, Hold)
     assert hold.size == len(response.content)
     ok(service.post("/fill-mask", {"inputs": "the [MASK]"}))
-    assert service.seen.hold is None
+    assert service.seen.answer is None
 
 
 PAIR = {"question": "the", "context": "the the"}
@@ -178,7 +179,7 @@ PAIR = {"question": "the", "context": "the the"}
 def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     many = {"inputs": [[109] * 8] * 290}
     for client in ("x", "x", "y"):
-        alone._runner.run(alone.answers.begin(client))
+        alone._runner.run(alone.limits.begin_answer(ServedRequest(client=client)))
     status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
     assert (status, message) == (504, "no answer within the limit of 400 ms")
     assert alone.seen.rejection is Rejection.STATED_LIMIT
@@ -220,7 +221,7 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
 def test_which_answers_are_large(path: str, large: Any, small: Any, alone: Service) -> None:
     """A large answer is decoded and written on a thread, when it is its turn."""
     for client in ("x", "x", "y"):
-        alone._runner.run(alone.answers.begin(client))
+        alone._runner.run(alone.limits.begin_answer(ServedRequest(client=client)))
     limit = {"x_request_timeout_ms": "400"}
     extra = {"model": "tiny", "input_type": "search_document"} if path == "/v2/embed" else {}
     assert alone.post(path, small | extra, **limit).status_code == 200

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cloze.service.http.record import CONNECTION, Connection
+from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping

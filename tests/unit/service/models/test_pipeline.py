@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import EngineFailed, Submission
+from cloze.service.core import EngineFailed, Submission, Terms
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from tests.unit.service.protocols.service import Service
@@ -48,10 +48,8 @@ def test_a_request_is_submitted_on_its_own_terms(
         )
         run(service, ["the", "of"], request)
     [submission] = submitted
-    assert len(submission.encodings) == 2
-    assert submission._replace(encodings=()) == Submission(
-        deadline, (), "c", 2.0, "00-a-b-01", accepted=True, is_bulk=True
-    )
+    assert len(submission.outputs) == 2
+    assert submission.terms == Terms(deadline, "c", 2.0, "00-a-b-01", is_bulk=True)
 
 
 def test_a_result_is_noted_in_its_request(tmp_path: Path) -> None:

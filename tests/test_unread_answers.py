@@ -96,9 +96,14 @@ def received(client: socket.socket) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_clients_that_read_nothing_are_closed_at_the_time_limit_and_release_their_bytes() -> None:
     """Three answers of 6 MB, of which a client may have one at a time."""
-    settings = {"CLOZE_MAX_ANSWERS_BYTES": str(16 * MB), "CLOZE_REQUEST_TIMEOUT_MS": "8000"}
+    settings = {
+        "CLOZE_MAX_ANSWERS_BYTES": str(16 * MB),
+        "CLOZE_REQUEST_TIMEOUT_MS": "8000",
+        "CLOZE_IDLE_TIMEOUT_MS": "10000",
+    }
     with running_server(DEFAULT_ROOT, **settings) as server:
 
         def post() -> int:
@@ -114,6 +119,7 @@ def test_clients_that_read_nothing_are_closed_at_the_time_limit_and_release_thei
         assert "ASGI" not in log
 
 
+@pytest.mark.slow
 def test_a_client_that_pipelines_and_reads_nothing_is_closed() -> None:
     """Its answers are small, but fill all buffers."""
     requests = b"GET /info HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000
@@ -127,6 +133,7 @@ def test_a_client_that_pipelines_and_reads_nothing_is_closed() -> None:
         assert "Traceback" not in "".join(server.log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("path", ["/fill-mask", "/embed"])
 def test_a_client_that_leaves_ends_its_requests_without_an_error(path: str, count: int) -> None:

@@ -166,6 +166,7 @@ class _Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._grace_s = settings.shutdown_grace_ms / 1000
         self._drain_timer: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
             settings.idle_timeout_ms / 1000,

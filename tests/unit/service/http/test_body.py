@@ -401,7 +401,7 @@ def test_three_large_answers_are_written_at_once(play: Any) -> None:
         waiting[2].cancel()
         await asyncio.sleep(7)
         assert [task.done() for task in waiting] == [True, True, True, False]
-        assert isinstance(waiting[0].exception(), ServiceError)
+        assert isinstance(waiting[0].exception(), (ServiceError))
         assert isinstance(waiting[1].exception(), ClientGone)
         assert waiting[2].cancelled()
         first[0].cancel()
@@ -411,6 +411,11 @@ def test_three_large_answers_are_written_at_once(play: Any) -> None:
         again = [asyncio.create_task(answer(name, request(client=name), 1)) for name in "abcd"]
         await asyncio.sleep(0.5)
         assert begun == ["a", "b", "c"], "three turns are left, no more and no fewer"
+        await asyncio.wait(again)
+        begun.clear()
+        again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in "aaab"]
+        await asyncio.sleep(0.5)
+        assert begun == ["a", "a", "b"], "two turns are those of one client at most"
         await asyncio.wait(again)
 
     play(run())
@@ -442,7 +447,7 @@ def test_a_turn_that_comes_as_the_request_ends_is_given_on(play: Any) -> None:
     play(run())
 
 
-def test_large_answers_are_held_until_they_are_sent(play: Any) -> None:
+def test_large_answers_wait_for_room_and_hold_it_until_they_are_sent(play: Any) -> None:
     async def run() -> None:
         limits = limits_of(answers=2 * LARGE)
         first, second = (record_of(request()) for _ in range(2))

@@ -201,11 +201,14 @@ def test_the_bytes_of_an_answer_are_released_however_it_ends() -> None:
 
     async def run() -> None:
         for app in (answers, breaks):
-            world = World(app)
-            await world.limits.hold_answer(held := recorded(), 10**6)
+            world, one, other = World(app), recorded(), recorded(client="b")
+            await world.limits.hold_answer(one, 600_000)
+            waiting = asyncio.create_task(world.limits.hold_answer(other, 600_000))
+            await asyncio.sleep(0)
+            assert not waiting.done()
             with suppress(ValueError):
-                await world.ask(answer=held.answer)
-            await world.limits.hold_answer(recorded(), 10**6)
+                await world.ask(answer=one.answer)
+            await waiting
 
     asyncio.run(run())
 

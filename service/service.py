@@ -221,7 +221,7 @@ class Service:
     Attributes:
         snapshot: answers new requests.
         certificate: the server's certificate, which a reload reads again.
-        reopens: whether this process can open engines, and so reload.
+        has_engines: whether the engines are in this process, which so can reload.
 
     Raises:
         StartupError: the keys or a tokenizer cannot be read, or a setting does not fit the models.
@@ -272,7 +272,7 @@ class Service:
         )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
-        self.reopens = opener is not None
+        self.has_engines = opener is not None
         self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
         self._alone.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -381,9 +381,9 @@ class Service:
 
     def begin(self) -> None:
         """Begin to write the metrics; call this once, before any request."""
-        self._metrics.unready_reason = self.unready
+        self._metrics.unready_reason = self.why_unready
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
-        if self.reopens:
+        if self.has_engines:
             self._metrics.queues = lambda: self.snapshot.queues()
         if (keys := self._callers.keys) is not None:
             self._metrics.keys_readable = lambda: not keys.file.problem
@@ -411,20 +411,20 @@ class Service:
     # ---- state ----------------------------------------------------------------------------------
 
     @property
-    def dead(self) -> str | None:
+    def dead_reason(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
         reasons = (p.model.queue.dead_reason for p in self.snapshot.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def unready(self) -> ServiceError | None:
+    def why_unready(self) -> ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
-        if (reason := self.dead) is not None:
+        if (reason := self.dead_reason) is not None:
             return EngineDead(f"the engine is dead: {reason}")
         return ShuttingDown("the server is shutting down") if self.draining else None
 
-    def broken(self) -> EngineDead | None:
+    def why_restart(self) -> EngineDead | None:
         """Return why the process should be restarted; None if it should not."""
-        error = self.unready() if self.reopens else None
+        error = self.why_unready() if self.has_engines else None
         return error if isinstance(error, EngineDead) else None
 
     def look_at_files(self) -> None:
@@ -456,7 +456,7 @@ class Service:
                 reload has not ended; or the engines are in other processes.
             ShuttingDown: the server drains.
         """
-        if not self.reopens:
+        if not self.has_engines:
             raise ReloadRefused(NEEDS_ROLL)
         if not self._alone.is_set():
             raise ReloadRefused(BUSY)

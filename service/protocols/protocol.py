@@ -39,16 +39,16 @@ class ServerState(Protocol):
     """The state of the server that probes report.
 
     Attributes:
-        reopens: whether the process can open engines, and so reload.
+        has_engines: whether the engines are in this process, which so can reload.
     """
 
-    reopens: bool
+    has_engines: bool
 
-    def broken(self) -> ServiceError | None:
+    def why_restart(self) -> ServiceError | None:
         """Return why the process should be restarted; None if it should not."""
         ...
 
-    def unready(self) -> ServiceError | None:
+    def why_unready(self) -> ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
         ...
 

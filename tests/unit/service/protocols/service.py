@@ -115,16 +115,16 @@ class State:
     dead: str | None = None
     draining: bool = False
     restarts_engines: bool = False
-    reopens: bool = True
+    has_engines: bool = True
     changes: Changes = field(default_factory=lambda: Changes(["a@2"], ["a@1"], []))
 
-    def unready(self) -> ServiceError | None:
+    def why_unready(self) -> ServiceError | None:
         if self.dead is not None:
             return EngineDead(f"the engine is dead: {self.dead}")
         return ShuttingDown("the server is shutting down") if self.draining else None
 
-    def broken(self) -> ServiceError | None:
-        return None if self.dead is None or self.restarts_engines else self.unready()
+    def why_restart(self) -> ServiceError | None:
+        return None if self.dead is None or self.restarts_engines else self.why_unready()
 
     async def reload(self) -> Changes:
         return self.changes

@@ -28,11 +28,7 @@ from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import build, install_command
-from cloze.model_store.manifest import (
-    NAME_PATTERN,
-    Precision,
-    Weights,
-)
+from cloze.model_store.manifest import NAME_PATTERN, Precision, Weights
 from cloze.model_store.store import Bundle, Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.store_command import gates, measured, store

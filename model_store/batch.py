@@ -4,7 +4,7 @@ The engine, export's verification and the scorers all build their graph inputs w
 The module does not depend on a runtime.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cloze.model_store import tensors
 from cloze.model_store.heads import HEADS, GraphSpec, HeadRequest
-from cloze.model_store.layouts import Feeds, Int32, Placement
+from cloze.model_store.layouts import Feeds, Int32, Layout, Placement
 
 HeadOutputs = Mapping[str, Any]
 """Results of one encoding, by head name; one result per head that the encoding asks for."""
@@ -91,13 +91,14 @@ class BatchCodec:
 
     def pack(self, batch: Sequence[Encoding]) -> PackedBatch:
         """Return the graph's inputs for a batch of at least one encoding."""
-        lengths = np.fromiter(map(len, batch), np.int32, len(batch))
-        placement = Placement.of(self._graph.layout, lengths)
-        feeds: Feeds = {tensors.INPUT_IDS.name: placement.join([e.input_ids for e in batch])}
+        placement = Placement.of(self._graph.layout, [len(e.input_ids) for e in batch])
+        is_packed = placement.layout is Layout.PACKED
+        join: Callable[[Sequence[Int32]], Int32] = np.concatenate if is_packed else np.array
+        feeds: Feeds = {tensors.INPUT_IDS.name: join([e.input_ids for e in batch])}
         if self._graph.token_types:
-            types = placement.join([e.token_type_ids for e in batch])
-            feeds[tensors.TOKEN_TYPE_IDS.name] = types
-        feeds |= placement.feeds()
+            feeds[tensors.TOKEN_TYPE_IDS.name] = join([e.token_type_ids for e in batch])
+        if is_packed:
+            feeds |= placement.feeds()
         asked: dict[str, list[HeadRequest | None]] = {}
         for head in self.heads:
             requests = [encoding.requests.get(head.name) for encoding in batch]

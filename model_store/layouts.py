@@ -53,14 +53,8 @@ class Placement:
         np.cumsum(sizes, out=starts[1:])
         return cls(layout, sizes, starts)
 
-    def join(self, sequences: Sequence[Int32]) -> Int32:
-        """Return the tokens of all sequences in the layout's shape: [B, S] or [T]."""
-        return np.concatenate(sequences) if self.layout is Layout.PACKED else np.array(sequences)
-
     def feeds(self) -> Feeds:
-        """Return the inputs that describe the placement; the dense layout has none."""
-        if self.layout is Layout.DENSE:
-            return {}
+        """Return the inputs that describe a packed placement; the dense layout has none."""
         longest = int(self.lengths.max())
         real = np.arange(longest) < self.lengths[:, None]  # [B, S]
         cells = np.arange(real.size, dtype=np.int32)

@@ -22,7 +22,7 @@ class ServedRequest:
     """A request, from the end of its headers to the line of the access log.
 
     `Callers.record` fills the first part from the headers. The front end notes the second part
-    while the request is in progress, the pipeline the third part, and `Recorder.add` the last one.
+    while the request is in progress, the pipeline the third part, and the `Recorder` the last one.
 
     For example, a request for two texts of 9 tokens in all ends with ``texts=2, tokens=9``. If the
     engine fails, it ends with ``texts=0, tokens=0, error="EngineFailed"``.
@@ -49,7 +49,7 @@ class ServedRequest:
         received: bytes of its body that have arrived; None when the body is complete.
         body: what its body holds of the memory of bodies; None: nothing.
         answer: what its answer holds of the memory of answers; None: nothing.
-        is_writing: whether it has a turn to write a large answer.
+        turn: its turn to write a large answer; None: it has none.
         body_bytes: the size of its body, decompressed.
         vector_format: the media type and the dtype of vectors in its answer; None: JSON.
         expected_space: name of the embedding space that its vectors must have; None: any.
@@ -97,7 +97,7 @@ class ServedRequest:
     received: int | None = 0
     body: Any = None
     answer: Any = None
-    is_writing: bool = False
+    turn: Any = None
     body_bytes: int = 0
     vector_format: tuple[str, str] | None = None
     expected_space: str | None = None

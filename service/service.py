@@ -6,7 +6,6 @@
 import asyncio
 import gc
 import logging
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store import Bundle
 from cloze.service.batching.admission import WaitLimits
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BUSY,
     NEEDS_ROLL,
@@ -40,9 +40,9 @@ from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys, Permission, read_entries
-from cloze.service.http.record import RECORD, Access, Callers, Connection, accepted_hosts
+from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import Paths, Recorder, Route
+from cloze.service.http.routes import RECORD, Connection, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline, task_limits
@@ -174,7 +174,7 @@ class Snapshot:
             labels = {
                 "family": pipeline.manifest.architecture.family,
                 "precision": pipeline.model.precision(),
-                "tasks": ",".join(self.models.tasks_of(pipeline)),
+                "tasks": ",".join(self.models.tasks_of[pipeline]),
             }
             infos.append(ModelInfo(pipeline.manifest.reference, labels))
         return infos
@@ -216,6 +216,7 @@ class Service:
         opener: opens engines in this process; None: other processes have the engines, and a
             supervisor restarts them.
         tracing: makes the spans of requests; None: there are none.
+        clock: tells the time.
 
     Attributes:
         snapshot: answers new requests.
@@ -235,15 +236,16 @@ class Service:
         *,
         opener: LocalModels | None = None,
         tracing: Tracing | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self._settings, self._registries, self._metrics = settings, registries, metrics
-        self._opener, self._tracing = opener, tracing
+        self._opener, self._tracing, self._clock = opener, tracing, clock
         keys = Keys(settings.keys_file) if settings.keys_file else None
         self._callers = Callers(
-            settings.trusted_proxies,
             keys,
             settings.max_timeout_s,
             settings.request_timeout_ms / 1000,
+            clock,
         )
         self._access_log = AccessLog(
             settings.log_format,
@@ -255,11 +257,18 @@ class Service:
         self._limits = RequestLimits(
             ByteBudget("bodies", settings.max_bodies_bytes, self._waits.longest_s),
             ByteBudget("unread answers", settings.max_answers_bytes),
+            clock,
         )
-        self._starts, self._returns = Starts(), Returns(max(1, settings.frontends))
+        self._starts, self._returns = Starts(clock), Returns(max(1, settings.frontends))
         self._responder = ErrorResponder(registries.protocols, settings.request_timeout_ms / 1000)
         self._recorder = Recorder(
-            metrics, self._access_log, tracing, self._limits, self._respond, lambda: self.draining
+            metrics,
+            self._access_log,
+            tracing,
+            self._limits,
+            self._respond,
+            lambda: self.draining,
+            clock,
         )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
@@ -282,7 +291,7 @@ class Service:
         tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
         for model in served:
             limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
-            pipelines.append(Pipeline(model, limits, tokenizers.get(path)))
+            pipelines.append(Pipeline(model, limits, tokenizers.get(path), self._clock))
             tokenizers[path] = pipelines[-1].context.tokenizer
         models = Models(pipelines, registries.tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
@@ -313,6 +322,7 @@ class Service:
             permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
             hosts=accepted_hosts(settings.host, settings.allowed_hosts),
             by_address=operations.QUIET_ROUTES,
+            clock=self._clock,
         )
         app = create_app(routes, access, gate, self._respond, settings.cors_origins)
         paths = Paths([*PAGES, *(route.path for route in routes)])
@@ -354,7 +364,7 @@ class Service:
 
     def connection_closed(self, connection: Connection) -> None:
         """Forget a connection."""
-        self._returns.closed(connection, time.monotonic())
+        self._returns.closed(connection, self._clock.monotonic())
 
     # ---- begin and end --------------------------------------------------------------------------
 

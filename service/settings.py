@@ -126,8 +126,8 @@ class Settings(BaseSettings):
     half of them at most; further ones wait, and get status 429 after max_queue_wait_ms, or 2.5 s"""
     max_answers_bytes: _Bytes = 67_108_864
     """most bytes of all answers above 64 KiB that clients of a process have not read; one client
-    holds half of them at most; further large ones wait, and connections that read too slowly are
-    closed"""
+    holds half of them at most; further large ones wait, and connections that read nothing within
+    the request timeout are closed"""
     max_request_texts: _Positive = 2048
     """most texts per request; the default is the limit of OpenAI's API"""
     max_request_tokens: _Positive = 1_048_576
@@ -225,9 +225,7 @@ class Settings(BaseSettings):
     @field_validator("trusted_proxies")
     @classmethod
     def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for proxy in value:
-            ip_network(proxy, strict=False)  # raises ValueError
-        return value
+        return tuple(str(ip_network(proxy, strict=False)) for proxy in value)
 
     @property
     def max_timeout_s(self) -> float:

@@ -4,11 +4,12 @@ A thread cannot be cancelled. A long function therefore calls `check_awaited` be
 request may have timed out, or the client may have closed the connection.
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from anyio import from_thread, to_thread
+from anyio import CancelScope, from_thread, to_thread
 
 T = TypeVar("T")
 
@@ -16,10 +17,16 @@ T = TypeVar("T")
 async def run_on_thread(function: Callable[..., T], *arguments: object) -> T:
     """Return the result of a function that runs on a thread.
 
-    If a cancel scope around this coroutine is cancelled, the coroutine does not wait for the
-    function, and `check_awaited` raises in it.
+    If this coroutine is cancelled, by a cancel scope or by its task, the coroutine does not wait
+    for the function, and `check_awaited` raises in the function.
     """
-    return await to_thread.run_sync(function, *arguments, abandon_on_cancel=True)
+    with CancelScope() as scope:  # `check_awaited` sees scopes alone
+        try:
+            return await to_thread.run_sync(function, *arguments, abandon_on_cancel=True)
+        except asyncio.CancelledError:
+            scope.cancel()
+            raise
+    raise AssertionError("the scope is cancelled by an error alone, which it lets pass")
 
 
 def check_awaited() -> None:

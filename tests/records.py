@@ -1,8 +1,10 @@
 """Requests whose headers have arrived, without a server."""
 
+from collections.abc import Callable
 from typing import Any
 
-from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.record import Callers
+from cloze.service.http.routes import RECORD
 from cloze.service.request import ServedRequest
 
 
@@ -20,7 +22,7 @@ def recorded(
     callers: Callers | None = None,
     **headers: str,
 ) -> ServedRequest:
-    """Return the record of a request."""
+    """Return a request."""
     scope = {
         "method": method,
         "path": path,
@@ -31,20 +33,24 @@ def recorded(
 
 
 class Open:
-    """An open connection whose client has read all answers."""
+    """An open connection, whose client leaves when a test says so."""
 
-    def unread_bytes(self) -> int:
-        return 0
+    def __init__(self, address: str = "") -> None:
+        self.address, self.is_lost = address, False
+        self.on_lost: Callable[[], None] | None = None
 
-    def unsent_bytes(self) -> int:
-        return 0
+    def leave(self) -> None:
+        """Lose the client."""
+        self.is_lost = True
+        if self.on_lost is not None:
+            self.on_lost()
 
     def end(self, reason: str) -> None:
         raise NotImplementedError
 
 
 def connected(client: str) -> ServedRequest:
-    """Return the record of a request whose connection is open."""
+    """Return a request whose connection is open."""
     record = recorded(client=client)
     record.connection = Open()
     return record

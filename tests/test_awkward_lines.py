@@ -263,8 +263,8 @@ def check_ids(kind: str, folder: Path, count: int) -> None:
         assert ours.input_ids.tolist() == pair.ids, ascii(text)
         assert ours.token_type_ids.tolist() == pair.type_ids, ascii(text)
         spans = tokenizer.spans(text)
-        assert spans.ids == encoding.ids, ascii(text)
-        for (start, end), place in zip(spans.offsets, encoding.offsets, strict=True):
+        assert [*spans.ids] == encoding.ids, ascii(text)
+        for (start, end), place in zip(spans.offsets(), encoding.offsets, strict=True):
             part = text[start:end]
             assert part == part.strip() if part.strip() else (start, end) == place, ascii(text)
     long = "".join(texts)  # divided
@@ -360,7 +360,7 @@ def test_words_begin_at_white_space_where_the_tokenizer_has_one_word(
     request = prepared("qa", QaPair(question="who was here", context=text), context)
     [encoding] = request.encodings
     spans = context.tokenizer.spans(text)
-    [named] = [n for n, (first, last) in enumerate(spans.offsets) if "b" in text[first:last]]
+    [named] = [n for n, (first, last) in enumerate(spans.offsets()) if "b" in text[first:last]]
     logits = np.zeros((len(encoding.input_ids), 2), np.float32)
     logits[len(logits) - 1 - len(spans.ids) + named] = 20
     [answer] = decoded("qa", request, [{"span": ArrayResult(logits)}], context)
@@ -374,7 +374,7 @@ def test_the_bytes_of_a_character_are_one_word(kind: str, tmp_path: Path) -> Non
     spans = context.tokenizer.spans(text)
     inside = {
         word
-        for word, (first, last) in zip(spans.words, spans.offsets, strict=True)
+        for word, (first, last) in zip(spans.words, spans.offsets(), strict=True)
         if text[first:last].strip() and first >= 4 and last <= 7
     }
     library = KINDS[kind].reference().encode(text, add_special_tokens=False)
@@ -392,7 +392,7 @@ def test_white_space_has_the_places_of_the_library_and_is_no_name(
     expected = KINDS[kind].reference().encode(text, add_special_tokens=False).offsets
     spaces = [number for number, (a, b) in enumerate(expected) if not text[a:b].strip()]
     assert spaces
-    places = context.tokenizer.spans(text).offsets
+    places = context.tokenizer.spans(text).offsets()
     assert [places[number] for number in spaces] == [expected[number] for number in spaces]
     assert redacted(text, lambda token: not token.strip("ĠĊĉ "), context).text == text
 

@@ -55,7 +55,7 @@ def test_the_table_has_every_error() -> None:
     assert ours == TABLE.keys() - {RuntimeError}
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.prefixes[0])
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
 def test_an_error_has_its_status_and_its_type(
     kind: type[Exception], protocol: WireProtocol
@@ -66,7 +66,7 @@ def test_an_error_has_its_status_and_its_type(
     message = "an internal error; it was logged" if kind is RuntimeError else "why"
     only_400 = 400 if status == 422 else status
     expected = {
-        "openai": (
+        "/v1/": (
             only_400,
             {
                 "error": {
@@ -78,11 +78,11 @@ def test_an_error_has_its_status_and_its_type(
                 "detail": message,
             },
         ),
-        "cohere": (only_400, {"message": message}),
-        "open-inference": (only_400, {"error": message}),
+        "/v2/embed": (only_400, {"message": message}),
+        "/v2": (only_400, {"error": message}),
     }
     usual = (status, {"error": message, "error_type": error_type})
-    assert (written, asdict(body)) == expected.get(protocol.name, usual)
+    assert (written, asdict(body)) == expected.get(protocol.prefixes[0], usual)
 
 
 @pytest.mark.parametrize("status", [404, 405])

@@ -1,19 +1,14 @@
-"""Compressed bodies cost a time that is linear in their bytes, and end with their request."""
+"""Compressed bodies cost a time that is linear in their bytes, and have limits."""
 
-import asyncio
 import gzip
 import time
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.watch import RequestWatch
-from starlette.requests import Request
-from starlette.types import Message
 
-from cloze.service.core import DeadlineExceeded, MalformedRequest, RequestTooLarge
-from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
-from tests.records import recorded, scope_of
+from cloze.service.core import MalformedRequest, RequestTooLarge
+from cloze.service.http.gunzip import MAX_MEMBERS, gunzip
 
 MB = 2**20
 EMPTY = gzip.compress(b"")
@@ -35,12 +30,7 @@ def stored(blocks: int) -> bytes:
 
 
 def content_of(data: bytes) -> bytes:
-    gunzip, content = Gunzip(data), b""
-    while not gunzip.is_done:
-        piece = gunzip.piece()
-        assert len(piece) <= MB, "a piece is bounded"
-        content += piece
-    return content
+    return gunzip(data, 2**30)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +74,26 @@ def test_members_are_limited(member: bytes) -> None:
         content_of(member * (MAX_MEMBERS + 1))
 
 
+@pytest.mark.parametrize("size", [0, 1, 262_144, 262_145, 3 * MB])
+def test_the_content_has_a_limit(size: int) -> None:
+    data = gzip.compress(bytes(size)) + gzip.compress(b"1")
+    assert len(gunzip(data, size + 1)) == size + 1
+    with pytest.raises(RequestTooLarge, match=f"^the decompressed body has over {size} bytes, the"):
+        gunzip(data, size)
+
+
+def test_a_bomb_ends_at_the_limit() -> None:
+    """A gigabyte of zeros: the process holds little more than the limit at any time."""
+    data = gzip.compress(bytes(MB)) * MAX_MEMBERS
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestTooLarge):
+            gunzip(data, MB)
+        assert tracemalloc.get_traced_memory()[1] < 8 * MB
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -98,46 +108,8 @@ def test_members_are_limited(member: bytes) -> None:
 def test_four_times_the_bytes_take_about_four_times_as_long(make: Callable[[int], bytes]) -> None:
     def processor_s(data: bytes) -> float:
         started = time.process_time()
-        gunzip = Gunzip(data)
-        while not gunzip.is_done:
-            gunzip.piece()
+        gunzip(data, 2**30)
         return time.process_time() - started
 
     one, four = make(MB), make(4 * MB)
     assert min(processor_s(four) for _ in range(3)) < 10 * min(processor_s(one) for _ in range(3))
-
-
-def request_of(body: bytes) -> Request:
-    async def receive() -> Message:
-        return messages.pop() if messages else await asyncio.Future()
-
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    return Request(scope_of(recorded(content_encoding="gzip")), receive)
-
-
-def test_the_work_ends_with_the_request() -> None:
-    """A gigabyte of zeros, which take seconds, and a request that may take 0.1 s."""
-    data = gzip.compress(bytes(MB)) * MAX_MEMBERS
-
-    async def run() -> float:
-        request = request_of(data)
-        watch = RequestWatch(0.1, MemoryLimit("bodies", 2**40), UnreadAnswers(1))
-        with pytest.raises(DeadlineExceeded), watch.request(request) as watched:
-            await watched.read_body(2**31)
-        started = time.process_time()
-        await asyncio.get_running_loop().shutdown_default_executor()
-        return time.process_time() - started
-
-    assert asyncio.run(run()) < 0.3
-
-
-def test_memory_is_held_as_the_content_appears_and_released_at_the_end() -> None:
-    async def run() -> None:
-        bodies = MemoryLimit("bodies", 64 * MB)
-        request = request_of(gzip.compress(bytes(3 * MB)))
-        with RequestWatch(30.0, bodies, UnreadAnswers(1)).request(request) as watched:
-            await watched.read_body(8 * MB)
-            assert bodies._held == 3 * MB
-        assert bodies._held == 0
-
-    asyncio.run(run())

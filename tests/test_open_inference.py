@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from cloze.service.http.routes import Paths
+from cloze.service.http.record import Paths
 from cloze.service.protocols.tensors import TaskTensors, read_texts, write_tensor
 from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +39,7 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests import encodings
 from tests.fake_engine import FakeEngine
+from tests.virtual_time import VirtualClock
 
 
 class Packed(OnnxEngine):
@@ -275,8 +275,8 @@ def heads_with(*, masks: bool) -> list[Head]:
     return [HEADS["embedding"], *([HEADS["masked_lm"]] if masks else [])]
 
 
-class Timed(FakeEngine):
-    """An engine whose time is computed, and whose memory ends: it takes so much for each token and
+class Timed(FakeEngine, VirtualClock):
+    """An engine, and its clock, whose time is computed, and whose memory ends: it takes so much for each token and
     each cell to gather from.
     """
 
@@ -313,7 +313,7 @@ class Timed(FakeEngine):
 )
 def test_costs_are_found_by_measuring(cost: BatchCostModel) -> None:
     engine = Timed(cost)
-    found = measure_cost(engine, (), 512, lambda: engine.now)
+    found = measure_cost(engine, (), 512, engine)
     for one, other in (
         (found.fixed, cost.fixed),
         (found.per_token, cost.per_token),
@@ -325,7 +325,7 @@ def test_costs_are_found_by_measuring(cost: BatchCostModel) -> None:
 def test_no_batch_is_larger_than_one_that_ran(caplog: pytest.LogCaptureFixture) -> None:
     """And the one that takes most memory ran first."""
     engine = Timed(BatchCostModel(5e-4, 4e-7, 0.0), memory=25_000)
-    found = measure_cost(engine, heads_with(masks=True), 512, lambda: engine.now)
+    found = measure_cost(engine, heads_with(masks=True), 512, engine)
     assert found.per_token == pytest.approx(4e-7, rel=0.01)
     assert found.batch_tokens(0.1) == found.max_tokens == 4096
     assert [taken > engine.memory for taken in engine.taken] == [True, True] + [False] * (
@@ -336,7 +336,7 @@ def test_no_batch_is_larger_than_one_that_ran(caplog: pytest.LogCaptureFixture) 
         record.getMessage().split(" of ")[1].split(" tokens")[0] for record in caplog.records
     ] == ["16384", "8192"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure_cost(Timed(BatchCostModel(5e-4, 4e-7, 0.0), memory=100), (), 512, time.perf_counter)
+        measure_cost(Timed(BatchCostModel(5e-4, 4e-7, 0.0), memory=100), (), 512)
 
 
 @settings(deadline=None)

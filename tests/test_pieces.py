@@ -17,9 +17,9 @@ from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import InvalidRequest
 from cloze.service.text import pieces
-from cloze.service.text.pieces import Places, divide, find_places, groups
+from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
-from cloze.service.threads import Abandoned, check_awaited, run_on_thread
+from cloze.service.threads import check_awaited, run_on_thread
 from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, undivided, unigram
 from tests.waiting import wait_until
@@ -71,8 +71,8 @@ BACKENDS = {
 }
 
 
-def places_of(backend: Backend) -> Places:
-    places = find_places(json.loads(backend.to_str()))
+def places_of(backend: Backend) -> Boundary:
+    places = find_boundary(json.loads(backend.to_str()))
     assert places is not None
     return places
 
@@ -194,8 +194,8 @@ def test_other_tokenizers_are_not_divided(old: str, new: str) -> None:
     data = BUNDLE.file(BUNDLE.manifest.tokenizer.file).read_text()
     data = data.replace(": ", ":")
     assert old in data
-    assert find_places(json.loads(data)) is not None
-    assert find_places(json.loads(data.replace(old, new))) is None
+    assert find_boundary(json.loads(data)) is not None
+    assert find_boundary(json.loads(data.replace(old, new))) is None
 
 
 def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
@@ -203,7 +203,7 @@ def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
         undivided(byte_level(), use_regex=False),
         undivided(unigram(splits_first=False), split=False),
     ):
-        assert find_places(json.loads(whole_text.to_str())) is None
+        assert find_boundary(json.loads(whole_text.to_str())) is None
     places_of(undivided(unigram(splits_first=False), split=True))
 
 
@@ -216,7 +216,7 @@ def test_abandoned_work_ends_between_its_parts() -> None:
             while True:
                 check_awaited()
                 started.set()
-        except Abandoned as error:
+        except asyncio.CancelledError as error:
             ended.append(type(error))
             raise
 
@@ -229,7 +229,7 @@ def test_abandoned_work_ends_between_its_parts() -> None:
         assert await run_on_thread(lambda: check_awaited() or 3) == 3, "others go on"
 
     asyncio.run(play())
-    wait_until(lambda: ended == [Abandoned])
+    wait_until(lambda: ended == [asyncio.CancelledError])
 
 
 def test_tokenizing_ends_when_nobody_waits(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def ours(folder: Path) -> Results:
     pairs = [(e.input_ids.tolist(), e.token_type_ids.tolist()) for e in encodings]
     decoded = tokenizer.decode([ids for ids, _ in pairs], skip_special_tokens=True)
     spans = [(text, tokenizer.spans(text)) for text in TEXTS]
-    words = [words_of(text, [*one.words], one.offsets) for text, one in spans]
+    words = [words_of(text, [*one.words], one.offsets()) for text, one in spans]
     return pairs, decoded, words, limit
 
 

@@ -34,7 +34,7 @@ from cloze.service.core import (
 from cloze.service.models.served_models import ServedModel
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
-from cloze.service.processes.frames import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
+from cloze.service.processes.frames import MAX_MESSAGE_BYTES, Channel
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
 from cloze.service.settings import load_settings
@@ -64,7 +64,7 @@ def on_wire(message: bytes) -> bytes:
     return struct.pack("=I", len(message)) + message
 
 
-GREETING = on_wire(frames.encode(frames.Greeting([frames.EngineModel(REFERENCE, "fp32")])))
+GREETING = on_wire(frames.encode(frames.Greeting({REFERENCE: "fp32"})))
 
 
 def run_of(number: int, model: int, *lengths: int) -> frames.Run:
@@ -104,9 +104,9 @@ class Engine:
         self.listener = listen(path)
         self._bundle = Store(store).open("bert")
 
-    def server(self, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> EngineServer:
+    def server(self) -> EngineServer:
         model = ServedModel(self._bundle, self.scheduler, lambda: "fp32")
-        return EngineServer([model], max_unsent_bytes)
+        return EngineServer([model])
 
 
 class Link(EngineLink):
@@ -141,8 +141,8 @@ def engine(tiny_store: Path, path: Path) -> Iterator[Engine]:
 
 
 @asynccontextmanager
-async def serving(engine: Engine, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> AsyncIterator[None]:
-    server = engine.server(max_unsent_bytes)
+async def serving(engine: Engine) -> AsyncIterator[None]:
+    server = engine.server()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve(engine.listener))
         yield
@@ -381,11 +381,13 @@ def test_a_queue_that_closes_fails_pending_requests(path: Path) -> None:
 
 
 def test_a_front_end_that_does_not_read_is_dropped(
-    engine: Engine, path: Path, caplog: pytest.LogCaptureFixture
+    engine: Engine, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Channel, "_MAX_UNSENT_BYTES", 10_000)
+
     async def play() -> None:
         loop = asyncio.get_running_loop()
-        async with serving(engine, max_unsent_bytes=10_000), linked(path) as link:
+        async with serving(engine), linked(path) as link:
             await link.up.wait()
             with await connect(path) as hung:
                 requests = [request(number, *[1] * 1000) for number in range(60)]

@@ -1,159 +1,23 @@
-"""UnreadAnswers that clients do not read: they hold bounded memory, and harm nobody else."""
+"""Answers that clients do not read: they hold bounded memory, and harm nobody else."""
 
-import asyncio
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import orjson
 import pytest
-from cloze.service.http.memory_limit import Hold, UnreadAnswers
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.http import memory_limit
-from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb
+from tests.waiting import wait_until
 
 MB = 2**20
 BODY = {"inputs": ["the [MASK] " * 60] * 4, "parameters": {"top_k": 34}}
 """240 masks with 34 predictions: an answer of 6 MB."""
-
-
-class FakeReader:
-    """A connection that reads when the test says so."""
-
-    def __init__(self, unread: int) -> None:
-        self.unread = unread
-        self.ended = ""
-
-    def unread_bytes(self) -> int:
-        return self.unread
-
-    def unsent_bytes(self) -> int:
-        return self.unread
-
-    def end(self, reason: str) -> None:
-        self.ended = reason
-
-    async def read(self, bytes_per_s: float, seconds: float) -> None:
-        """Read steadily."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while loop.time() < until:
-            await asyncio.sleep(0.1)
-            self.unread -= round(bytes_per_s / 10)
-
-
-async def send(answers: UnreadAnswers, client: str, size: int) -> FakeReader:
-    """Send an answer to a client that has read nothing of it."""
-    reader = FakeReader(size)
-    hold = await answers.hold(client, size, waits=True)
-    assert hold is not None
-    answers.sent(reader, hold)
-    return reader
-
-
-def wait(answers: UnreadAnswers, client: str, size: int) -> "asyncio.Task[Hold | None]":
-    return asyncio.create_task(answers.hold(client, size, waits=True))
-
-
-def test_a_large_answer_waits_until_another_is_read_quickly() -> None:
-    async def play() -> None:
-        answers = UnreadAnswers(6 * MB)
-        reader = await send(answers, "a", 2 * MB)
-        waiting = wait(answers, "a", 2 * MB)
-        await reader.read(2 * memory_limit.HURRIED_RATE, 3 * memory_limit.HURRIED_GRACE_S)
-        assert not waiting.done()
-        assert not reader.ended
-        answers.was_read(reader)
-        assert (await waiting) is not None
-
-    run_leaping(play())
-
-
-def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
-    """A client has a buffer per second of each of its three answers; another one waits."""
-
-    async def play() -> None:
-        answers = UnreadAnswers(6 * MB)
-        readers = [await send(answers, "a", MB) for _ in range(3)]
-        frugal = await send(answers, "b", MB)
-        everybody = [*readers, frugal]
-        await asyncio.gather(
-            *(
-                reader.read(2 * memory_limit.RATE, 2 * memory_limit.HURRIED_GRACE_S)
-                for reader in everybody
-            )
-        )
-        assert not any(reader.ended for reader in everybody), "nobody needs the room"
-        waiting = wait(answers, "c", 3 * MB)
-        await asyncio.gather(
-            *(
-                reader.read(2 * memory_limit.RATE, memory_limit.HURRIED_GRACE_S)
-                for reader in everybody
-            )
-        )
-        assert {reader.ended for reader in readers} == {"it reads its answer too slowly"}
-        assert not frugal.ended, "it holds less than the average"
-        for reader in readers:
-            answers.was_read(reader)  # the connection is lost
-        assert (await waiting) is not None
-
-    run_leaping(play())
-
-
-def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() -> None:
-    async def play() -> None:
-        answers = UnreadAnswers(6 * MB)
-        slow, slower = [await send(answers, "a", MB) for _ in range(2)]
-        await asyncio.gather(
-            slow.read(2 * memory_limit.RATE, 3 * memory_limit.GRACE_S),
-            slower.read(memory_limit.RATE / 2, 3 * memory_limit.GRACE_S),
-        )
-        assert slower.ended
-        assert not slow.ended
-
-    run_leaping(play())
-
-
-def test_a_client_holds_half_of_the_room_and_of_the_turns() -> None:
-    async def play() -> None:
-        answers = UnreadAnswers(6 * MB)
-        await send(answers, "a", 3 * MB)
-        waiting = wait(answers, "a", MB)
-        await asyncio.wait_for(send(answers, "b", 3 * MB), 1)
-        turns = [await answers.begin("a") for _ in range(2)]
-        third = asyncio.create_task(answers.begin("a"))
-        answers.done(await asyncio.wait_for(answers.begin("b"), 1))
-        assert not third.done()
-        answers.done(turns[0])
-        await asyncio.wait_for(third, 1)
-        assert not waiting.done()
-        waiting.cancel()
-
-    run_leaping(play())
-
-
-def test_a_smaller_answer_does_not_wait_but_counts() -> None:
-    async def play() -> None:
-        answers = UnreadAnswers(2 * MB)
-        first = await answers.hold("a", MB, waits=True)
-        second = await answers.hold("a", MB // 2, waits=False)
-        assert first is not None
-        assert second is not None
-        waiting = wait(answers, "a", MB)
-        answers.sent(None, first)
-        await asyncio.sleep(0)
-        assert not waiting.done(), "the second one still has half of the room"
-        answers.sent(FakeReader(0), second)
-        assert (await waiting) is not None
-        assert await answers.hold("a", 100, waits=True) is None
-
-    run_leaping(play())
 
 
 @contextmanager
@@ -220,3 +84,71 @@ def test_a_slow_client_gets_its_whole_answer() -> None:
                 if time.monotonic() - started < 3.0:
                     time.sleep(0.1)
         assert received == total
+
+
+def received(client: socket.socket) -> int:
+    """Return how many bytes of its answers a client gets that reads them late."""
+    client.settimeout(60)
+    count = 0
+    with suppress(ConnectionResetError):
+        while data := client.recv(MB):
+            count += len(data)
+    return count
+
+
+@pytest.mark.slow
+def test_clients_that_read_nothing_are_closed_at_the_time_limit_and_release_their_bytes() -> None:
+    """Three answers of 6 MB, of which a client may have one at a time."""
+    settings = {
+        "CLOZE_MAX_ANSWERS_BYTES": str(16 * MB),
+        "CLOZE_REQUEST_TIMEOUT_MS": "8000",
+        "CLOZE_IDLE_TIMEOUT_MS": "10000",
+    }
+    with running_server(DEFAULT_ROOT, **settings) as server:
+
+        def post() -> int:
+            body = orjson.dumps(BODY)
+            return httpx.post(server.url + "/fill-mask", content=body, timeout=60).status_code
+
+        assert post() == 200
+        with deaf_clients(server, 3, "/fill-mask") as clients:
+            wait_until(lambda: post() == 200)
+            assert all(received(client) < 5 * MB for client in clients)
+        log = "".join(server.log)
+        assert "Traceback" not in log
+        assert "ASGI" not in log
+
+
+@pytest.mark.slow
+def test_a_client_that_pipelines_and_reads_nothing_is_closed() -> None:
+    """Its answers are small, but fill all buffers."""
+    requests = b"GET /info HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000
+    limits = {"CLOZE_REQUEST_TIMEOUT_MS": "2000", "CLOZE_IDLE_TIMEOUT_MS": "600000"}
+    with running_server(DEFAULT_ROOT, **limits) as server:
+        with deaf_clients(server, 1, "/embed") as [client]:
+            client.settimeout(10)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                while True:
+                    client.sendall(requests)
+        assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("path", ["/fill-mask", "/embed"])
+def test_a_client_that_leaves_ends_its_requests_without_an_error(path: str, count: int) -> None:
+    """A server notices it at once, unless another request of the connection waits."""
+    body = orjson.dumps(BODY if path == "/fill-mask" else {"inputs": ["walk " * 400] * 64})
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with running_server(DEFAULT_ROOT) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for wait_s in (0.0, 0.05, 0.2, 0.5):
+            with socket.create_connection((host, int(port))) as client:
+                client.sendall((head.encode() + body) * count)
+                time.sleep(wait_s)
+        assert httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, timeout=60).is_success
+        assert server.stop() == 0
+        log = "".join(server.log)
+        assert "Traceback" not in log
+        assert "ASGI" not in log
+        assert count > 1 or f"POST {path} 499 " in log

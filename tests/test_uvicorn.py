@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 from uvicorn.lifespan.on import LifespanOn
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -33,17 +34,20 @@ def used_names(tree: ast.AST, values: Iterable[str]) -> set[str]:
     }
 
 
-def own_names(tree: ast.ClassDef) -> set[str]:
-    """Return the methods, and the attributes that a class sets in its `__init__`."""
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    methods = {n.name: n for n in ast.walk(tree) if isinstance(n, functions)}
-    assigned = {
-        target.attr
-        for node in ast.walk(methods["__init__"])
+def assigned_names(tree: ast.ClassDef) -> set[str]:
+    """Return the attributes that a class sets in its `__init__`."""
+    [init] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    return {
+        node.attr
+        for node in ast.walk(init)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        for target in [node]
     }
-    return assigned | methods.keys()
+
+
+def own_names(tree: ast.ClassDef) -> set[str]:
+    """Return the methods of a class, and the attributes that it sets in its `__init__`."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    return assigned_names(tree) | {n.name for n in ast.walk(tree) if isinstance(n, functions)}
 
 
 async def internals() -> Mapping[str, object]:
@@ -81,8 +85,11 @@ def test_the_list_of_what_is_used_is_complete() -> None:
     connection = class_tree(server_protocol, "ServerProtocol")
     flow = class_tree(server_protocol, "_Flow")
     server = class_tree(server_module, "_Server")
+    of_uvicorn = class_tree(httptools_impl, "HttpToolsProtocol")
+    set_anew = assigned_names(connection) & assigned_names(of_uvicorn)
     used = {
-        "protocol": used_names(connection, ["self", "super()"]) - own_names(connection)
+        "protocol": set_anew
+        | used_names(connection, ["self", "super()"]) - own_names(connection)
         | used_names(flow, ["self._connection"]) - own_names(connection),
         "cycle": used_names(connection, ["cycle", "self.cycle"]),
         "flow": used_names(connection, ["self.flow"])
@@ -99,8 +106,8 @@ def test_the_list_of_what_is_used_is_complete() -> None:
         "server": (server, uvicorn.Server),
     }
     ours = {
-        part: {n for n in own_names(tree) - {"__init__"} if hasattr(of_uvicorn, n)}
-        for part, (tree, of_uvicorn) in overridden.items()
+        part: {n for n in own_names(tree) - {"__init__"} if hasattr(overridden_type, n)}
+        for part, (tree, overridden_type) in overridden.items()
     }
     by_libraries = {name for name in ours["protocol"] if hasattr(asyncio.Protocol, name)}
     by_parser = {name for name in ours["protocol"] if name.startswith("on_")}
@@ -140,6 +147,7 @@ def test_uvicorn_calls_what_the_service_overrides(part: str, name: str) -> None:
     server = inspect.getsource(inspect.getmodule(uvicorn.Server) or uvicorn.Server)
     calls = {
         ("protocol", "on_response_complete"): "on_response=self.on_response_complete,",
+        ("protocol", "timeout_keep_alive_handler"): "alive, self.timeout_keep_alive_handler",
         ("protocol", "shutdown"): "connection.shutdown()",
         ("server", "handle_exit"): "signal.signal(sig, self.handle_exit)",
     }

@@ -4,8 +4,7 @@ The batch size limit in tokens follows from the model.
 """
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads import Head
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine
 
 _TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -72,7 +72,7 @@ def measure_cost(
     engine: Engine,
     heads: Sequence[Head],
     max_tokens: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = CLOCK,
 ) -> BatchCostModel:
     """Run batches of several sizes and lengths, and fit a cost model to their durations.
 
@@ -84,7 +84,7 @@ def measure_cost(
         engine: the engine to measure.
         heads: the heads of the engine's graph.
         max_tokens: tokens of the longest sequence that the engine accepts.
-        clock: returns the time in seconds.
+        clock: tells the time.
 
     Raises:
         Exception: the engine raised on the smallest batch.
@@ -94,8 +94,12 @@ def measure_cost(
     seconds: list[float] = []
     for length in sorted({min(length, max_tokens) for length in _LENGTHS}):
         for tokens in (tokens for tokens in _TOKENS if tokens <= largest):
-            batch = [_encoding(length, heads)] * (tokens // length)
-            seconds.append(_fastest_run(engine, batch, clock))
+            batch, times = [_encoding(length, heads)] * (tokens // length), []
+            for _ in range(1 + _RUNS):
+                began = clock.monotonic()
+                engine.run(batch)
+                times.append(clock.monotonic() - began)
+            seconds.append(min(times[1:]))
             rows.append((1.0, len(batch) * length, len(batch) * length**2))
     fixed, per_token, per_square = _fit(np.array(rows, np.float64), np.array(seconds))
     return BatchCostModel(fixed, per_token, per_square, largest)
@@ -136,16 +140,6 @@ def _encoding(length: int, heads: Sequence[Head], most_rows: int = 0) -> Encodin
     requests = {head.name: head.largest_request(MAX_BATCH_VOCABULARY_ROWS) for head in heads}
     kept = {name: each for name, each in requests.items() if each.vocabulary_rows <= most_rows}
     return Encoding(np.zeros(length, np.int32), np.zeros(length, np.int32), kept)
-
-
-def _fastest_run(engine: Engine, batch: Sequence[Encoding], clock: Callable[[], float]) -> float:
-    """Return the duration in seconds of the fastest of `_RUNS` runs, after a warm-up run."""
-    times = []
-    for _ in range(_RUNS + 1):
-        begin = clock()
-        engine.run(batch)
-        times.append(clock() - begin)
-    return min(times[1:])
 
 
 def _fit(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:

@@ -99,6 +99,7 @@ class Scheduler:
         self._idle_workers = 0
         self._last_run = clock.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
+        self._batch_tokens = limits.max_batch_tokens  # now; a longer single encoding runs alone
         self.draining = False
         self.dead_reason: str | None = None
         self._closing = False
@@ -153,9 +154,10 @@ class Scheduler:
         self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         """Return the expected wait of a request that arrives now; see `core.Queue`."""
-        if not self._queue.tokens + unsubmitted:
-            return ExpectedWait(0.0, 0.0, self._activity.requests[client])
-        return self._admission.expected_wait(client, line, tokens, unsubmitted)
+        if line.is_bulk or self._queue.tokens or unsubmitted:
+            return self._admission.expected_wait(client, line, tokens, unsubmitted)
+        rate, requests = self._admission.rate, self._activity.requests[client]
+        return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
 
     def drain(self) -> None:
         """Set `draining`; admitted requests still run."""
@@ -180,15 +182,6 @@ class Scheduler:
         self._watchdog.ended.set()
         for request in pending:
             request.end(make_error())
-
-    def _batch_tokens(self) -> int:
-        """Return the most tokens of a batch now; a longer single encoding runs alone."""
-        limits = self._limits
-        tokens_per_s = self._admission.tokens_per_s
-        if not limits.batch_latency_s or not tokens_per_s:
-            return limits.max_batch_tokens
-        within_latency = int(tokens_per_s * limits.batch_latency_s)
-        return min(limits.max_batch_tokens, max(_MIN_BATCH_TOKENS, within_latency))
 
     def _work(self, number: int, take: Callable[[], Batch | None]) -> None:
         """Run batches until the scheduler closes."""
@@ -219,7 +212,7 @@ class Scheduler:
             self._on_long_texts.discard(number)
             self._on_bulk.discard(number)
             while not self._closing:
-                now, longest = self._clock.monotonic(), self._batch_tokens()
+                now, longest = self._clock.monotonic(), self._batch_tokens
                 with_bulk = not queue.bulk_tokens or self._may_run_bulk(now)
                 if queue.tokens == (0 if with_bulk else queue.bulk_tokens):
                     self._idle_workers += 1
@@ -250,7 +243,7 @@ class Scheduler:
         """Wait until all workers run long texts and short ones wait, and take a batch of these."""
         with self._lock:
             while not self._closing:
-                longest = self._batch_tokens()
+                longest = self._batch_tokens
                 all_on_long_texts = len(self._on_long_texts) >= self._limits.workers
                 if not (all_on_long_texts and self._queue.has_up_to(longest)):
                     self._wait(self._short_texts)
@@ -364,13 +357,16 @@ class Scheduler:
         self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], seconds: float
     ) -> None:
         """Store the outputs of a batch, and end the requests that have all their outputs."""
-        complete = []
-        now = self._clock.monotonic()
+        complete, limits, now = [], self._limits, self._clock.monotonic()
         with self._lock:
             tokens = sum([queued.tokens for queued in batch])
             is_bulk = batch[0].request.terms.is_bulk
             self._last_run = now
             self._admission.batch_ended(now, tokens, seconds, is_bulk=is_bulk)
+            if limits.batch_latency_s:
+                within_latency = int(self._admission.tokens_per_s * limits.batch_latency_s)
+                least = max(_MIN_BATCH_TOKENS, within_latency)
+                self._batch_tokens = min(limits.max_batch_tokens, least)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output
@@ -405,16 +401,20 @@ class Scheduler:
 class Watchdog:
     """Notices a run of the engine that hangs: one that takes far longer than predicted.
 
+    Looks are counted, not seconds: time in which the process was stopped, or the machine, does not
+    count. Example: a run is predicted to take 0.2 s, and the margin is 8 s. The limit is 10 s, and
+    a look comes every 2 s, so the sixth look finds that the run hangs.
+
     Args:
         margin_s: seconds that a run may take beyond ten times its predicted time.
         on_hang: called once with the reason, on the thread of `watch`.
-        clock: tells the time.
+        clock: waits.
     """
 
     def __init__(
         self, margin_s: float, on_hang: Callable[[str], None], clock: Clock = CLOCK
     ) -> None:
-        self._margin_s = margin_s
+        self._margin_s, self._period_s = margin_s, margin_s / 4
         self._on_hang = on_hang
         self._clock = clock
         self._lock = threading.Lock()
@@ -434,20 +434,12 @@ class Watchdog:
                 self._runs.pop(worker, None)  # a run of one half of the batch has ended it
 
     def watch(self) -> None:
-        """Watch the runs until one hangs, or until `ended` is set.
-
-        The time in which this thread did not run is not counted: the process was stopped then, or
-        the machine.
-        """
-        period_s = self._margin_s / 4
-        before = self._clock.monotonic()
-        while not self._clock.wait(self.ended, period_s):
-            now = self._clock.monotonic()
-            passed_s, before = min(now - before, 2 * period_s), now
+        """Watch the runs until one hangs, or until `ended` is set."""
+        while not self._clock.wait(self.ended, self._period_s):
             with self._lock:
                 hung = [limit_s for limit_s, left_s in self._runs.values() if left_s <= 0]
                 for worker, (limit_s, left_s) in self._runs.items():
-                    self._runs[worker] = limit_s, left_s - passed_s
+                    self._runs[worker] = limit_s, left_s - self._period_s
             if hung:
                 self._on_hang(f"a run took longer than {hung[0]:.1f} s")
                 return

@@ -24,7 +24,7 @@ from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import ArrayResult
 from cloze.model_store.layouts import Feeds, Int32
 from cloze.service.core import AdapterUnavailable, StartupError
-from cloze.service.engine.session import Session
+from cloze.service.engine.session import CpuSession
 
 log = logging.getLogger("cloze")
 
@@ -170,7 +170,7 @@ class LoadedAdapters:
             self._waits_for_room = True
             self._changed.wait_for(lambda: self._make_room(adapter.size))
             self._waits_for_room = False
-        one = self._place(adapter)
+        one = self._write(adapter)
         with self._changed:
             self._loaded[key] = one
             self._hold_loaded(key)
@@ -184,19 +184,19 @@ class LoadedAdapters:
                 self._drop(key)
         return self.size + size <= self._most_bytes
 
-    def _place(self, adapter: Adapter) -> _Loaded:
+    def _write(self, adapter: Adapter) -> _Loaded:
         """Write an adapter into the tables."""
         rows = np.zeros((2, self.layers, adapter.rank), np.int32)
         owned: dict[int, list[int]] = {width: [] for width in self.tables}
-        placed: dict[int, list[int]] = {}  # layers of one matrix share their A
+        written: dict[int, list[int]] = {}  # layers of one matrix share their A
         for number, layer in adapter.layers.items():
             for side, matrix in enumerate((layer.a, layer.b)):
-                if id(matrix) not in placed:
-                    placed[id(matrix)] = self._write(matrix, owned)
-                rows[side, number, : len(matrix)] = placed[id(matrix)]
+                if id(matrix) not in written:
+                    written[id(matrix)] = self._write_rows(matrix, owned)
+                rows[side, number, : len(matrix)] = written[id(matrix)]
         return _Loaded(rows, owned, adapter.head, adapter.size)
 
-    def _write(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
+    def _write_rows(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
         width = matrix.shape[1]
         with self._changed:
             free, needed = self._free[width], len(matrix)
@@ -220,20 +220,16 @@ class AdaptedRuns:
     result does not depend on the batch.
     """
 
-    def __init__(
-        self, adapters: LoadedAdapters, codec: BatchCodec, side_by_side: Session, alone: Session
-    ) -> None:
-        self.adapters = adapters
-        self._codec, self._side_by_side, self._alone = codec, side_by_side, alone
+    def __init__(self, adapters: LoadedAdapters, codec: BatchCodec, sessions: CpuSession) -> None:
+        self.adapters, self._codec, self.sessions = adapters, codec, sessions
 
     def run(self, batch: Sequence[Encoding], *, alone: bool) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
-        session = self._alone if alone else self._side_by_side
+        session = self.sessions.alone if alone else self.sessions.side_by_side
         with self.adapters.using([encoding.adapter for encoding in batch]) as adapters:
-            heads = [_own_head(*pair) for pair in zip(batch, adapters, strict=True)]
-            packed = self._codec.pack(
-                [_without(encoding, head) for encoding, head in zip(batch, heads, strict=True)]
-            )
+            divided = [_divided(*pair) for pair in zip(batch, adapters, strict=True)]
+            packed = self._codec.pack([encoding for encoding, _ in divided])
+            heads = [head for _, head in divided]
             first, *ends = packed.placement.starts.tolist()
             rows = []  # of `hidden`, for each head of an adapter
             for head, end in zip(heads, ends, strict=True):
@@ -267,18 +263,12 @@ class AdaptedRuns:
 _PER_SEQUENCE = "sequence_classification"
 
 
-def _own_head(encoding: Encoding, one: _Loaded | None) -> Head | None:
-    """Return the head of a sequence's adapter, if the sequence asks for it."""
-    head = None if one is None else one.head
-    return head if head is not None and head.name in encoding.requests else None
-
-
-def _without(encoding: Encoding, head: Head | None) -> Encoding:
-    """Return a sequence that asks only for heads of the base."""
-    if head is None:
-        return encoding
-    requests = {name: one for name, one in encoding.requests.items() if name != head.name}
-    return replace(encoding, requests=requests)
+def _divided(encoding: Encoding, one: _Loaded | None) -> tuple[Encoding, Head | None]:
+    """Return what a sequence asks of the base, and the head of its adapter if it asks for that."""
+    if one is None or one.head is None or one.head.name not in encoding.requests:
+        return encoding, None
+    requests = {name: asked for name, asked in encoding.requests.items() if name != one.head.name}
+    return replace(encoding, requests=requests), one.head
 
 
 def _run(head: Head, hidden: NDArray[np.float32]) -> ArrayResult:

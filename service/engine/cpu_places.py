@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import onnxruntime as ort
 from numpy.typing import NDArray
@@ -20,28 +20,8 @@ from numpy.typing import NDArray
 from cloze.model_store.layouts import Feeds
 
 
-class Affinity(Protocol):
-    """The calls of the operating system. Each raises OSError where a sandbox forbids the call."""
-
-    def current_cpu(self) -> int:
-        """Return the CPU that the calling thread runs on."""
-        ...
-
-    def allowed(self) -> set[int]:
-        """Return the CPUs that this process may use now."""
-        ...
-
-    def allow(self, thread: int, cpus: set[int]) -> None:
-        """Let a thread run on these CPUs only.
-
-        Raises:
-            ProcessLookupError: the thread has ended.
-        """
-        ...
-
-
-class LinuxAffinity:
-    """The calls of Linux.
+class Affinity:
+    """The calls of Linux about threads and CPUs. Each raises OSError where a sandbox forbids it.
 
     Raises:
         AttributeError: the system is another one.
@@ -158,6 +138,6 @@ def started_since(before: set[int], count: int) -> set[int]:
 
 
 try:
-    _SPREAD = ThreadSpread(LinuxAffinity())
+    _SPREAD = ThreadSpread(Affinity())
 except AttributeError:  # another system
     _SPREAD = ThreadSpread(None)

@@ -24,10 +24,8 @@ from cloze.service.engine.adapters import AdaptedRuns, LoadedAdapters
 from cloze.service.engine.graph_choice import GraphChoice, choose_graph
 from cloze.service.engine.session import (
     CUDA,
-    AdaptedCpuSession,
     CpuSession,
     Session,
-    adapted_cpu_session,
     cpu_session,
     cuda_session,
     providers,
@@ -103,20 +101,19 @@ class OnnxEngine:
         self._tolerance = choice.parity.tolerance
         self._goldens = _read_goldens(bundle, choice)
         self._adapted: AdaptedRuns | None = None
-        if isinstance(session, AdaptedCpuSession):
+        if isinstance(session, CpuSession) and session.adapted is not None:
             assert bundle.manifest.adapters is not None
             adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
-            pair = session.adapted
-            self._adapted = AdaptedRuns(adapters, self._codec, pair.side_by_side, pair.alone)
+            self._adapted = AdaptedRuns(adapters, self._codec, session.adapted)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
-            if isinstance(session, AdaptedCpuSession) and self._adapted is not None:
+            if self._adapted is not None:
                 golden = self._goldens[0]
                 sequences = len(golden.feeds[INPUT_IDS.name])
                 feeds = golden.feeds | self._adapted.feeds([None] * sequences)
                 feeds[HIDDEN_ROWS.name] = np.zeros(0, np.int32)
-                self._check(replace(golden, feeds=feeds), session.adapted)
+                self._check(replace(golden, feeds=feeds), self._adapted.sessions)
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
                 f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "
@@ -211,13 +208,11 @@ def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph
         if adapters is not None:
             raise StartupError("adapters run on a CPU only: set device to cpu")
         return cuda_session(file, options.device_id, options.gpu_memory_limit)
+    adapted = None
     if adapters is not None:
-        adapted = adapters.graph_of(graph.precision)
-        check_graph(bundle, adapted, adapters)
-        return adapted_cpu_session(
-            file, bundle.file(adapted.file), options.threads, options.alone_threads
-        )
-    return cpu_session(file, options.threads, options.alone_threads)
+        check_graph(bundle, adapters.graph_of(graph.precision), adapters)
+        adapted = bundle.file(adapters.graph_of(graph.precision).file)
+    return cpu_session(file, options.threads, options.alone_threads, adapted)
 
 
 def _open(

@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -57,8 +57,6 @@ _PREPARE = {
 }
 """Settings that write a graph with its weights packed for the kernels of this processor."""
 
-_PREPARED = "graph.onnx"
-
 _PACKED = re.compile(rb"\w\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
@@ -80,7 +78,7 @@ def providers() -> list[str]:
     Raises:
         StartupError: both builds of onnxruntime are installed.
     """
-    if all(map(_is_installed, _BUILDS)):
+    if all(any(metadata.distributions(name=build)) for build in _BUILDS):
         raise StartupError(
             f"both {' and '.join(_BUILDS)} are installed, and overwrite each other; "
             f"uninstall both, then: {install_command('cpu')} (or gpu instead of cpu, for CUDA)"
@@ -89,15 +87,9 @@ def providers() -> list[str]:
     return available
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def cpu_session(file: Path, threads: int = 1, alone_threads: int = 0) -> Session:
+def cpu_session(
+    file: Path, threads: int = 1, alone_threads: int = 0, adapted: Path | None = None
+) -> Session:
     """Open a graph on the CPU.
 
     Args:
@@ -105,17 +97,29 @@ def cpu_session(file: Path, threads: int = 1, alone_threads: int = 0) -> Session
         threads: intra-op threads per run. One thread is enough where several workers run at once.
         alone_threads: intra-op threads of a run that has the machine to itself. If the number is
             above `threads`, the result is a `CpuSession`.
+        adapted: the graph of the same weights that takes adapters. With it, the result is a
+            `CpuSession` in any case.
+
+    Raises:
+        StartupError: no folder for temporary files is on a disk, and adapters need one.
     """
-    if alone_threads <= threads:
-        return SpreadSession(file, _cpu_options(threads))
+    options = _cpu_options(threads)
+    if adapted is None and alone_threads <= threads:
+        return SpreadSession(file, options)
     folder = temporary_folder()
-    if folder is None:
+    if folder is None and adapted is None:
         log.info("a lone request runs on one core: no folder for temporary files is on a disk")
-        return SpreadSession(file, _cpu_options(threads))
+        return SpreadSession(file, options)
+    if folder is None:
+        raise StartupError(
+            "adapters need a folder for temporary files on a disk: set TMPDIR to one"
+        )
     try:
-        return _open_twice(file, folder, threads, alone_threads)
+        return _open_sharing(file, adapted, folder, threads, alone_threads)
     except Exception as error:  # the runtime's errors have no common type
-        session = SpreadSession(file, _cpu_options(threads))  # raises if the graph is at fault
+        if adapted is not None:
+            raise
+        session = SpreadSession(file, options)  # raises if the graph is at fault
         reason = first_line(error)
         log.warning("a lone request runs on one core: %s is not usable: %s", folder, reason)
         return session
@@ -131,26 +135,42 @@ class CpuSession:
     Attributes:
         side_by_side: the session with few threads per run.
         alone: the session with a thread per core.
+        adapted: the same of the graph that takes adapters, if any.
     """
 
     side_by_side: Session
     alone: Session
+    adapted: "CpuSession | None" = None
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
         """See `Session`."""
         return self.side_by_side.run(wanted, feeds)
 
 
-def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> CpuSession:
-    """Open two sessions that share the weights, as onnxruntime packs them for its kernels.
+def _open_sharing(
+    file: Path, adapted: Path | None, folder: Path, threads: int, alone_threads: int
+) -> CpuSession:
+    """Open sessions that share the weights, as onnxruntime packs them for its kernels.
 
-    onnxruntime writes the packed weights to a file, and both sessions map the file. The file has
+    onnxruntime writes the packed weights to a file, and all sessions map the file. The file has
     no name any more when this function returns, so it ends with the process.
     """
     with TemporaryDirectory(prefix="cloze-", dir=folder, ignore_cleanup_errors=True) as name:
-        prepared = Path(name) / _PREPARED
+        prepared, other = Path(name, "graph.onnx"), Path(name, "adapted", "graph.onnx")
         _prepare(file, prepared)
-        return _open_pair(prepared, threads, alone_threads)
+        if adapted is None:
+            return _open_pair(prepared, threads, alone_threads)
+        other.parent.mkdir()
+        _prepare(adapted, other)
+        weights = _PREPARE["session.optimized_model_external_initializers_file_name"]
+        if not other.with_name(weights).exists():
+            log.debug("all weights are small, and each session has its own")
+        elif filecmp.cmp(prepared.with_name(weights), other.with_name(weights), shallow=False):
+            other = other.rename(prepared.with_name("adapted.onnx"))
+        else:
+            log.warning("the graph with adapters has weights of its own in memory")
+        own = _open_pair(prepared, threads, alone_threads)
+        return replace(own, adapted=_open_pair(other, threads, alone_threads))
 
 
 def _open_pair(file: Path, threads: int, alone_threads: int) -> CpuSession:
@@ -178,45 +198,6 @@ def _prepare(file: Path, prepared: Path) -> None:
     return_freed_memory()
     if not is_aligned(prepared.read_bytes()):
         raise ValueError("its weights are packed, but not aligned")
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedCpuSession(CpuSession):
-    """A `CpuSession`, and two further sessions of the graph that takes adapters."""
-
-    adapted: CpuSession
-
-
-def adapted_cpu_session(
-    file: Path, adapted: Path, threads: int, alone_threads: int
-) -> AdaptedCpuSession:
-    """Open two graphs of the same weights on the CPU, which share them in memory.
-
-    Raises:
-        StartupError: no folder for temporary files is on a disk.
-    """
-    folder = temporary_folder()
-    if folder is None:
-        raise StartupError(
-            "adapters need a folder for temporary files on a disk: set TMPDIR to one"
-        )
-    with TemporaryDirectory(prefix="cloze-", dir=folder, ignore_cleanup_errors=True) as name:
-        plain, other = Path(name, "plain"), Path(name, "adapted")
-        for graph, place in ((file, plain), (adapted, other)):
-            place.mkdir()
-            _prepare(graph, place / _PREPARED)
-        weights = _PREPARE["session.optimized_model_external_initializers_file_name"]
-        prepared = other / _PREPARED
-        if not (other / weights).exists():
-            log.debug("all weights are small, and each session has its own")
-        elif filecmp.cmp(plain / weights, other / weights, shallow=False):
-            prepared = prepared.rename(plain / "adapted.onnx")
-        else:
-            log.warning("the graph with adapters has weights of its own in memory")
-        own = _open_pair(plain / _PREPARED, threads, alone_threads)
-        return AdaptedCpuSession(
-            own.side_by_side, own.alone, _open_pair(prepared, threads, alone_threads)
-        )
 
 
 def is_aligned(graph: bytes) -> bool:

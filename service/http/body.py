@@ -1,14 +1,19 @@
-"""Reads the bodies of requests, and ends requests that take too long or whose client leaves."""
+"""The bodies of requests and of answers, within limits of time and of memory.
+
+A request ends early that takes too long, or whose client leaves.
+"""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from anyio import CancelScope
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
@@ -20,7 +25,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
-from cloze.service.http.record import RECORD
+from cloze.service.http.routes import RECORD, Connection
 from cloze.service.request import ServedRequest
 from cloze.service.threads import run_on_thread
 
@@ -32,6 +37,8 @@ _DISCARD_FACTOR = 8
 
 Many clients read the error response only after they have sent the whole body.
 """
+
+_GONE = "the client closed its connection"
 
 _WRITERS = 3
 """Most large answers that are decoded and written at once.
@@ -49,12 +56,14 @@ class RequestLimits:
     Attributes:
         bodies: the bytes of the bodies of requests that have not ended.
         answers: the bytes of the answers that are written, or that clients have not read.
-        writers: the turns to decode and write a large answer.
+        clock: tells the time; timers follow the event loop.
+        writers: the turns to decode and write a large answer; one client has two of three.
     """
 
     bodies: ByteBudget
     answers: ByteBudget
-    writers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WRITERS))
+    clock: Clock = CLOCK
+    writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", _WRITERS))
 
     @contextmanager
     def request(self, request: Request) -> Iterator[ServedRequest]:
@@ -67,15 +76,16 @@ class RequestLimits:
             ClientGone: the client closed its connection.
         """
         record: ServedRequest = request.scope[RECORD]
+        connection: Connection | None = record.connection
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
-        left_s = record.deadline - time.monotonic()
+        left_s = record.deadline - self.clock.monotonic()
         scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
-        record.scope, connection = scope, record.connection
         if connection is not None:
-            connection.on_lost = scope.cancel
             if connection.is_lost:
-                scope.cancel()
+                raise ClientGone(_GONE)
+            connection.on_lost = scope.cancel
+        record.scope = scope
         try:
             with scope:
                 yield record
@@ -85,8 +95,8 @@ class RequestLimits:
                 connection.on_lost = None
             if record.body is not None:
                 self.bodies.release(record.body)
-            if record.is_writing:
-                self.writers.release()
+            if record.turn is not None:
+                self.writers.release(record.turn)
         if scope.cancelled_caught:
             raise _why_ended(record)
 
@@ -108,7 +118,7 @@ class RequestLimits:
         if encoding not in (b"identity", b"gzip"):
             shown = ascii(encoding.decode("latin-1"))[:60]
             raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
-        began, received, more = time.monotonic(), 0, True
+        began, received, more = self.clock.monotonic(), 0, True
         chunks: list[bytes] = []
         while more and received <= limit * _DISCARD_FACTOR:
             message = await request.receive()
@@ -128,7 +138,7 @@ class RequestLimits:
         if received > limit:
             raise RequestTooLarge(f"the body has at least {received} bytes; the limit is {limit}")
         record.received = None
-        if (now := time.monotonic()) - began > _QUICKLY_S and record.scope is not None:
+        if (now := self.clock.monotonic()) - began > _QUICKLY_S and record.scope is not None:
             record.deadline = now + record.limit_s
             record.scope.deadline = asyncio.get_running_loop().time() + record.limit_s
         data = b"".join(chunks)
@@ -146,36 +156,62 @@ class RequestLimits:
         """Wait until the body of a request may hold so many bytes, within its time."""
         hold: Hold = record.body or Hold(record.client)
         record.body = hold
-        await self.bodies.grow(hold, size, record.deadline - time.monotonic())
+        await self.bodies.grow(hold, size, record.deadline - self.clock.monotonic())
         return hold
 
     async def begin_answer(self, record: ServedRequest) -> None:
         """Wait until a large answer may be decoded and written."""
-        await self.writers.acquire()
-        record.is_writing = True
+        record.turn = Hold(record.client)
+        await self.writers.grow(record.turn, 1, record.deadline - self.clock.monotonic())
 
-    def hold_answer(self, record: ServedRequest, size: int) -> None:
-        """Hold the bytes of an answer until `sent`.
-
-        Raises:
-            Overloaded: clients have not read so many answers that there is no room.
-        """
-        if size > SMALL_BYTES:
-            record.answer = Hold(record.client)
-            self.answers.take(record.answer, size)
+    async def hold_answer(self, record: ServedRequest, size: int) -> None:
+        """Wait until there is room for the bytes of an answer, and hold them until `sent`."""
+        record.answer = Hold(record.client)
+        await self.answers.grow(record.answer, size, record.deadline - self.clock.monotonic())
 
     def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""
-        if record.answer is not None:
-            self.answers.release(record.answer)
-            record.answer = None
+        self.answers.release(record.answer)
+        record.answer = None
 
 
 def _why_ended(record: ServedRequest) -> ServiceError:
     """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:
-        return ClientGone("the client closed its connection")
+        return ClientGone(_GONE)
     if record.received is not None:
         return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
     return DeadlineExceeded(f"no answer within {limit}")
+
+
+class BytesResponse(Response):
+    """A response with a body of bytes.
+
+    Starlette encodes each header of each response. Here the headers are bytes already, with names
+    in lower case.
+    """
+
+    def __init__(
+        self, body: bytes, media_type: bytes = b"application/json", *headers: tuple[bytes, bytes]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", media_type),
+            *headers,
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; a large body in parts, each when the client has read the others."""
+        if len(self.body) <= SMALL_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        for first in range(0, len(self.body), SMALL_BYTES):
+            part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
+            message = {"body": part, "more_body": end < len(self.body)}
+            await send({"type": "http.response.body", **message})

@@ -1,4 +1,4 @@
-"""Bounds the bytes that the bodies, or the answers, of a process hold at once."""
+"""Bounds what the bodies, or the answers, of a process hold at once."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,7 @@ class _Waiter:
 
 
 class ByteBudget:
-    """The bytes of one purpose in a process. First come, first served; one client gets half.
+    """The bytes, or other units, of one purpose. First come, first served; one client gets half.
 
     The hold that came first, and the first one of each client, may always grow. So half-sent bodies
     cannot wait for each other for ever, and what is held exceeds the limit by two bodies at most.
@@ -49,7 +49,8 @@ class ByteBudget:
         self._share = most - most // 2
         self._holds: dict[Hold, None] = {}  # in the order in which they came
         self._held = 0
-        self._by_client: Counter[str] = Counter()
+        self._of_client: dict[str, dict[Hold, None]] = {}  # in the same order
+        self._by_client: Counter[str] = Counter()  # bytes
         self._waiting: dict[Hold, _Waiter] = {}
 
     async def grow(self, hold: Hold, size: int, left_s: float) -> None:
@@ -65,7 +66,7 @@ class ByteBudget:
         """
         if size <= hold.size:
             return
-        self._holds.setdefault(hold)
+        self._enter(hold)
         waiter = _Waiter(hold, size - hold.size)
         self._waiting[hold] = waiter
         self._wake()
@@ -79,17 +80,6 @@ class ByteBudget:
         finally:
             self._waiting.pop(hold, None)
 
-    def take(self, hold: Hold, size: int) -> None:
-        """Let a new hold have ``size`` bytes now.
-
-        Raises:
-            Overloaded: there is no room for them.
-        """
-        self._holds.setdefault(hold)
-        if not (self._in_share(hold, size) and self._in_limit(hold, size)):
-            raise self._refusal(hold.client, size)
-        self._add(hold, size)
-
     def shrink(self, hold: Hold, size: int) -> None:
         """Release what a hold has above ``size`` bytes."""
         if hold.size > size:
@@ -99,9 +89,15 @@ class ByteBudget:
     def release(self, hold: Hold) -> None:
         """Forget a hold."""
         if hold in self._holds:
-            del self._holds[hold]
+            del self._holds[hold], self._of_client[hold.client][hold]
+            if not self._of_client[hold.client]:
+                del self._of_client[hold.client]
             self._add(hold, -hold.size)
             self._wake()
+
+    def _enter(self, hold: Hold) -> None:
+        self._holds.setdefault(hold)
+        self._of_client.setdefault(hold.client, {}).setdefault(hold)
 
     def _add(self, hold: Hold, more: int) -> None:
         hold.size += more
@@ -114,7 +110,7 @@ class ByteBudget:
         """Whether the share of its client lets a hold have so many bytes more."""
         if self._by_client[hold.client] + more <= self._share:
             return True
-        return next(other for other in self._holds if other.client == hold.client) is hold
+        return next(iter(self._of_client[hold.client])) is hold
 
     def _in_limit(self, hold: Hold, more: int) -> bool:
         return self._held + more <= self._most or next(iter(self._holds)) is hold

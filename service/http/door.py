@@ -8,7 +8,6 @@ A refused request is told when to come back; see `Returns`.
 """
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     ExpectedWait,
     LineKey,
@@ -26,9 +26,9 @@ from cloze.service.core import (
     ServiceError,
     ShuttingDown,
 )
-from cloze.service.http.record import RECORD, Access
+from cloze.service.http.record import Access
 from cloze.service.http.returns import RefusedLine, Returns
-from cloze.service.http.routes import GateModel, Handler, Respond
+from cloze.service.http.routes import RECORD, GateModel, Handler, Respond
 from cloze.service.request import ServedRequest
 
 _BYTES_PER_TOKEN: Final = 5.0
@@ -60,7 +60,8 @@ class Starts:
         waiting: number of requests that wait for a later turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self.clock = clock
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
         self.requests: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
@@ -94,7 +95,7 @@ class Starts:
     def expected_wait_s(self, client: str) -> float:
         """Return the seconds until a request of a client that arrives now starts."""
         rate = self._rate.per_s
-        if not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
+        if not rate or self.clock.monotonic() - self._measured > _RATE_LASTS_S:
             return 0.0
         own = len(self._lines.get(client, ())) + 1
         clients = len(self._lines) + (own == 1)
@@ -115,7 +116,7 @@ class Starts:
             self._started += 1
             if not turn.done():
                 turn.set_result(None)
-        self._measured = time.monotonic()
+        self._measured = self.clock.monotonic()
         self._rate.count(self._measured, self._started, waiting=self.waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
 
@@ -157,56 +158,50 @@ class Gate:
             return
         if served[0].queue.draining:
             raise ShuttingDown("the server is shutting down")
-        client, stated_s, is_bulk = request.client, request.stated_s, request.is_bulk
+        client = request.client
         each = self._bytes_per_token.get(request.route, _BYTES_PER_TOKEN)
         tokens = 1 + int((request.length or 0) / each)
-        line = LineKey.of(tokens, stated_s, is_bulk=is_bulk)
+        line = LineKey.of(tokens, request.stated_s, is_bulk=request.is_bulk)
         if not request.terms_problem:  # else the handler writes that error
             unstarted = self._starts.unsubmitted[client, line]
-            wait, request.model = min(
+            wait, model = min(
                 (one.queue.expected_wait(client, line, tokens, unstarted), one.reference)
                 for one in served
             )
-            self._check(request, self._with_starts(wait, client), self._refused_line(request))
-            request.model = ""
+            if wait.seconds or self._starts.waiting or self._returns.refused:
+                self._check(request, model, wait)
         await self._starts.wait(client, line, tokens)
 
-    def _with_starts(self, wait: ExpectedWait, client: str) -> ExpectedWait:
-        """Return an expected wait with that for the requests that have not started."""
-        starts = self._starts
-        if not starts.waiting:
-            return wait
-        return ExpectedWait(
-            wait.seconds + starts.expected_wait_s(client),
-            wait.per_request_s,
-            wait.requests + starts.requests[client],
-        )
+    def _check(self, request: ServedRequest, model: str, wait: ExpectedWait) -> None:
+        """Raise `Overloaded` if a request may not wait so long, or others come before it.
 
-    def _check(self, request: ServedRequest, wait: ExpectedWait, line: RefusedLine) -> None:
-        """Raise `Overloaded` if a request may not wait so long, or others come before it."""
-        limits, stated_s = self._limits, request.stated_s
-        excess_s = partial(limits.excess_s, wait, stated_s, is_bulk=request.is_bulk)
-        if excess_s(share=self._returns.share(request.connection, line, request.arrived)) <= 0:
-            self._returns.admitted(request)
+        Args:
+            request: the request.
+            model: the model whose queue is the shortest.
+            wait: the expected wait in that queue.
+        """
+        limits, starts, returns = self._limits, self._starts, self._returns
+        if starts.waiting:
+            seconds = wait.seconds + starts.expected_wait_s(request.client)
+            requests = wait.requests + starts.requests[request.client]
+            wait = wait._replace(seconds=seconds, requests=requests)
+        excess_s = partial(limits.excess_s, wait, request.stated_s, is_bulk=request.is_bulk)
+        line = _refused_line(request, model, Rejection.WAIT)
+        if excess_s(share=returns.share(request.connection, line, request.arrived)) <= 0:
+            returns.admitted(request)
             return
+        request.model = model
         room_s = excess_s()
         message = "requests that were refused before go first"
         if room_s > 0:
-            message = limits.describe_excess(wait, stated_s)
+            message = limits.describe_excess(wait, request.stated_s)
         raise Overloaded(message, max(0.0, room_s), Rejection.WAIT, wait.per_request_s)
-
-    def _refused_line(
-        self, request: ServedRequest, reason: Rejection = Rejection.WAIT
-    ) -> RefusedLine:
-        """Return the line of a request among those that were refused."""
-        patience = LineKey.of(0, request.stated_s).patience
-        return RefusedLine(reason, request.model, request.client, patience, request.is_bulk)
 
     async def refused(self, request: ServedRequest, error: Overloaded) -> None:
         """Set when a refused request may come back, and hold its refusal."""
-        line = self._refused_line(request, error.reason)
+        line = _refused_line(request, request.model, error.reason)
         after_s, hold_s = self._returns.refuse(
-            request, line, time.monotonic(), error.retry_after_s, error.each_s
+            request, line, self._starts.clock.monotonic(), error.retry_after_s, error.each_s
         )
         error.retry_after_s = after_s - hold_s
         if hold_s:
@@ -226,6 +221,12 @@ class Gate:
         one = min(max(request.length / request.tokens, least), most)
         mean = self._bytes_per_token.get(request.route, one)
         self._bytes_per_token[request.route] = mean + 0.05 * (one - mean)
+
+
+def _refused_line(request: ServedRequest, model: str, reason: Rejection) -> RefusedLine:
+    """Return the line of a request among those that were refused."""
+    patience = LineKey.of(0, request.stated_s).patience
+    return RefusedLine(reason, model, request.client, patience, request.is_bulk)
 
 
 class Door:

@@ -71,7 +71,7 @@ class BodyLimits:
 
 
 def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
-    """Return a JSON value, which is at a place in the body, as a model.
+    """Return a JSON value, which is at a location in the body, as a model.
 
     Raises:
         InvalidRequest: the value does not have the shape of the model.
@@ -89,16 +89,16 @@ def _describe(problems: Sequence[Any], value: Any, at: Location, model: type[Bas
     If a field accepts several types, the message lists up to four errors of the first field,
     without the types that the value does not have at all if another one fits better.
     """
-    placed = [
+    located = [
         (*_find(problem, value), problem)
         for problem in problems
         if problem["loc"][:1] == problems[0]["loc"][:1]
     ]
-    deepest = max(len(place) for place, _, _ in placed)
+    deepest = max(len(path) for path, _, _ in located)
     lines: dict[str, None] = {}
-    for place, wrong, problem in placed:
-        if len(place) == deepest or problem["type"] not in _WRONG_TYPES:
-            parts = [str(part)[:_LONGEST_NAME] for part in at.below(*place)]
+    for path, wrong, problem in located:
+        if len(path) == deepest or problem["type"] not in _WRONG_TYPES:
+            parts = [str(part)[:_LONGEST_NAME] for part in at.below(*path)]
             if problem["type"] == "extra_forbidden":
                 message = _no_such_field(parts, at, model)
             else:
@@ -125,7 +125,7 @@ def _no_such_field(parts: Sequence[str], at: Location, model: type[BaseModel]) -
 
 @cache
 def _field_paths(model: type[BaseModel]) -> tuple[tuple[str, ...], ...]:
-    """Return the place of each field in a model, and in the models of its fields."""
+    """Return the path of each field in a model, and in the models of its fields."""
     paths: list[tuple[str, ...]] = []
     for name, field in model.model_fields.items():
         paths.append((field.alias or name,))
@@ -134,7 +134,7 @@ def _field_paths(model: type[BaseModel]) -> tuple[tuple[str, ...], ...]:
 
 
 def _paths_in(annotation: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the places of fields in the models of a type, such as a union or a list."""
+    """Yield the paths of fields in the models of a type, such as a union or a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from _field_paths(annotation)
     for part in get_args(annotation):
@@ -142,17 +142,17 @@ def _paths_in(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _find(problem: Any, value: Any) -> tuple[list[str | int], Any]:
-    """Return the place of a validation error in a value, and the value there.
+    """Return the path of a validation error in a value, and the value there.
 
-    pydantic's places also name the members of unions, which the value does not have.
+    pydantic's paths also name the members of unions, which the value does not have.
     """
-    place: list[str | int] = []
+    path: list[str | int] = []
     for part in problem["loc"]:
         fields = range(len(value)) if isinstance(value, list) else value
         if isinstance(fields, dict | range) and part in fields:
             value = value[part]
-            place.append(part)
-    return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place, value
+            path.append(part)
+    return [*path, problem["loc"][-1]] if problem["type"] == "missing" else path, value
 
 
 def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:
@@ -168,7 +168,7 @@ def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any
         RequestTooLarge: the body has too many values.
     """
     if data.startswith(BOM_UTF8):
-        data = b"   " + data[3:]  # spaces, so that places in errors are those of the body
+        data = b"   " + data[3:]  # spaces, so that offsets in errors are those of the body
     if b"\0" in data[:4] or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise MalformedRequest(f"{_NOT_UTF8}: it begins as UTF-16 or UTF-32, at byte 0; {_AS_UTF8}")
     if not data.strip():
@@ -185,13 +185,13 @@ def _malformed(error: orjson.JSONDecodeError, data: bytes) -> MalformedRequest:
     try:
         data.decode()
     except UnicodeDecodeError as wrong:
-        byte, place = data[wrong.start], wrong.start
-        return MalformedRequest(f"{_NOT_UTF8}: byte {place} is 0x{byte:02x} (Latin-1?); {_AS_UTF8}")
+        shown = f"byte {wrong.start} is 0x{data[wrong.start]:02x} (Latin-1?)"
+        return MalformedRequest(f"{_NOT_UTF8}: {shown}; {_AS_UTF8}")
     surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
     hint = surrogate if "surrogate" in error.msg else ""
-    place = len(error.doc[: error.pos].encode())
+    offset = len(error.doc[: error.pos].encode())
     problem = error.msg.partition(": line")[0]
-    return MalformedRequest(f"{_NOT_JSON}: {problem} at byte {place}{hint}")
+    return MalformedRequest(f"{_NOT_JSON}: {problem} at byte {offset}{hint}")
 
 
 # ---- large bodies --------------------------------------------------------------------------------

@@ -1,19 +1,16 @@
 """What people open in a browser: the page at ``/``, and the documentation of the API.
 
-The page is plain files that use the routes as any client. It loads nothing from another address,
-and its content security policy forbids that, too. The OpenAPI document is written from the types
+Both are plain files, which use the routes as any client. They load nothing from another address,
+and their content security policy forbids that, too. The OpenAPI document is written from the types
 that validate the bodies.
 """
 
-import base64
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,20 +20,28 @@ from cloze.service.http.routes import HTML, JSON, NPY, RAW, Handler, Route
 _FOLDER: Final = Path(__file__).parents[1] / "page"
 
 _FILES: Final = {
+    "/docs": ("docs.html", HTML),
+    "/page/docs.js": ("docs.js", "text/javascript"),
     "/page/style.css": ("style.css", "text/css"),
     "/page/page.js": ("page.js", "text/javascript"),
     "/page/panels.js": ("panels.js", "text/javascript"),
     "/page/elements.js": ("elements.js", "text/javascript"),
     "/page/live.js": ("live.js", "text/javascript"),
 }
-"""File and media type of each path of a part of the page."""
+"""File and media type of each path of a page, or of a part of one."""
+
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SWAGGER_POLICY: Final = _POLICY.replace("style-src", "style-src 'unsafe-inline'").replace(
+    "img-src", "img-src 'self'"
+)
+"""Swagger UI writes style attributes, and has images of its own."""
 
 _HEADERS: Final = {
     "cache-control": "no-cache",
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "content-security-policy": _POLICY,
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
@@ -47,7 +52,10 @@ PAGE_HEADERS: Final = dict.fromkeys(_HEADERS, ("string", "what browsers may do w
 ASSETS: Final = "/docs/assets"
 """Path under which the files of Swagger UI lie."""
 
-_SWAGGER: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+ASSET_PATHS: Final = tuple(
+    f"{ASSETS}/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+)
+"""Paths of the files that the documentation of the API loads."""
 
 _REF = "#/components/schemas/{model}"
 
@@ -62,59 +70,23 @@ _ERROR_HEADERS = {
 }
 
 
-# ---- the page and Swagger UI ---------------------------------------------------------------------
-
-
-def docs_paths() -> tuple[str, ...]:
-    """Return the paths of the documentation of the API."""
-    return ("/docs", *(f"{ASSETS}/{name}" for name in _SWAGGER))
-
-
-def docs_handler(title: str) -> Handler:
-    """Return the handler of the documentation of the API, by Swagger UI.
-
-    Its addresses are relative, so that it works below a path of a proxy. The policy allows the
-    page's own script by its hash. Swagger UI writes style attributes.
-    """
-    script, style, icon = (f"{ASSETS}/{name}".removeprefix("/") for name in _SWAGGER)
-    page = get_swagger_ui_html(
-        openapi_url="openapi.json",
-        title=title,
-        swagger_js_url=script,
-        swagger_css_url=style,
-        swagger_favicon_url=icon,
-    )
-    inline = re.findall(rb"<script>(.*?)</script>", bytes(page.body), re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in inline]
-    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    policy = (
-        f"default-src 'none'; script-src 'self' {allowed}; style-src 'self' 'unsafe-inline'; "
-        "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-    headers = _HEADERS | {"content-security-policy": policy}
-
-    async def answer(_: Request) -> Response:
-        return Response(bytes(page.body), headers=headers, media_type=HTML)
-
-    return answer
-
-
 def page_handler() -> Handler:
     """Return the handler of the page itself."""
     return _handler("index.html", HTML)
 
 
 def part_handlers() -> dict[str, Handler]:
-    """Return a handler for GET requests per path of a part of the page."""
+    """Return a handler for GET requests per path of `/docs` and of the parts of the pages."""
     return {path: _handler(*file) for path, file in _FILES.items()}
 
 
 def _handler(name: str, media_type: str) -> Handler:
     content = (_FOLDER / name).read_bytes()
+    policy = _SWAGGER_POLICY if name == "docs.html" else _POLICY
+    headers = _HEADERS | {"content-security-policy": policy}
 
     async def answer(_: Request) -> Response:
-        return Response(content, headers=_HEADERS, media_type=media_type)
+        return Response(content, headers=headers, media_type=media_type)
 
     return answer
 

@@ -4,23 +4,26 @@ import ipaddress
 import logging
 import random
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
-from starlette.types import Scope
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import Forbidden, InvalidRequest, Unauthorized
+from cloze.service.http.body import RequestLimits
 from cloze.service.http.keys import Key, Keys, Permission
+from cloze.service.http.routes import CONNECTION, RECORD, Connection, Respond
+from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import Tracing
 from cloze.service.request import OTHER_ROUTE, Headers, ServedRequest
 
 log = logging.getLogger("cloze")
-
-RECORD: Final = "cloze.record"
-"""Key of an ASGI scope: its `ServedRequest`."""
 
 TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
 
@@ -40,53 +43,30 @@ _FORWARDED: Final = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip"})
 _MOST_TOLD: Final = 8
 """Most addresses of which the log says that they forward requests; any client may pretend to."""
 
+_LONGEST_ADDRESS: Final = 64
+"""Most characters of an address that a trusted proxy names."""
+
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
-
-CONNECTION: Final = "connection"
-"""Key of the state of an ASGI scope: the `Connection` of the request."""
-
-
-class Connection(Protocol):
-    """The connection by which a request came.
-
-    Attributes:
-        address: the address of its client; "" if it is unknown.
-        is_lost: whether its client has closed it.
-        on_lost: called when that happens; None: nobody asks.
-    """
-
-    address: str
-    is_lost: bool
-    on_lost: Callable[[], None] | None
-
-    def end(self, reason: str) -> None:
-        """Close the connection, even if its client does not read."""
 
 
 class Callers:
     """Reads what the headers of requests say about their clients.
 
     Args:
-        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
         keys: the API keys; None: there are none.
         max_timeout_s: largest time limit that a request may state.
         timeout_s: time limit of a request that states none.
-
-    Raises:
-        ValueError: a string is neither an address nor a network.
     """
 
     def __init__(
         self,
-        trusted_proxies: Sequence[str] = (),
         keys: Keys | None = None,
         max_timeout_s: float = 300.0,
         timeout_s: float = 30.0,
+        clock: Clock = CLOCK,
     ) -> None:
-        self.keys = keys
+        self.keys, self.clock = keys, clock
         self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
-        self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
-        self._trusts = lru_cache(1024)(self._is_trusted)
         self._told: set[str] = set()
 
     def record(self, scope: Scope, route: str | None) -> ServedRequest:
@@ -98,11 +78,10 @@ class Callers:
         if identity is None or _REQUEST_ID.fullmatch(identity) is None:
             identity = b"%016x" % random.getrandbits(64)
         peer, key = scope.get("client"), None
-        address: str = peer[0] if peer else ""
-        trusted = bool(self._trusted) and self._trusts(address)
-        client = self._forwarded(headers, address) if trusted else address
-        if client == address and not _FORWARDED.isdisjoint(first):
-            self._tell_of_proxy(address)
+        client: str = peer[0][:_LONGEST_ADDRESS] if peer else ""  # or as a trusted proxy says
+        connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+        if not _FORWARDED.isdisjoint(first) and connection and connection.address == client:
+            self._tell_of_proxy(client)
         if self.keys is not None and (authorization := first.get(b"authorization")) is not None:
             key = self.keys.find(authorization)
         stated_s, terms_problem = None, ""
@@ -114,7 +93,7 @@ class Callers:
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
-        arrived, limit_s = time.monotonic(), self._timeout_s if stated_s is None else stated_s
+        arrived, limit_s = self.clock.monotonic(), self._timeout_s if stated_s is None else stated_s
         return ServedRequest(
             method=scope["method"],
             path=scope["path"],
@@ -131,7 +110,7 @@ class Callers:
             arrived=arrived,
             limit_s=limit_s,
             deadline=arrived + limit_s,
-            connection=scope.get("state", {}).get(CONNECTION),
+            connection=connection,
         )
 
     def _tell_of_proxy(self, address: str) -> None:
@@ -144,22 +123,6 @@ class Callers:
             "it is your proxy, name it in CLOZE_TRUSTED_PROXIES, and let it set X-Forwarded-For",
             address or "a client without an address",
         )
-
-    def _forwarded(self, headers: Headers, address: str) -> str:
-        """Return the last address of the last ``X-Forwarded-For`` that no trusted proxy has."""
-        value = dict(headers).get(b"x-forwarded-for")
-        for hop in reversed(value.decode("latin-1").split(",")) if value is not None else ():
-            address = hop.strip()[:64]
-            if not self._trusts(address):
-                break
-        return address
-
-    def _is_trusted(self, address: str) -> bool:
-        try:
-            parsed = ipaddress.ip_address(address)
-        except ValueError:
-            return False
-        return any(parsed in network for network in self._trusted)
 
 
 def timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float | None:
@@ -182,6 +145,103 @@ def timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float | None:
             f"got {ascii(stated.decode('latin-1'))[:40]}"
         )
     return milliseconds / 1000
+
+
+class Paths:
+    """The paths of a set of routes.
+
+    A path is never decoded: ``/%65mbed`` is another path than ``/embed``, and no route. So whatever
+    reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
+    before them) reads the same one.
+
+    Args:
+        routes: paths of routes. A part in braces stands for any text without a slash.
+    """
+
+    def __init__(self, routes: Iterable[str]) -> None:
+        self._routes = frozenset(routes)
+        self._patterns = {
+            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
+            for route in self._routes
+            if "{" in route
+        }
+
+    def route(self, path: str) -> str | None:
+        """Return the route of a path; None if there is none."""
+        if path in self._routes:
+            return path
+        return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
+
+
+class Recorder:
+    """Records the requests of one process: their metrics, their spans and their log lines.
+
+    Args:
+        tracing: makes the spans of requests; None: there are none.
+        limits: the limits of the requests.
+        respond: returns the response to an error that nothing else has handled.
+        is_ending: returns whether each connection is to end with its next answer.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        access_log: AccessLog,
+        tracing: Tracing | None,
+        limits: RequestLimits,
+        respond: Respond,
+        is_ending: Callable[[], bool],
+        clock: Clock = CLOCK,
+    ) -> None:
+        self._clock = clock
+        self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
+        self._limits, self._respond, self._is_ending = limits, respond, is_ending
+
+    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let an application answer a request, add its id and its model, and record the answer."""
+        record: ServedRequest = scope[RECORD]
+        if self._tracing is not None:
+            record.trace = self._tracing.begin(
+                record.method, record.path, record.headers, record.arrived
+            )
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.identity)]
+                if record.model:
+                    message["headers"].append((b"x-model", record.model.encode("ascii")))
+                # A client that asks whether to send its body may send it or not after a refusal.
+                if self._is_ending() or (record.received == 0 and b"expect" in record.first):
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        self._metrics.in_flight += 1
+        try:
+            await app(scope, receive, send_with_id)
+        except Exception as error:
+            # Starlette's own handler is outside of this one, so its answer would have no id.
+            response = await self._respond(Request(scope), error)
+            if not record.status:
+                await response(scope, receive, send_with_id)
+            raise  # so that uvicorn logs the traceback
+        finally:
+            clock = self._clock
+            self._metrics.in_flight -= 1
+            if record.answer is not None:
+                self._limits.sent(record)
+            if record.tokens and not record.texts:  # without a result it costs its key no tokens
+                if record.key is not None:
+                    record.key.take_tokens(-record.tokens, clock.monotonic())
+                record.tokens = 0
+            record.status = record.status or 500
+            record.ended, record.seconds = clock.wall(), clock.monotonic() - record.arrived
+            self._metrics.observe_request(record)
+            if record.trace is not None:
+                record.trace.end(record)
+            # The access log keeps the record for longer than its connection and its span.
+            record.trace = record.usage = record.connection = None
+            self._access_log.add(record)
 
 
 # ---- access --------------------------------------------------------------------------------------
@@ -207,6 +267,7 @@ class Access:
     permissions: Sequence[tuple[str, Permission]]
     hosts: frozenset[bytes]
     by_address: frozenset[str] = frozenset()
+    clock: Clock = CLOCK
 
     def check(self, request: ServedRequest) -> None:
         """Raise unless a request may go on, and count it for its key.
@@ -235,7 +296,7 @@ class Access:
             raise Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
         if needed not in key.entry.scopes:
             raise Forbidden(f"the key {key.name} lacks the scope {needed}")
-        key.count(time.monotonic())
+        key.count(self.clock.monotonic())
 
 
 def is_loopback(host: str) -> bool:

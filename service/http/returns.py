@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cloze.service.core import Rejection
-from cloze.service.http.record import Connection
+from cloze.service.http.routes import Connection
 from cloze.service.request import ServedRequest
 
 _SHARE_OF_NEW = 0.5
@@ -80,6 +80,9 @@ class Returns:
 
     The class is not safe for threads: the event loop of the process makes every call.
 
+    Attributes:
+        refused: the last refusal of each connection.
+
     Args:
         processes: number of processes that refuse requests of the same lines.
     """
@@ -87,13 +90,13 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self._refused: dict[Connection, _Refused] = {}
+        self.refused: dict[Connection, _Refused] = {}
 
     def share(self, connection: Connection | None, line: RefusedLine, now: float) -> float:
         """Return the share of the limits that a request may use; all if it comes back as told."""
         if self._last.get(line, 0.0) <= now:
             return 1.0
-        refused = None if connection is None else self._refused.get(connection)
+        refused = None if connection is None else self.refused.get(connection)
         if refused is None or refused.line != line or refused.over is not None:
             return _SHARE_OF_NEW
         return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
@@ -114,7 +117,7 @@ class Returns:
             Two numbers of seconds.
         """
         connection = request.connection
-        before = None if connection is None else self._refused.get(connection)
+        before = None if connection is None else self.refused.get(connection)
         if before is not None and before.over not in (None, request.arrived):
             before = None
         early, hold_s = 0, 0.0
@@ -138,12 +141,12 @@ class Returns:
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:
-            self._refused[connection] = _Refused(line, at, moved_s, early)
+            self.refused[connection] = _Refused(line, at, moved_s, early)
         return at - now, hold_s
 
     def admitted(self, request: ServedRequest) -> None:
         """Note that the gate admits a request; if it comes early, its time is given back."""
-        refused = None if request.connection is None else self._refused.get(request.connection)
+        refused = None if request.connection is None else self.refused.get(request.connection)
         if refused is not None and refused.over is None:
             self._give_back(request.connection, request.arrived)
             refused.over = request.arrived
@@ -151,10 +154,10 @@ class Returns:
     def closed(self, connection: Connection, now: float) -> None:
         """Forget a connection, and give its time back."""
         self._give_back(connection, now)
-        self._refused.pop(connection, None)
+        self.refused.pop(connection, None)
 
     def _give_back(self, connection: Connection | None, now: float) -> None:
-        refused = None if connection is None else self._refused.get(connection)
+        refused = None if connection is None else self.refused.get(connection)
         if refused is not None and refused.at > now and refused.line in self._last:
             self._last[refused.line] -= refused.moved_s
             refused.moved_s = 0.0

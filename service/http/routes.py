@@ -1,26 +1,15 @@
-"""Routes, and how their requests are answered and recorded."""
+"""The routes of the HTTP interface, and how OpenAPI documents them."""
 
-import asyncio
-import re
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloze.service.core import Queue
-from cloze.service.http.body import RequestLimits
-from cloze.service.http.bytes_held import SMALL_BYTES
-from cloze.service.http.record import RECORD
-from cloze.service.observe.logs import AccessLog
-from cloze.service.observe.metrics import Metrics
-from cloze.service.observe.tracing import Tracing
-from cloze.service.request import ServedRequest
 
 JSON = "application/json"
 RAW = "application/octet-stream"
@@ -34,46 +23,28 @@ Respond = Callable[[Request, Exception], Awaitable[Response]]
 """(request, error) -> the response to the error."""
 
 
-class BytesResponse(Response):
-    """A response with a body of bytes.
+RECORD: Final = "cloze.record"
+"""Key of an ASGI scope: its `ServedRequest`."""
 
-    Starlette encodes each header of each response. Here the headers are bytes already, with names
-    in lower case.
+CONNECTION: Final = "connection"
+"""Key of the state of an ASGI scope: the `Connection` of the request."""
+
+
+class Connection(Protocol):
+    """The connection by which a request came.
+
+    Attributes:
+        address: the address of its client; "" if it is unknown.
+        is_lost: whether its client has closed it.
+        on_lost: called when that happens; None: nobody asks.
     """
 
-    def __init__(
-        self, body: bytes, media_type: bytes = b"application/json", *headers: tuple[bytes, bytes]
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = body
-        self.raw_headers = [
-            (b"content-length", b"%d" % len(body)),
-            (b"content-type", media_type),
-            *headers,
-        ]
+    address: str
+    is_lost: bool
+    on_lost: Callable[[], None] | None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; a large body in parts, each when the client has read the others.
-
-        The connection of a client ends that does not read a part within the time limit of its
-        request.
-        """
-        if len(self.body) <= SMALL_BYTES:
-            await super().__call__(scope, receive, send)
-            return
-        record: ServedRequest = scope[RECORD]
-        start = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **start})
-        try:
-            for first in range(0, len(self.body), SMALL_BYTES):
-                part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
-                message = {"body": part, "more_body": end < len(self.body)}
-                async with asyncio.timeout(record.limit_s):
-                    await send({"type": "http.response.body", **message})
-        except TimeoutError:
-            if record.connection is not None:
-                record.connection.end("it reads its answer too slowly")
+    def end(self, reason: str) -> None:
+        """Close the connection, even if its client does not read."""
 
 
 class GateModel(NamedTuple):
@@ -127,105 +98,3 @@ class Route:
     handler: Handler
     doc: RouteDoc
     models: Sequence[GateModel] | None = None
-
-
-class Paths:
-    """The paths of a set of routes.
-
-    A path is never decoded: ``/%65mbed`` is another path than ``/embed``, and no route. So whatever
-    reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
-    before them) reads the same one.
-
-    Args:
-        routes: paths of routes. A part in braces stands for any text without a slash.
-    """
-
-    def __init__(self, routes: Iterable[str]) -> None:
-        self._routes = frozenset(routes)
-        self._patterns = {
-            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
-            for route in self._routes
-            if "{" in route
-        }
-
-    def route(self, path: str) -> str | None:
-        """Return the route of a path; None if there is none."""
-        if path in self._routes:
-            return path
-        return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
-
-
-class Recorder:
-    """Records the requests of one process: their metrics, their spans and their log lines.
-
-    Args:
-        tracing: makes the spans of requests; None: there are none.
-        limits: the limits of the requests.
-        respond: returns the response to an error that nothing else has handled.
-        is_ending: returns whether each connection is to end with its next answer.
-    """
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        access_log: AccessLog,
-        tracing: Tracing | None,
-        limits: RequestLimits,
-        respond: Respond,
-        is_ending: Callable[[], bool],
-    ) -> None:
-        self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
-        self._limits, self._respond, self._is_ending = limits, respond, is_ending
-
-    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let an application answer a request, add its id and its model, and record the answer."""
-        record: ServedRequest = scope[RECORD]
-        status = 0
-        if self._tracing is not None:
-            record.trace = self._tracing.begin(
-                record.method, record.path, record.headers, record.arrived
-            )
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.identity)]
-                if record.model:
-                    message["headers"].append((b"x-model", record.model.encode("ascii")))
-                # A client that asks whether to send its body may send it or not after a refusal.
-                if self._is_ending() or (record.received == 0 and b"expect" in record.first):
-                    message["headers"].append((b"connection", b"close"))
-            await send(message)
-
-        self._metrics.in_flight += 1
-        try:
-            await app(scope, receive, send_with_id)
-        except Exception as error:
-            # Starlette's own handler is outside of this one, so its answer would have no id.
-            response = await self._respond(Request(scope), error)
-            if not status:
-                await response(scope, receive, send_with_id)
-            raise  # so that uvicorn logs the traceback
-        finally:
-            self._metrics.in_flight -= 1
-            self._limits.sent(record)
-            self.add(record, status or 500)
-
-    def add(self, request: ServedRequest, status: int) -> None:
-        """Record a request that is answered with a status.
-
-        A request without a result costs its key no tokens, as it adds none to the metrics.
-        """
-        if request.tokens and not request.texts:
-            if request.key is not None:
-                request.key.take_tokens(-request.tokens, time.monotonic())
-            request.tokens = 0
-        request.status = status
-        request.ended, request.seconds = time.time(), time.monotonic() - request.arrived
-        self._metrics.observe_request(request)
-        if request.trace is not None:
-            request.trace.end(request)
-        # The access log keeps the request for longer than its connection and its span.
-        request.trace = request.usage = request.connection = None
-        self._access_log.add(request)

@@ -19,10 +19,9 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
 from cloze.service.http.door import Door, Gate
 from cloze.service.http.pages import (
+    ASSET_PATHS,
     ASSETS,
     answer_headers,
-    docs_handler,
-    docs_paths,
     document,
     part_handlers,
 )
@@ -32,10 +31,10 @@ from cloze.service.http.routes import JSON, Handler, Respond, Route
 _TITLE: Final = "Cloze"
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
-PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
+PAGES: Final = ("/openapi.json", *part_handlers())
 """Paths that the application answers besides the routes of protocols."""
 
-OPEN_PAGES: Final = frozenset({"/", "/openapi.json", *docs_paths(), *part_handlers()})
+OPEN_PAGES: Final = frozenset({"/", "/openapi.json", *ASSET_PATHS, *part_handlers()})
 """Paths of pages without data, which need no key."""
 
 
@@ -77,7 +76,7 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(routes)}
+    pages = {"/openapi.json": _openapi_handler(routes)}
     for path, handler in (part_handlers() | pages).items():
         by_path[path] = {"GET": handler}
     for path, handlers in by_path.items():

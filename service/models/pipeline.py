@@ -5,7 +5,6 @@ pipeline of a request. The module depends neither on HTTP nor on a particular ta
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
@@ -77,10 +77,6 @@ async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: o
     return function(*arguments) if is_short else await run_on_thread(function, *arguments)
 
 
-async def _at_once() -> None:
-    """Return at once."""
-
-
 class Completions:
     """Passes the ends of requests from worker threads to the event loop.
 
@@ -140,8 +136,9 @@ class Pipeline:
         model: ServedModel,
         limits: TaskLimits,
         tokenizer: Tokenizer | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
-        self.model = model
+        self.model, self._clock = model, clock
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
         self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
@@ -157,7 +154,7 @@ class Pipeline:
         inputs: Any,
         parameters: Any,
         request: ServedRequest,
-        before_large: Callable[[], Awaitable[None]] = _at_once,
+        before_large: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:
         """Tokenize the texts, wait for the engine's outputs, and return the decoded value.
 
@@ -174,10 +171,10 @@ class Pipeline:
         """
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
-        request.began = time.monotonic()
+        request.began = self._clock.monotonic()
         inline = request.body_bytes <= _INLINE_BYTES and not task.needs_thread(parameters)
         prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
-        request.tokenize_s = time.monotonic() - request.began
+        request.tokenize_s = self._clock.monotonic() - request.began
         if request.expected_space is not None and self.model.precision():
             self._check_space(prepared.vectors, request.expected_space)
         terms = Terms(
@@ -193,7 +190,7 @@ class Pipeline:
             rows += last.answer_rows
             request.tokens += submission.tokens
             if request.key is not None:
-                request.key.take_tokens(submission.tokens, time.monotonic())
+                request.key.take_tokens(submission.tokens, self._clock.monotonic())
             outputs: Outputs = []
             if submission.tokens:  # a task without the engine has none
                 self.model.queue.submit(submission)
@@ -211,7 +208,7 @@ class Pipeline:
         if request.expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, request.expected_space)
         request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
-        if request.is_large:
+        if request.is_large and before_large is not None:
             await before_large()
         inline = inline and not request.is_large
         value = await run_anywhere(inline, task.decode, last.state, outputs, self.context)
@@ -246,6 +243,9 @@ class Models:
         tasks: the tasks that clients may request.
         defaults: task -> the model that is its default instead, NAME or NAME@VERSION.
 
+    Attributes:
+        tasks_of: the names of the tasks that each model serves.
+
     Raises:
         StartupError: a default is of no task, or is not served, or does not serve its task.
     """
@@ -257,7 +257,7 @@ class Models:
         defaults: Mapping[str, str] | None = None,
     ) -> None:
         self.pipelines = tuple(pipelines)
-        self._tasks = tuple(tasks)
+        self._tasks = {task.name: task for task in tasks}
         self._to_whom = ""
         self.within = lru_cache(_VIEWS)(self._within)
         self._by_name: dict[str, Pipeline] = {}
@@ -266,40 +266,30 @@ class Models:
             self._by_name[pipeline.manifest.name] = pipeline
             self._by_name[pipeline.manifest.reference] = pipeline
         self._served = {
-            task.name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
-            for task in self._tasks
+            name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
+            for name, task in self._tasks.items()
         }
-        self._tasks_of: dict[Pipeline, list[str]] = {pipeline: [] for pipeline in self.pipelines}
+        self.tasks_of: dict[Pipeline, list[str]] = {pipeline: [] for pipeline in self.pipelines}
         for name, served in self._served.items():
             for pipeline in served:
-                self._tasks_of[pipeline].append(name)
+                self.tasks_of[pipeline].append(name)
         for name, model in (defaults or {}).items():
-            self._set_default(name, model)
-
-    def _set_default(self, name: str, model: str) -> None:
-        """Make a model the default of a task."""
-        task = next((task for task in self._tasks if task.name == name), None)
-        if task is None:
-            known = ", ".join(task.name for task in self._tasks)
-            raise StartupError(f"default: there is no task {name!a} (there: {known})")
-        try:
-            chosen = self.choose(task, model)
-        except ServiceError as error:
-            raise StartupError(f"default of {name}: {error}") from None
-        served = self._served[name]
-        self._served[name] = [chosen, *(pipeline for pipeline in served if pipeline is not chosen)]
+            if name not in self._tasks:
+                known = ", ".join(self._tasks)
+                raise StartupError(f"default: there is no task {name!a} (there: {known})")
+            try:
+                default = self.choose(self._tasks[name], model)
+            except ServiceError as error:
+                raise StartupError(f"default of {name}: {error}") from None
+            self._served[name].sort(key=lambda pipeline: pipeline is not default)
 
     def _within(self, names: frozenset[str]) -> "Models":
         """Return only the models of these names, NAME or NAME@VERSION, in the order of these."""
-        chosen = {
-            pipeline: None
-            for pipeline in self.pipelines
-            if not names.isdisjoint((pipeline.manifest.name, pipeline.reference))
-        }
-        view = Models(list(chosen), self._tasks)
+        chosen = [p for p in self.pipelines if not names.isdisjoint((p.manifest.name, p.reference))]
+        view = Models(chosen, self._tasks.values())
         view._to_whom = " to this key"
         for task, served in self._served.items():  # the defaults stay first
-            view._served[task] = [pipeline for pipeline in served if pipeline in chosen]
+            view._served[task] = [pipeline for pipeline in served if pipeline in view.tasks_of]
         return view
 
     def serving(self, task: Task) -> Sequence[Pipeline]:
@@ -308,10 +298,6 @@ class Models:
         There are none if the server does not offer the task.
         """
         return self._served.get(task.name, ())
-
-    def tasks_of(self, pipeline: Pipeline) -> list[str]:
-        """Return the names of the tasks that a model serves."""
-        return self._tasks_of[pipeline]
 
     def default(self, task: Task) -> Pipeline | None:
         """Return the pipeline for requests that name no model; None if no model serves the task."""
@@ -365,7 +351,7 @@ class Models:
             reason = self._missing(task, [named])
             raise WrongTask(
                 f"model {name} cannot do {task.name}"
-                + (f": {reason}" if reason else f"; it does {', '.join(self.tasks_of(named))}")
+                + (f": {reason}" if reason else f"; it does {', '.join(self.tasks_of[named])}")
             )
         return named
 

@@ -9,7 +9,6 @@ import functools
 import itertools
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Exemplar
 
 from cloze.model_store.installation import build
+from cloze.service.clock import CLOCK
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.engine.graph_choice import memory_state
 from cloze.service.observe.exposition import encode
@@ -372,7 +372,7 @@ class Metrics:
 
     def _write_often(self) -> None:
         while True:
-            time.sleep(_WRITE_EVERY_S)
+            CLOCK.sleep(_WRITE_EVERY_S)
             self._write()
 
     def _write(self) -> None:
@@ -404,7 +404,7 @@ class Metrics:
             if identity:
                 # As `Histogram.observe` does with an exemplar.
                 bucket = int(np.searchsorted(series._upper_bounds, value))
-                exemplar = Exemplar({_LABEL: identity}, value, time.time())
+                exemplar = Exemplar({_LABEL: identity}, value, CLOCK.wall())
                 series._buckets[bucket].set_exemplar(exemplar)
 
 

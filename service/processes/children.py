@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -79,7 +80,7 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """Return the configuration as JSON."""
-        return TypeAdapter(ChildConfig).dump_json(self).decode()
+        return json.dumps(TypeAdapter(ChildConfig).dump_python(self, mode="json"))
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":

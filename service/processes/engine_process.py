@@ -38,8 +38,8 @@ _SENDING_S, _LONGEST_EXIT_S = 0.1, 1.0
 class FrontEndChannel(frames.Channel):
     """The connection to one front end: admits its requests and sends their results."""
 
-    def __init__(self, engine: "EngineServer", max_unsent_bytes: int) -> None:
-        super().__init__("a front end", max_unsent_bytes)
+    def __init__(self, engine: "EngineServer") -> None:
+        super().__init__("a front end")
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, Submission] = {}
@@ -104,10 +104,6 @@ def _outcome(future: Future[BatchResult]) -> BatchResult | ServiceError:
 class EngineServer:
     """Accepts front ends.
 
-    Args:
-        models: the served models.
-        max_unsent_bytes: a front end that leaves more unread is dropped.
-
     Attributes:
         greeting: the first message to every front end.
         queues: the queue of each model.
@@ -115,18 +111,12 @@ class EngineServer:
         changed: is set when a front end disconnects.
     """
 
-    def __init__(
-        self, models: Sequence[ServedModel], max_unsent_bytes: int = frames.MAX_UNSENT_BYTES
-    ) -> None:
-        self._max_unsent_bytes = max_unsent_bytes
+    def __init__(self, models: Sequence[ServedModel]) -> None:
         self._stopping = asyncio.Event()
         self.queues = [model.queue for model in models]
         self.channels: set[FrontEndChannel] = set()
         self.changed = asyncio.Event()
-        served = [
-            frames.EngineModel(model.bundle.manifest.reference, model.precision())
-            for model in models
-        ]
+        served = {model.bundle.manifest.reference: model.precision() for model in models}
         self.greeting = frames.encode(frames.Greeting(served))
 
     async def serve(self, listener: socket.socket) -> None:
@@ -135,8 +125,7 @@ class EngineServer:
         Front ends may still need answers when all processes receive SIGTERM at once.
         """
         loop = asyncio.get_running_loop()
-        make_channel = partial(FrontEndChannel, self, self._max_unsent_bytes)
-        server = await loop.create_unix_server(make_channel, sock=listener)
+        server = await loop.create_unix_server(partial(FrontEndChannel, self), sock=listener)
         try:
             await self._stopping.wait()
             while self.channels:

@@ -4,8 +4,8 @@ Both sides are processes of one release on one machine: messages carry no versio
 order is the machine's. Requests and results of any head cross without code of their own: they are
 dataclasses of numbers, lists and arrays. Decoded arrays are views of the message.
 
-A peer is one of our own processes. So a malformed message is a fault of a process, and there is one
-error for all of them, `MalformedMessage`: the receiver closes the connection.
+A peer is one of our own processes. So a malformed message is a fault of a process: to decode it
+raises one of `MALFORMED`, and the receiver closes the connection.
 
 To an engine: `Run` and `Cancel`. To a front end: `Greeting`, which is the engine's first message,
 and `Answer`. A `Channel` sends and receives messages. On the wire, the length of a message in
@@ -36,9 +36,6 @@ log = logging.getLogger("cloze")
 MAX_MESSAGE_BYTES = 2**30
 """A longer message is malformed. The largest request that the defaults admit has 9 MB."""
 
-MAX_UNSENT_BYTES = 2**28
-"""What a peer may leave unread: about 40 of the largest results that the defaults admit."""
-
 _PREFIX = struct.Struct("=I")  # the length of a message
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
@@ -53,12 +50,8 @@ _ERRORS = {
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 _Length = Annotated[int, msgspec.Meta(ge=1)]
 
-_MALFORMED = (LookupError, OverflowError, RecursionError, TypeError, ValueError)
+MALFORMED = (LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """What a malformed message raises while it is decoded; msgspec's errors are `ValueError`s."""
-
-
-class MalformedMessage(ValueError):
-    """The peer sent a message that this module does not write."""
 
 
 class Run(NamedTuple):
@@ -78,17 +71,10 @@ class Answer(NamedTuple):
     wait: ExpectedWait = NO_WAIT
 
 
-class EngineModel(msgspec.Struct, array_like=True, frozen=True):
-    """A model as an engine process serves it: its full name, and the precision of its graph."""
-
-    reference: str
-    precision: str
-
-
 class Greeting(msgspec.Struct, tag="greeting", array_like=True, frozen=True):
-    """The models of an engine process, in order."""
+    """The full names of the models of an engine process, in order, and the precisions that run."""
 
-    models: list[EngineModel]
+    models: dict[str, str]
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -112,15 +98,19 @@ class _Run(msgspec.Struct, tag="run", array_like=True, gc=False):
     encodings: _Encodings
 
 
-class _Column(msgspec.Struct, array_like=True, gc=False):
+class _Arrays(msgspec.Struct, array_like=True, gc=False):
     """One field of one head's results: an array per encoding that has a result."""
 
-    head: str
-    field: str
     dtype: str
-    encodings: list[_Index]
     shapes: list[list[_Index]]  # a single one if all arrays have one shape
     data: memoryview
+
+
+class _Results(msgspec.Struct, array_like=True, gc=False):
+    """The results of one head: which encodings have one, and the fields, in order."""
+
+    encodings: list[_Index]
+    fields: list[_Arrays]
 
 
 class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
@@ -128,7 +118,7 @@ class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     queue_s: float
     inference_s: float
     encodings: _Length
-    columns: list[_Column]
+    heads: dict[str, _Results]
     wait: ExpectedWait
 
 
@@ -169,31 +159,24 @@ def encode_answer(answer: Answer) -> bytes:
         return _encoder.encode(
             _Fail(number, kind, str(outcome), retry_after_s, reason, each_s, answer.wait)
         )
-    columns: list[_Column] = []
+    heads: dict[str, _Results] = {}
     for head, names in _FIELDS.items():
         asked = [index for index, output in enumerate(outcome.outputs) if head in output]
-        for name in names if asked else ():
-            values = [getattr(outcome.outputs[index][head], name) for index in asked]
-            columns.append(_join(head, name, asked, values))
+        if asked:
+            results = [outcome.outputs[index][head] for index in asked]
+            fields = [_join([getattr(result, name) for result in results]) for name in names]
+            heads[head] = _Results(asked, fields)
     count = len(outcome.outputs)
-    done = _Done(number, outcome.queue_s, outcome.inference_s, count, columns, answer.wait)
+    done = _Done(number, outcome.queue_s, outcome.inference_s, count, heads, answer.wait)
     return _encoder.encode(done)
 
 
 def decode_request(message: memoryview | bytes) -> Run | Cancel:
-    """Return what a front end sent.
-
-    Raises:
-        MalformedMessage: the message is malformed.
-    """
-    try:
-        decoded = _to_engine.decode(message)
-        if isinstance(decoded, Cancel):
-            return decoded
-        encodings = _unpack(decoded.encodings)
-        return Run(decoded.number, decoded.model, decoded.terms, encodings)
-    except _MALFORMED as error:
-        raise _malformed(error) from error
+    """Return what a front end sent; raise one of `MALFORMED`."""
+    decoded = _to_engine.decode(message)
+    if isinstance(decoded, Cancel):
+        return decoded
+    return Run(decoded.number, decoded.model, decoded.terms, _unpack(decoded.encodings))
 
 
 def _pack(encodings: Sequence[Encoding]) -> _Encodings:
@@ -227,61 +210,48 @@ def _unpack(packed: _Encodings) -> list[Encoding]:
 
 
 def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
-    """Return what an engine process sent.
-
-    Raises:
-        MalformedMessage: the message is malformed.
-    """
-    try:
-        decoded = _to_front_end.decode(message)
-        if isinstance(decoded, Greeting):
-            return decoded
-        if isinstance(decoded, _Fail):
-            return Answer(decoded.number, _error(decoded), decoded.wait)
-        if decoded.encodings > len(message):
-            raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
-        return Answer(decoded.number, _result(decoded), decoded.wait)
-    except _MALFORMED as error:
-        raise _malformed(error) from error
+    """Return what an engine process sent; raise one of `MALFORMED`."""
+    decoded = _to_front_end.decode(message)
+    if isinstance(decoded, Greeting):
+        return decoded
+    if isinstance(decoded, _Fail):
+        return Answer(decoded.number, _error(decoded), decoded.wait)
+    if decoded.encodings > len(message):
+        raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
+    return Answer(decoded.number, _result(decoded), decoded.wait)
 
 
 def _result(decoded: _Done) -> BatchResult:
     outputs: list[dict[str, Any]] = [{} for _ in range(decoded.encodings)]
-    columns: dict[str, tuple[list[int], list[Sequence[NDArray[Any]]]]] = {}
-    for column in decoded.columns:
-        encodings, values = columns.setdefault(column.head, (column.encodings, []))
-        if column.field != _FIELDS[column.head][len(values)] or column.encodings != encodings:
-            raise ValueError(f"the columns of {column.head} are not its fields")
-        values.append(_split(column))
-    for head, (encodings, values) in columns.items():
-        make = HEADS[head].result
-        for index, row in zip(encodings, zip(*values, strict=True), strict=True):
+    for head, results in decoded.heads.items():
+        make, count = HEADS[head].result, len(results.encodings)
+        rows = zip(*[_split(field, count) for field in results.fields], strict=True)
+        for index, row in zip(results.encodings, rows, strict=True):
             outputs[index][head] = make(*row)
     done: list[HeadOutputs] = list(outputs)
     return BatchResult(done, decoded.queue_s, decoded.inference_s)
 
 
-def _join(head: str, name: str, asked: list[int], values: list[NDArray[Any]]) -> _Column:
-    """Return a field's arrays as one column."""
+def _join(values: list[NDArray[Any]]) -> _Arrays:
     shapes = [list(value.shape) for value in values]
     if all(shape == shapes[0] for shape in shapes):
         shapes = shapes[:1]
     data = memoryview(b"".join([value.tobytes() for value in values]))
-    return _Column(head, name, values[0].dtype.name, asked, shapes, data)
+    return _Arrays(values[0].dtype.name, shapes, data)
 
 
-def _split(column: _Column) -> Sequence[NDArray[Any]]:
-    """Return the column's array of each encoding, without copying."""
-    array = np.frombuffer(column.data, _DTYPES[column.dtype])
-    if len(column.shapes) == 1:
-        return list(array.reshape(len(column.encodings), *column.shapes[0]))
-    sizes = list(map(math.prod, column.shapes))
+def _split(field: _Arrays, count: int) -> Sequence[NDArray[Any]]:
+    """Return the array of each encoding, without copying."""
+    array = np.frombuffer(field.data, _DTYPES[field.dtype])
+    if len(field.shapes) == 1:
+        return list(array.reshape(count, *field.shapes[0]))
+    sizes = list(map(math.prod, field.shapes))
     if sum(sizes) != len(array):
-        raise ValueError(f"{len(array)} numbers do not have the shapes {column.shapes[:4]}")
+        raise ValueError(f"{len(array)} numbers do not have the shapes {field.shapes[:4]}")
     bounds = pairwise(accumulate(sizes, initial=0))
     return [
         array[first:end].reshape(shape)
-        for (first, end), shape in zip(bounds, column.shapes, strict=True)
+        for (first, end), shape in zip(bounds, field.shapes, strict=True)
     ]
 
 
@@ -293,21 +263,17 @@ def _error(failed: _Fail) -> ServiceError:
     return kind(failed.message)
 
 
-def _malformed(error: Exception) -> MalformedMessage:
-    return MalformedMessage(f"{type(error).__name__}: {error}")
-
-
 class Channel(asyncio.Protocol, ABC):
     """One connection at a time. All methods run on the event loop.
 
     Args:
         peer: a name of the other process, for the log.
-        max_unsent_bytes: a peer that leaves more unread is dropped.
     """
 
-    def __init__(self, peer: str, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+    _MAX_UNSENT_BYTES = 2**28  # about 40 of the largest results that the defaults admit
+
+    def __init__(self, peer: str) -> None:
         self.peer = peer
-        self._max_unsent_bytes = max_unsent_bytes
         self._transport: asyncio.Transport
         self._partial: bytearray  # of a message whose end has not arrived
         self._needed = _PREFIX.size  # bytes of that message
@@ -325,8 +291,8 @@ class Channel(asyncio.Protocol, ABC):
         if self._transport.is_closing():
             return
         unsent = self._transport.get_write_buffer_size()
-        if unsent > self._max_unsent_bytes:
-            self.drop(f"{unsent} bytes are unread, more than the limit of {self._max_unsent_bytes}")
+        if unsent > self._MAX_UNSENT_BYTES:
+            self.drop(f"{unsent} bytes are unread, more than the limit of {self._MAX_UNSENT_BYTES}")
             return
         self._transport.writelines([_PREFIX.pack(len(message)), message])
 

@@ -66,7 +66,7 @@ class EngineLink(frames.Channel):
 
     Attributes:
         dead_reason: why no engine runs; None while one runs.
-        models: what the engine serves; empty before the first greeting.
+        precisions: of the graphs of the models; empty before the first greeting.
         tokens: of the requests that are not answered.
         requests: number of these requests, by client.
     """
@@ -89,7 +89,7 @@ class EngineLink(frames.Channel):
         self._closed = False
         self._ended = asyncio.Event()
         self.dead_reason: str | None = f"{self.peer} has not started yet"
-        self.models: Sequence[frames.EngineModel] = ()
+        self.precisions: Sequence[str] = ()
         self.tokens = 0
         self.requests: Counter[str] = Counter()
 
@@ -130,7 +130,7 @@ class EngineLink(frames.Channel):
     @property
     def keeps_requests(self) -> bool:
         """Whether requests wait, until their deadlines, for the process that replaces one."""
-        return self.dead_reason is not None and bool(self.models)
+        return self.dead_reason is not None and bool(self.precisions)
 
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
@@ -158,8 +158,8 @@ class EngineLink(frames.Channel):
                 line = pending.model, submission.terms.client, submission.key
                 self._waits[line] = decoded.wait, self._clock.monotonic()
                 submission.end(decoded.outcome)
-        elif [model.reference for model in decoded.models] == self._references:
-            self.models = decoded.models
+        elif [*decoded.models] == self._references:
+            self.precisions = [*decoded.models.values()]
             self.dead_reason = None
             self._up.set()
             self._send_again()
@@ -261,7 +261,7 @@ class RemoteQueue:
 
     def precision(self) -> str:
         """Return the precision of the graph that an engine runs; empty before the greeting."""
-        served = (link.models[self._model].precision for link in self._links if link.models)
+        served = (link.precisions[self._model] for link in self._links if link.precisions)
         return next(served, "")
 
     def drain(self) -> None:

@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from cloze.service.core import Rejection, ServiceError
 from cloze.service.http.errors import describe_error, describe_service_error, rejection
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import JSON
+from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.request import ServedRequest

@@ -16,8 +16,9 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,
@@ -27,8 +28,8 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
+from cloze.service.tasks.parameters import ROLE_WORDS, Truncate, truncation_of
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
 _PATH: Final = "/v2/embed"
@@ -178,7 +179,7 @@ class _Embed(TaskRoute):
         return _texts(body), parameters
 
     def in_body(self, at: Location, body: CohereEmbedBody) -> Location:
-        """Return where the body has a place; the texts are in ``texts`` or in ``inputs``."""
+        """Return the location in the body, whose texts are in ``texts`` or in ``inputs``."""
         return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
     def respond(
@@ -206,4 +207,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Embed(context).bind(_PATH)]
 
 
-PROTOCOL: Final = WireProtocol("cohere", (_PATH,), routes, write_error)
+PROTOCOL: Final = WireProtocol((_PATH,), routes, write_error)

@@ -10,7 +10,6 @@ have fewer bits per number than float32: ``Accept: application/octet-stream; dty
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -18,20 +17,17 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
-from cloze.service.http.errors import ERROR_STATUSES
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.json_bodies import load, validate
-from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
-from cloze.service.models.pipeline import Models
+from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (
-    TIMING_HEADERS,
     ErrorBody,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    answer_task,
-    gate_models,
     json_response,
     write_error,
 )
@@ -46,8 +42,8 @@ from cloze.service.tasks import (
     text_classification,
     token_classification,
 )
+from cloze.service.tasks.parameters import UsageParameters
 from cloze.service.tasks.task import INPUTS, TextUsage
-from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.wire import NoParameters, NotEmpty, NotEmptyText, WireModel
 
 ModelName = Annotated[
@@ -75,7 +71,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, ``POST /``, and the routes for operators."""
     by_task = {task.name: _NativeRoute(task, context) for task in context.tasks.values()}
     bound = [route.bind(route.task.route) for route in by_task.values()]
-    return [*bound, _Dispatcher(by_task, context).route(), *operations.routes(context)]
+    return [*bound, _Dispatcher(by_task, context).bind("/"), *operations.routes(context)]
 
 
 class _NativeRoute(TaskRoute):
@@ -252,37 +248,36 @@ class DispatchBody(WireModel):
     parameters: dict[str, Any] | None = Field(None, description="its parameters")
 
 
-class _Dispatcher:
+class _Dispatcher(TaskRoute):
     """The route ``POST /``, which chooses the task from the body.
 
     Clients that know only a base address send every task there: ``InferenceClient(base_url=...)``
     of huggingface_hub, and text-embeddings-inference's own users.
     """
 
-    def __init__(self, routes: Mapping[str, _NativeRoute], context: ProtocolContext) -> None:
-        self._routes, self._context = routes, context
+    body = DispatchBody
 
-    def route(self) -> Route:
-        """Return the route."""
-        first = [(name, *next(iter(r.task.examples.items()))) for name, r in self._routes.items()]
-        doc = RouteDoc(
+    def __init__(self, routes: Mapping[str, _NativeRoute], context: ProtocolContext) -> None:
+        self._routes = routes
+        first = [(name, *next(iter(r.task.examples.items()))) for name, r in routes.items()]
+        self.doc = RouteDoc(
             summary="The task that fits the body, for clients that know only this address",
             tag="tasks",
             result=Any,
             error_body=ErrorBody,
-            body=DispatchBody,
             examples={f"{name}: {title}": body for name, title, body in first},
             media_types=(RAW, NPY),
-            headers={**TIMING_HEADERS, **_VECTOR_HEADERS},
-            errors=ERROR_STATUSES,
+            headers=_VECTOR_HEADERS,
         )
-        handler = partial(answer_task, self._context, self._parse)
-        return Route("POST", "/", handler, doc, gate_models(self._context.models.pipelines))
+        super().__init__(context)
 
-    def _parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, BaseModel]:
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
+        return models.pipelines
+
+    def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, BaseModel]:
         """Return the route of the task that a body asks for, and the body of that task."""
-        value = load(data, self._context.body_limits)
-        models = self._context.models_of(request)
+        value = load(data, self.context.body_limits)
+        models = self.context.models_of(request)
         task = self._choose(validate(DispatchBody, value), models)
         route = self._routes.get(task.name)
         if route is None:
@@ -298,7 +293,7 @@ class _Dispatcher:
         for item in texts:
             if isinstance(item, dict):
                 return self._task_of_fields(item)
-        for task in self._context.tasks.values():
+        for task in self.context.tasks.values():
             if any(name in task.own_parameters for name in body.parameters or ()):
                 return task
         masks = models.default(fill_mask.TASK)
@@ -320,7 +315,7 @@ class _Dispatcher:
 
     def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
         """Return the task that inputs with the fields of an object are for."""
-        tasks = self._context.tasks.values()
+        tasks = self.context.tasks.values()
         by_field = {field: task for task in tasks for field in task.own_fields}
         for field, task in by_field.items():
             if field in item:
@@ -329,4 +324,4 @@ class _Dispatcher:
         raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)
 
 
-PROTOCOL: Final = WireProtocol("native", ("/",), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/",), routes, write_error)

@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.json_bodies import load, validate
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
+from cloze.service.http.routes import RAW, RECORD, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -162,7 +162,7 @@ class _TaskModel(TaskRoute):
         for tensor in body.inputs:
             size = (tensor.parameters or {}).get("binary_data_size")
             if size is not None:
-                at = _place(tensor)
+                at = _location(tensor)
                 if not isinstance(size, int):
                     problem = f"has the binary_data_size {quoted(str(size))}, no whole number"
                     raise InvalidRequest(problem, at)
@@ -230,14 +230,14 @@ class _TaskModel(TaskRoute):
         return BytesResponse(b"".join((head.body, *parts)), RAW.encode(), length)
 
 
-def _place(tensor: InferInput) -> Location:
-    """Return the place of a tensor, by its name in ASCII."""
+def _location(tensor: InferInput) -> Location:
+    """Return the location of a tensor, by its name in ASCII."""
     return Location((quoted(tensor.name)[1:-1],))
 
 
 def _texts(tensor: InferInput) -> list[str]:
     """Return the texts of an input tensor [n] or [n, 1]."""
-    at = _place(tensor)
+    at = _location(tensor)
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
         raise InvalidRequest(f"has the shape {str(tensor.shape[:9])[:80]}; send [n] or [n, 1]", at)
     if tensor.data is None:
@@ -310,7 +310,7 @@ class _Server:
 
 def _names(models: Models) -> list[str]:
     """Return the names of the protocol's models: each task of each served model."""
-    pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of(p)]
+    pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of[p]]
     return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
 
@@ -367,4 +367,4 @@ _INFER: Final = RouteDoc(
     errors=STATUSES_WITHOUT_422,
 )
 
-PROTOCOL: Final = WireProtocol("open-inference", ("/v2",), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/v2",), routes, write_error)

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Location, UnknownModel
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -24,8 +24,8 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
+from cloze.service.tasks.parameters import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
@@ -236,4 +236,4 @@ def _row(pipeline: Pipeline) -> ModelRow:
     return ModelRow(pipeline.reference, "model", created, "cloze", own, spaces)
 
 
-PROTOCOL: Final = WireProtocol("openai", ("/v1/", _ALIAS), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, write_error)

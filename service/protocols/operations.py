@@ -19,8 +19,7 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Manifest, Role
 from cloze.service import core
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
-from cloze.service.http.record import RECORD
-from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
+from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -68,19 +67,18 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     alive = partial(answer_probe, state.broken, _ALIVE)
     ready = partial(answer_probe, state.unready, _READY)
     page = _doc("A page on which people try the tasks", None, media_types=(HTML,))
-    page = replace(page, headers=PAGE_HEADERS)
+    changes = "Serve what the store, the keys and the certificate hold now"
     healthz = _doc("Liveness: 503 once an engine is dead", Status, 503)
     readyz = _doc("Readiness: 503 while draining or dead", Status, 503)
     health = _doc("Readiness, under the path of text-embeddings-inference", None, 503)
     info = _doc("The served models and their limits", dict[str, Any])
     metrics = _doc("Metrics in Prometheus's text format", None, media_types=(TEXT,))
-    changes = "Serve what the store, the keys and the certificate hold now"
     reload = _doc(changes, core.Changes, 401, 403, 409, 503)
     return [
-        Route("GET", "/", page_handler(), page),
+        Route("GET", "/", page_handler(), replace(page, headers=PAGE_HEADERS)),
         Route("GET", "/healthz", alive, healthz),
         Route("GET", "/readyz", ready, readyz),
-        Route("GET", "/health", operations.health, health),
+        Route("GET", "/health", partial(answer_probe, state.unready, None), health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
         Route("POST", "/admin/reload", operations.reload, reload),
@@ -97,10 +95,6 @@ class _Operations:
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
         self._scrapes = ThreadPoolExecutor(1, "scrape")
-
-    async def health(self, request: Request) -> Response:
-        await answer_probe(self._context.state.unready, None, request)
-        return Response()
 
     async def info(self, request: Request) -> Response:
         """Answer on a thread: a thousand adapters take a tenth of a second."""
@@ -168,7 +162,7 @@ def _info(context: ProtocolContext, models: Models) -> dict[str, Any]:
             {
                 "name": manifest.name,
                 "version": manifest.version,
-                "tasks": models.tasks_of(pipeline),
+                "tasks": models.tasks_of[pipeline],
                 "scores": _scores(context, pipeline),
                 "family": manifest.architecture.family,
                 "parameters": manifest.architecture.parameters,
@@ -204,7 +198,7 @@ def _base(pipeline: Pipeline) -> dict[str, str]:
 
 def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:
     """Return what the scores of each task are unless a request says otherwise."""
-    tasks = [context.tasks[name] for name in context.models.tasks_of(pipeline)]
+    tasks = [context.tasks[name] for name in context.models.tasks_of[pipeline]]
     if similarity.TASK in tasks or rerank.scorer_of(pipeline.manifest) == "classifier":
         tasks.append(rerank.TASK)
     kinds = {task.name: task.scores(pipeline.manifest, task.parameters()) for task in tasks}

@@ -3,10 +3,10 @@
 Each protocol module of the package defines its protocol as `PROTOCOL`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
+from io import BytesIO
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -15,17 +15,12 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import (
-    Changes,
-    Forbidden,
-    Location,
-    RequestError,
-    ServiceError,
-)
-from cloze.service.http.body import RequestLimits
+from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
+from cloze.service.http.body import BytesResponse, RequestLimits
+from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
-from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
+from cloze.service.http.routes import GateModel, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
@@ -101,14 +96,12 @@ class WireProtocol:
     """A wire protocol: its routes and the shape of its errors.
 
     Attributes:
-        name: name of the protocol.
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
         error: error -> the HTTP status, and the value that becomes the JSON body.
     """
 
-    name: str
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
     error: Callable[[ErrorInfo], tuple[int, Any]]
@@ -117,16 +110,18 @@ class WireProtocol:
 def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
     """Return a value as JSON; it may have dataclasses and arrays.
 
-    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, so
-    that a large value is written in parts.
+    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, nor
+    while parts are joined, so that a large value is written to a buffer in parts.
     """
-    if in_parts:
-        return BytesResponse(b"".join(json_parts(value)))
-    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    if not in_parts:
+        return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    content = BytesIO()
+    content.writelines(json_parts(value))
+    return BytesResponse(content.getvalue())
 
 
 def json_parts(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield the JSON of a value: arrays in parts, and each element of a list by itself."""
+    """Yield the JSON of a value: arrays in parts, and each field and element by itself."""
     check_awaited()
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -142,20 +137,13 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
             yield memoryview(_json(value[first : first + rows]))[1:-1]
         yield b"]"
     elif isinstance(value, list) and value:
-        is_divided = _has_array(value[0])  # as all of them
+        is_divided = isinstance(value[0], dict | np.ndarray) or is_dataclass(value[0])  # as all
         for number, item in enumerate(value):
             yield b"," if number else b"["
             yield from json_parts(item) if is_divided else (_json(item),)
         yield b"]"
     else:
         yield _json(value)
-
-
-def _has_array(value: Any) -> bool:
-    """Whether a value may be long: an array, an object, or a dataclass with an array."""
-    if is_dataclass(value):
-        return any(isinstance(getattr(value, each.name), np.ndarray) for each in fields(value))
-    return isinstance(value, dict | np.ndarray)
 
 
 def _json(value: Any) -> bytes:
@@ -165,10 +153,10 @@ def _json(value: Any) -> bytes:
 async def answer_probe(
     problem: Callable[[], ServiceError | None], value: Any, _: Request
 ) -> Response:
-    """Return a value as JSON, unless the server has the problem."""
+    """Return a value as JSON, or nothing for None, unless the server has the problem."""
     if (error := problem()) is not None:
         raise error
-    return json_response(value)
+    return Response() if value is None else json_response(value)
 
 
 # ---- the route of a task -------------------------------------------------------------------------
@@ -200,15 +188,15 @@ _EXPECTED_SPACE: Final = b"x-expect-embedding-space"
 """The header of a request that refuses vectors of another space."""
 
 
-class TaskRoute(ABC):
+class TaskRoute:
     """A route of a task: how a body becomes a call of the task, and a value a response.
 
     Attributes:
         task: the task that the route serves.
         body: the model of the request's body, with a field ``model``.
         doc: the documentation of the route, without what all routes of tasks have.
-        names: the body's own name of each place of the native protocol that has another one. For
-            example, `/rerank` has ``query`` instead of ``inputs.source_sentence``.
+        names: the body's own names of locations in a body of the native protocol. For example,
+            `/rerank` has ``query`` instead of ``inputs.source_sentence``.
         serving: models -> those that may answer, the default first.
     """
 
@@ -221,9 +209,9 @@ class TaskRoute(ABC):
         self.context = context
         self.serving = lru_cache(_VIEWS)(self._serving)
 
-    @abstractmethod
-    def to_call(self, request: ServedRequest, body: Any) -> tuple[Any, Any]:
+    def to_call(self, _: ServedRequest, body: Any) -> tuple[Any, Any]:
         """Return the inputs and the parameters of the task that a body asks for."""
+        return body.inputs, body
 
     def respond(self, _: ServedRequest, __: Any, value: Any) -> BytesResponse:
         """Return the response to a request with a body, without timing headers.
@@ -236,10 +224,10 @@ class TaskRoute(ABC):
         return models.serving(self.task)
 
     def in_body(self, at: Location, _: Any) -> Location:
-        """Return where a body has what the native protocol has at a place."""
-        for place, name in self.names.items():
-            if at[: len(place)] == place:
-                return Location((name, *at[len(place) :]))
+        """Return the location in a body of what the native protocol has at a location."""
+        for location, name in self.names.items():
+            if at[: len(location)] == location:
+                return Location((name, *at[len(location) :]))
         return at
 
     def parse(self, _: ServedRequest, data: bytes) -> tuple["TaskRoute", Any]:
@@ -303,7 +291,8 @@ async def answer_task(
         _add_headers(response, request)
         if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
-        context.limits.hold_answer(request, len(response.body))
+        if len(response.body) > SMALL_BYTES:
+            await context.limits.hold_answer(request, len(response.body))
         return response
 
 

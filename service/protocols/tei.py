@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from cloze.service.core import Location
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.body import BytesResponse
+from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
@@ -34,9 +35,9 @@ from cloze.service.tasks import (
     text_classification,
     token_ids,
 )
+from cloze.service.tasks.parameters import TruncationParameters
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
-from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds
 
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
@@ -203,9 +204,6 @@ class _Tokenize(_TokenizerRoute):
         examples={"One text": {"inputs": "A house."}},
     )
 
-    def to_call(self, _: ServedRequest, body: TokenizeBody) -> tuple[Any, Any]:
-        return body.inputs, body
-
 
 class _Decode(_TokenizerRoute):
     task = token_ids.DECODE
@@ -221,6 +219,4 @@ class _Decode(_TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(
-    "tei", ("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error
-)
+PROTOCOL: Final = WireProtocol(("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error)

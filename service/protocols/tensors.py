@@ -231,7 +231,7 @@ def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
 
     Args:
         data: the bytes of the tensor.
-        at: place of the tensor.
+        at: location of the tensor.
         most: most texts.
 
     Raises:

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from random import getrandbits
 from ssl import SSLContext
 from typing import Final
 
-from cloze.service.http.record import Connection, is_accepted, is_address
+from cloze.service.clock import CLOCK, Clock
+from cloze.service.http.record import is_accepted, is_address
+from cloze.service.http.routes import Connection
 from cloze.service.observe.logs import LineLimit
 
 log = logging.getLogger("cloze")
@@ -48,11 +49,13 @@ class ConnectionLimits:
     Attributes:
         header_timeout_s: longest time from the first byte of a request to the end of its headers.
         idle_timeout_s: longest time without a request.
+        answer_timeout_s: longest time in which a client reads nothing of its answer.
         max_per_address: most open connections of one address; 0: no such limit.
     """
 
     header_timeout_s: float
     idle_timeout_s: float
+    answer_timeout_s: float
     max_connections: int
     max_per_address: int = 0
 
@@ -67,8 +70,8 @@ class ConnectionTable:
         idle: the connections without a request; the one that is idle for longest is first.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ConnectionLimits, clock: Clock = CLOCK) -> None:
+        self.limits, self._clock = limits, clock
         self._refusals = LineLimit()
         self.is_draining = False
         self.closed_count = 0
@@ -83,7 +86,7 @@ class ConnectionTable:
         """
         reason = self._refusal(connection)
         if reason is not None:
-            left_out = self._refusals.left_out("connection", time.monotonic())
+            left_out = self._refusals.left_out("connection", self._clock.monotonic())
             if left_out is not None:
                 others = f"; {left_out} others have no line" if left_out else ""
                 log.warning("a connection was refused: %s%s", reason, others)

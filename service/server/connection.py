@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import httptools
 import orjson
 
-from cloze.service.http.record import CONNECTION, Connection
+from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
 from cloze.service.server.uvicorn_internals import FlowControl, HttpToolsProtocol
 
@@ -55,25 +55,24 @@ class _OneWrite:
         if self._head is None and not data.startswith(b"HTTP/1.1 100 "):
             self._head = data
             return
-        if self._head and len(data) <= _LARGE:
-            data, self._head = self._head + data, b""
-        self.flush()
-        self._transport.write(data)
-
-    def flush(self) -> None:
-        """Write a held head."""
         if self._head:
-            self._transport.write(self._head)
+            if len(data) <= _LARGE:
+                data = self._head + data
+            else:
+                self._transport.write(self._head)
             self._head = b""
+        if not self.is_closing():  # else uvloop raises, and nobody would read it
+            self._transport.write(data)
 
-    def answered(self) -> None:
-        """Note the end of an answer."""
-        self.flush()
+    def end_answer(self) -> None:
+        """Write a held head; the next bytes are of another answer."""
+        if self._head and not self.is_closing():
+            self._transport.write(self._head)
         self._head = None
 
     def close(self) -> None:
         """Write a held head and close the connection; see `asyncio.BaseTransport`."""
-        self.flush()
+        self.end_answer()
         self._transport.close()
 
 
@@ -112,6 +111,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = False  # whether received bytes have caused a parser event
         self._in_head = False
         self._timer: asyncio.TimerHandle | None = None  # ends the connection
+        self._unread_timer: asyncio.TimerHandle | None = None  # ends it while it is not read
         self.is_lost = False
         self.on_lost: Callable[[], None] | None = None
         self.address = ""
@@ -133,7 +133,9 @@ class ServerProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
         self._stop_timer()
+        self._unset_keepalive_if_required()
         self._table.closed(self)
+        self.resume_writing()
         super().connection_lost(exc)
         self.is_lost = True
         if self.on_lost is not None:
@@ -159,6 +161,20 @@ class ServerProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    # ---- written bytes --------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read; see `asyncio.Protocol`."""
+        super().pause_writing()
+        limit_s, reason = self._table.limits.answer_timeout_s, "it does not read its answer"
+        self._unread_timer = self.loop.call_later(limit_s, self.end, reason)
+
+    def resume_writing(self) -> None:
+        """Go on writing, since the client has read a part; see `asyncio.Protocol`."""
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        super().resume_writing()
+
     # ---- received bytes -------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -173,9 +189,13 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.read_paused or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
-        self._unset_keepalive_if_required()
         self._progress = False
-        self._feed(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self._refuse_error(error)
         if self._in_head and self._timer is None:
             reason = "the headers of its request did not arrive in time"
             self._end_after(self._table.limits.header_timeout_s, reason)
@@ -190,32 +210,28 @@ class ServerProtocol(HttpToolsProtocol):
         elif not self.flow.read_paused:
             self.transport.resume_reading()
 
-    def _feed(self, data: bytes) -> None:
-        """Parse bytes. A client's offer to change the protocol is ignored (RFC 9110, section 7.8).
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request again, and what follows, without its offer to change the protocol.
 
-        A parser ends after the head of a request with such an offer: its body would be in the
-        other protocol. So a new parser gets that head again, without the offer.
+        Such an offer is ignored (RFC 9110, section 7.8). A parser ends after the head of a request
+        with an offer: its body would be in the other protocol. So a new parser gets that head.
         """
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                if self.parser.get_method() == b"CONNECT":
-                    message = "the server is no proxy: it does not answer CONNECT"
-                    self._refuse_unread(405, message, "allow: GET, HEAD, POST\r\n")
-                    return
-                data = self._head_without_upgrade() + data[upgrade.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
-            except httptools.HttpParserError as error:
-                if self.parser.get_method() == b"PRI":  # the first bytes of HTTP/2
-                    self._refuse_unread(505, "the server speaks HTTP/1.1 only, not HTTP/2")
-                    return
-                is_url = isinstance(error.__context__, httptools.HttpParserInvalidURLError)
-                problem = "its target is not a URL" if is_url else error  # not the client's text
-                self._refuse_unread(400, f"the request is not HTTP/1.1: {problem}")
-                return
+        if self.parser.get_method() == b"CONNECT":
+            message = "the server is no proxy: it does not answer CONNECT"
+            self._refuse_unread(405, message, "allow: GET, HEAD, POST\r\n")
+            return
+        self._unparsed = self._head_without_upgrade() + rest + self._unparsed
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
+    def _refuse_error(self, error: httptools.HttpParserError) -> None:
+        """Refuse bytes that are no request of HTTP/1.1."""
+        if self.parser.get_method() == b"PRI":  # the first bytes of HTTP/2
+            self._refuse_unread(505, "the server speaks HTTP/1.1 only, not HTTP/2")
+            return
+        is_url = isinstance(error.__context__, httptools.HttpParserInvalidURLError)
+        problem = "its target is not a URL" if is_url else error  # not the client's text
+        self._refuse_unread(400, f"the request is not HTTP/1.1: {problem}")
 
     def _head_without_upgrade(self) -> bytes:
         """Return the head of the current request without its headers ``Upgrade``."""
@@ -227,16 +243,20 @@ class ServerProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Note the first byte of a request."""
         self._progress = self._in_head = True
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
+        self._unset_keepalive_if_required()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Begin a request, or queue it behind others of a pipeline."""
         self._progress = True
-        if self.parser.should_upgrade():  # its head comes again; see `_feed`
+        if self.parser.should_upgrade():  # its head comes again; see `_feed_without_upgrade`
             return
         self._in_head = False
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
+        self._unset_keepalive_if_required()  # an answer to an earlier request has set it
         self._table.idle.pop(self, None)
         super().on_headers_complete()
 
@@ -248,15 +268,17 @@ class ServerProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Note the end of the request."""
         self._progress = True
-        self._stop_timer()
-        super().on_message_complete()
+        if not self.parser.should_upgrade():  # else its head comes again
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, or until the client has read the last answer."""
-        cast(_OneWrite, self.transport).answered()
+        if self.is_lost:
+            return
+        cast(_OneWrite, self.transport).end_answer()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._end_after(self._table.limits.idle_timeout_s, "it does not read its answer")
+            self._end_after(self._table.limits.answer_timeout_s, "it does not read its answer")
         elif self.cycle.response_complete:
             self._table.idle[self] = None  # else the next request of a pipeline has begun
 
@@ -268,7 +290,11 @@ class ServerProtocol(HttpToolsProtocol):
         """End the connection after its request. The drain waits for a body, but not for long."""
         super().shutdown()
         if not self.transport.is_closing() and self.cycle.more_body:
-            self._end_after(_DRAIN_BODY_S, "its body did not arrive during the drain")
+            self.loop.call_later(_DRAIN_BODY_S, self._end_half_sent)
+
+    def _end_half_sent(self) -> None:
+        if self.cycle is not None and self.cycle.more_body:
+            self.end("its body did not arrive during the drain")
 
     # ---- refusals -------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ With Python's values and 4,000 busy connections, full collections take 150 ms ea
 _COLLECT_AFTER_CLOSED = 256
 """Number of closed connections after which an idle server collects their reference cycles."""
 
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
 """Seconds between looks at the engines, and at the files of keys and certificate."""
 
 _DRAIN_MARGIN_S = 5
@@ -166,9 +166,11 @@ class _Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._grace_s = settings.shutdown_grace_ms / 1000
         self._drain_timer: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
             settings.idle_timeout_ms / 1000,
+            settings.request_timeout_ms / 1000,
             max_connections,
             settings.max_connections_per_address,
         )
@@ -182,7 +184,8 @@ class _Server(uvicorn.Server):
                 service,
                 http="httptools",
                 ws="none",
-                proxy_headers=False,  # `Callers` believes only trusted proxies
+                proxy_headers=bool(settings.trusted_proxies),
+                forwarded_allow_ips=[*settings.trusted_proxies],
                 log_config=None,
                 backlog=BACKLOG,
                 log_level="warning",

@@ -29,7 +29,7 @@ USED: Final = {
     },
     "cycle": {"more_body", "response_complete"},
     "flow": {"read_paused"},
-    "server": {"config", "lifespan", "server_state", "servers"},
+    "server": {"config", "lifespan", "server_state", "servers", "should_exit"},
     "config": {"timeout_graceful_shutdown"},
     "state": {"tasks"},
     "lifespan": {"state"},

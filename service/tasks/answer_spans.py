@@ -19,7 +19,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.windows import Bounds, LongText, characters
+from cloze.service.tasks.parameters import LongText
+from cloze.service.tasks.texts import Bounds
 from cloze.service.text.tokenizer import Spans
 from cloze.service.threads import check_awaited
 
@@ -148,7 +149,7 @@ def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
     # Most tokens hold text, whose first character then is none of white space.
     is_blank = [
         start == end or (context[start].isspace() and context[start:end].isspace())
-        for start, end in spans.offsets
+        for start, end in zip(spans.starts, spans.ends, strict=True)
     ]
     tokens = np.arange(len(is_blank))
     ends: NDArray[np.intp] = np.where(is_blank, len(is_blank), tokens)
@@ -187,7 +188,6 @@ def _search(
 ) -> _Window:
     """Return the best spans of a window of a context."""
     check_awaited()
-    offsets = question.spans.offsets
     # The start and end scores [1 + C, 2] of [CLS] and the C tokens of the context.
     first = question.context_start
     selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
@@ -202,35 +202,34 @@ def _search(
         tokens = bounds[0] + start, bounds[0] + end
         if options.align_to_words:
             tokens = _whole_words(question.spans, tokens, bounds)
-        start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
+        start, end = question.spans.starts[tokens[0]], question.spans.ends[tokens[1]]
         memory.add(end - start)
         spans.append(QaAnswer(question.context[start:end], score, start, end))
     return _Window(spans, float(scores[0, 0] * scores[0, 1]))
 
 
 def _ranked(windows: Sequence[_Window], options: QaOptions) -> list[QaAnswer]:
-    """Return the answers of all windows, best first; an answer has its best window's score."""
+    """Return the answers of all windows, best first.
+
+    Spans of a window with the same text are one answer, whatever their case. An answer has its best
+    window's score.
+    """
     best: dict[str, QaAnswer] = {}  # by lower-case text
     for window in windows:
-        for key, answer in _texts(window).items():
+        merged: dict[str, QaAnswer] = {}
+        for answer in window.spans:
+            key = answer.answer.lower()
+            if (same := merged.get(key)) is not None:
+                # Float32 rounds a sum of probabilities to slightly more than 1.
+                answer = replace(same, score=min(same.score + answer.score, 1.0))
+            merged[key] = answer
+        for key, answer in merged.items():
             if (other := best.get(key)) is None or answer.score > other.score:
                 best[key] = answer
     answers = list(best.values())
     if options.handle_impossible_answer:
         answers.append(QaAnswer("", min(window.no_answer for window in windows), 0, 0))
     return sorted(answers, key=lambda answer: -answer.score)
-
-
-def _texts(window: _Window) -> dict[str, QaAnswer]:
-    """Return the answers of a window by their lower-case text; spans of one text are one answer."""
-    merged: dict[str, QaAnswer] = {}
-    for answer in window.spans:
-        key = answer.answer.lower()
-        if (same := merged.get(key)) is not None:
-            # Float32 rounds a sum of probabilities to slightly more than 1.
-            answer = replace(same, score=min(same.score + answer.score, 1.0))
-        merged[key] = answer
-    return merged
 
 
 def _details(
@@ -241,9 +240,9 @@ def _details(
 ) -> QaDetails:
     """Return the answers with the best span of each window that is not white space alone."""
     ranks = {answer.answer.lower(): rank for rank, answer in enumerate(ranked, start=1)}
-    places = characters(question.windows, question.spans.offsets)
+    characters = question.spans.characters(question.windows)
     details = []
-    for (start, end), window in zip(places, windows, strict=True):
+    for (start, end), window in zip(characters, windows, strict=True):
         if not window.spans:
             continue
         best = window.spans[0]
@@ -272,7 +271,7 @@ def _best_spans(
     ends = np.zeros(tokens + width - 1, np.float32)  # the score of an end after the last token is 0
     ends[:tokens] = scores[:, 1]
     band = sliding_window_view(ends, width)  # [C, width]: the ends of the spans of each start
-    best, places = np.empty(0, np.float32), np.empty(0, np.int64)
+    best, indices = np.empty(0, np.float32), np.empty(0, np.int64)
     shortest = first_ends - np.arange(tokens)  # 0 without white space
     rows = max(1, _MOST_PRODUCTS // width)
     for first in range(0, tokens, rows):
@@ -286,23 +285,23 @@ def _best_spans(
         products = products.ravel()
         chosen = _largest(products, count)
         best = np.concatenate([best, products[chosen]])
-        places = np.concatenate([places, chosen + first * width])
+        indices = np.concatenate([indices, chosen + first * width])
         chosen = _largest(best, count)
-        best, places = best[chosen], places[chosen]
-    firsts, lengths = np.divmod(places, width)
+        best, indices = best[chosen], indices[chosen]
+    firsts, lengths = np.divmod(indices, width)
     spans = zip(best.tolist(), firsts.tolist(), (firsts + lengths).tolist(), strict=True)
     return [span for index, span in enumerate(spans) if span[0] > 0 or index == span[0] == 0]
 
 
 def _largest(values: Float32, count: int) -> NDArray[np.intp]:
-    """Return the places of the largest values, the largest first; of equal values, the first."""
-    places = np.arange(len(values))
+    """Return the indices of the largest values, the largest first; of equal values, the first."""
+    indices = np.arange(len(values))
     if len(values) > count:
         least = np.partition(values, len(values) - count)[len(values) - count]
         above = np.flatnonzero(values > least)
         equal = np.flatnonzero(values == least)
-        places = np.concatenate([above, equal[: count - len(above)]])
-    return places[np.argsort(-values[places], kind="stable")]
+        indices = np.concatenate([above, equal[: count - len(above)]])
+    return indices[np.argsort(-values[indices], kind="stable")]
 
 
 def _whole_words(spans: Spans, tokens: tuple[int, int], window: Bounds) -> tuple[int, int]:

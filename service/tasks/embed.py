@@ -19,14 +19,9 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
+from cloze.service.tasks.parameters import EmbedInputs, LongText, TextParameters
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import (
-    EmbedInputs,
-    TextEncoder,
-    TextParameters,
-    encode_texts,
-)
-from cloze.service.tasks.windows import Bounds, LongText
+from cloze.service.tasks.texts import Bounds, TextEncoder, encode_texts
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
 PoolingChoice = Literal["cls", "mean", "max"]
@@ -137,15 +132,15 @@ def _of_layers(
     Source: Devlin et al. 2019, table 7, which compares layers.
     """
     manifest, pooling, layers = context.manifest, parameters.pooling, parameters.layers
-    recipe, own_vectors = manifest.embedding, context.own_vectors
-    assert recipe is not None  # a model with the head has a recipe
+    options, own_vectors = manifest.embedding, context.own_vectors
+    assert options is not None  # a model with the head has them
     assert own_vectors is not None
-    chosen = recipe.pooling if pooling is None else Pooling(pooling)
-    is_own = pooling is None or (chosen is recipe.pooling and not recipe.further_poolings)
+    chosen = options.pooling if pooling is None else Pooling(pooling)
+    is_own = pooling is None or (chosen is options.pooling and not options.further_poolings)
     if is_own and layers in (None, "last"):
         return None
     context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
-    if not recipe.include_prompt and parameters.prompt(context):
+    if not options.include_prompt and parameters.prompt(context):
         raise WrongTask(
             "pooling and layers pool a prompt too, which the pooling of "
             f"{manifest.reference} leaves out; leave out the prompt, or pooling and layers"
@@ -174,14 +169,14 @@ def _encode_spans(
 ) -> tuple[TextEncoder, list[Bounds]]:
     """Return the encoding of one text, and the (first, end) tokens of each of its spans."""
     manifest, limits = context.manifest, context.limits
-    recipe, reference = manifest.embedding, manifest.reference
-    assert recipe is not None  # a model with the head has a recipe
+    options, reference = manifest.embedding, manifest.reference
+    assert options is not None  # a model with the head has them
     rule = parameters.rule(report=parameters.return_usage)
     if rule.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
-    if recipe.poolings != (Pooling.MEAN,):
-        shown = " + ".join(recipe.poolings)
+    if options.poolings != (Pooling.MEAN,):
+        shown = " + ".join(options.poolings)
         raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {shown}")
     _check_no_projection(manifest, "spans")
     if not isinstance(text, str):
@@ -222,8 +217,12 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
     else:
         rows = [result.array.ravel() for result in results]  # of layers: their vectors, joined
     if state.windows is not None:
-        rest = iter(rows)  # the mean of each text's windows, weighted by their tokens
-        rows = [np.average([next(rest) for _ in sizes], 0, sizes) for sizes in state.windows]
+        rest = iter(rows)
+        parts = [[next(rest) for _ in sizes] for sizes in state.windows]
+        rows = [  # the mean of each text's windows, weighted by their tokens
+            part[0] if len(part) == 1 else np.average(part, 0, sizes).astype(np.float32)
+            for part, sizes in zip(parts, state.windows, strict=True)
+        ]
     # The array of a single vector is that of the engine; `np.array` would take 2 us.
     vectors = rows[0][None] if len(rows) == 1 else np.array(rows, np.float32)
     if state.recipe.dimensions < vectors.shape[1]:

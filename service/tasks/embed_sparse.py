@@ -19,8 +19,9 @@ from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext, TaskLimits
-from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
+from cloze.service.tasks.parameters import CutTextParameters, EmbedInputs
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
+from cloze.service.tasks.texts import encode_texts
 from cloze.service.tasks.wire import Count, check_range
 
 _WORDS_PER_RESULT = 16
@@ -107,7 +108,11 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
             _of_own_tokens(encoding, output[lexical.HEAD.name].array[:, 0], options, state.top_k)
             for encoding, output in zip(state.encodings, outputs, strict=True)
         ]
-    _check_words(sum(len(result.ids) for result in results), context.limits)
+    words = sum(len(result.ids) for result in results)  # known only after the run
+    if words > (most := _WORDS_PER_RESULT * context.limits.max_results):
+        raise InvalidRequest(
+            f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
+        )
     pairs = [
         zip(result.ids.tolist(), result.weights.astype(np.float32).tolist(), strict=True)
         for result in results
@@ -116,14 +121,6 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
         token = context.tokenizer.token_of
         return [[NamedSparseValue(i, weight, token(i)) for i, weight in text] for text in pairs]
     return [[SparseValue(i, weight) for i, weight in text] for text in pairs]
-
-
-def _check_words(words: int, limits: TaskLimits) -> None:
-    """Raise `InvalidRequest` for too many words, which are known only after the run."""
-    if words > (most := _WORDS_PER_RESULT * limits.max_results):
-        raise InvalidRequest(
-            f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
-        )
 
 
 def _of_own_tokens(

@@ -13,9 +13,9 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
-from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
@@ -51,7 +51,7 @@ class _Text:
 
     Attributes:
         ids: ids of the text, without special tokens.
-        masks: positions of the masks in the encoding.
+        masks: positions of the masks in the ids.
         hypotheses: what fills the first masks, best first.
     """
 
@@ -59,10 +59,12 @@ class _Text:
     masks: list[int]
     hypotheses: list[_Hypothesis] = field(default_factory=lambda: [_Hypothesis()])
 
-    @property
-    def filled(self) -> int:
-        """Number of masks that are filled."""
-        return len(self.hypotheses[0].tokens)
+    def filled(self, hypothesis: _Hypothesis) -> list[int]:
+        """Return the ids with the tokens of the first masks."""
+        ids = list(self.ids)
+        for position, token in zip(self.masks, hypothesis.tokens, strict=False):
+            ids[position] = token
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +84,29 @@ class JointFilling:
 
     def next_round(self, tokenizer: Tokenizer) -> PreparedRequest["JointFilling"] | None:
         """Return the next round of the engine; None if all masks are filled."""
-        encodings = [
-            self._encoding(text, hypothesis, tokenizer)
-            for text in self._unfinished()
-            for hypothesis in text.hypotheses
-        ]
+        unfinished, encodings = [], []
+        for text in self.texts:
+            filled = len(text.hypotheses[0].tokens)
+            positions = [1 + position for position in text.masks[filled:]]  # after [CLS]
+            if not positions:
+                continue
+            unfinished.append(text)
+            if self.method != "independent":
+                positions = positions[:1]
+            is_greedy = self.method == "left-to-right" and filled
+            request = MaskedLMRequest(positions, 1 if is_greedy else self.beam_width)
+            requests = {masked_lm.HEAD.name: request}
+            encodings += [tokenizer.encode(text.filled(one), requests) for one in text.hypotheses]
         if not encodings:
             return None
-        return PreparedRequest(encodings, self, advance=self._advance)
+        return PreparedRequest(encodings, self, advance=partial(self._advance, unfinished))
 
     def _advance(
-        self, outputs: Outputs, context: TaskContext
+        self, texts: Sequence[_Text], outputs: Outputs, context: TaskContext
     ) -> PreparedRequest["JointFilling"] | None:
         """Fill the next masks by the outputs of a round; return the next round, if there is one."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
-        for text in self._unfinished():
+        for text in texts:
             if self.method == "independent":
                 text.hypotheses = _best_products(next(results), self.beam_width)
             else:
@@ -109,28 +119,14 @@ class JointFilling:
         decode = context.tokenizer.decode
         results = []
         for text in self.texts:
-            best, fillings, ids = text.hypotheses[: self.top_k], [], list(text.ids)
-            for tokens, log_probability in best:
-                for position, token in zip(text.masks, tokens, strict=True):
-                    ids[position - 1] = token  # the ids are without [CLS]
-                [sequence] = decode([ids], skip_special_tokens=True)
-                words = decode([[token] for token in tokens])
-                fillings.append(Filling(math.exp(log_probability), list(tokens), words, sequence))
+            fillings = []
+            for one in text.hypotheses[: self.top_k]:
+                [sequence] = decode([text.filled(one)], skip_special_tokens=True)
+                words = decode([[token] for token in one.tokens])
+                score = math.exp(one.log_probability)
+                fillings.append(Filling(score, list(one.tokens), words, sequence))
             results.append(fillings)
         return results
-
-    def _unfinished(self) -> list[_Text]:
-        return [text for text in self.texts if text.filled < len(text.masks)]
-
-    def _encoding(self, text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Encoding:
-        ids, positions = list(text.ids), text.masks
-        if self.method != "independent":
-            for position, token in zip(text.masks, hypothesis.tokens, strict=False):
-                ids[position - 1] = token  # the ids are without [CLS]
-            positions = [text.masks[text.filled]]
-        greedy = self.method == "left-to-right" and text.filled
-        request = MaskedLMRequest(positions, 1 if greedy else self.beam_width)
-        return tokenizer.encode(ids, {masked_lm.HEAD.name: request})
 
 
 def prepare_jointly(
@@ -144,7 +140,7 @@ def prepare_jointly(
     beam_width = max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
     texts, results, tokens = [], 0, 0
     for at, text in ids:
-        masks = [index + 1 for index in tokenizer.mask_positions(text)]  # after [CLS]
+        masks = tokenizer.mask_positions(text)
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1
         tokens += (len(text) + 2) * (1 + rounds * beam_width)

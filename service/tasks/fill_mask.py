@@ -14,9 +14,9 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
-from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
-from cloze.service.tasks.windows import Bounds, LongText, LongTextRule, centred, characters
+from cloze.service.tasks.texts import Bounds, EncodedText, TextEncoder, centred
 from cloze.service.tasks.wire import Count, Text, Texts, check_range
 
 _WRITTEN_TOKENS = 4
@@ -84,7 +84,7 @@ def prepare(
         first, end = _part(at, len(ids), masks, encoder, around)
         windows = None
         if rule.report and choice == "window" and end - first < len(ids):
-            windows = characters([(first, end)], tokenizer.spans(text).offsets)
+            windows = tokenizer.spans(text).characters([(first, end)])
         usage = TextUsage(len(ids) + TEXT_TOKENS, end - first + TEXT_TOKENS, windows)
         encoder.texts.append(EncodedText([], usage))
         read.append((at, ids[first:end]))

@@ -16,9 +16,9 @@ from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
+from cloze.service.tasks.parameters import LongTextRule
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
 from cloze.service.tasks.texts import EncodedText, Offsets, TextEncoder, own_ids
-from cloze.service.tasks.windows import LongTextRule
 
 Kept = NDArray[np.bool_]
 """Whether the vector of each token of a text counts: bool [S]."""
@@ -30,11 +30,7 @@ def interaction(manifest: Manifest) -> LateInteraction | None:
 
 
 def role_of(prompt_name: str | None) -> Role:
-    """Return the role that a request's ``prompt_name`` names; the default is document.
-
-    Raises:
-        InvalidRequest: it is no role.
-    """
+    """Return the role that a request's ``prompt_name`` names; the default is document."""
     if prompt_name is None:
         return Role.DOCUMENT
     if prompt_name not in [role.value for role in Role]:

@@ -5,7 +5,7 @@ library phonenumbers finds telephone numbers, by the numbering plans of all coun
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
 from cloze.service.threads import check_awaited
@@ -55,10 +55,8 @@ def regions() -> frozenset[str]:
 def find(text: str, pattern: Pattern, region: str | None = None) -> Iterator[Place]:
     """Yield the places of a text that have a form.
 
-    Args:
-        text: the text.
-        pattern: the form.
-        region: the country of telephone numbers without ``+``; None: these are not found.
+    The region is the country of telephone numbers without ``+``; without a region, these are not
+    found.
     """
     if pattern == "EMAIL":
         yield from _emails(text)
@@ -130,37 +128,24 @@ def _checked(
     while (match := candidates.search(text, position)) is not None:
         check_awaited()
         start, end = match.span()
-        ends = _ends(text, start, end)
-        valid = (e for e in ends if _length(text[start:e]) >= shortest and is_valid(text[start:e]))
-        found = next(valid, None)
-        if found is not None:
-            yield start, found
-        position = found or start + 1
-
-
-def _ends(text: str, start: int, end: int) -> Sequence[int]:
-    """Return the ends of words between two characters, the last one first."""
-    after = text[end : end + 1]
-    ends = [] if after.isalnum() else [end]
-    return ends + [index for index in range(end - 1, start, -1) if text[index] in " -"]
-
-
-def _plain(number: str) -> str:
-    return number.replace(" ", "").replace("-", "")
-
-
-def _length(number: str) -> int:
-    return len(_plain(number))
+        position = start + 1
+        ends = [] if text[end : end + 1].isalnum() else [end]
+        ends += [index for index in range(end - 1, start, -1) if text[index] in " -"]
+        for last in ends:
+            number = text[start:last].replace(" ", "").replace("-", "")
+            if len(number) >= shortest and is_valid(number):
+                yield start, last
+                position = last
+                break
 
 
 def _is_iban(number: str) -> bool:
     """Return whether the check digits of an account number are right. Source: ISO 13616."""
-    plain = _plain(number)
-    return int("".join(str(int(sign, 36)) for sign in plain[4:] + plain[:4])) % 97 == 1
+    return int("".join(str(int(sign, 36)) for sign in number[4:] + number[:4])) % 97 == 1
 
 
 def _is_card(number: str) -> bool:
     """Return whether the check digit of a card number is right. Source: ISO/IEC 7812-1."""
-    digits = [int(digit) for digit in reversed(_plain(number))]
+    digits = [int(digit) for digit in reversed(number)]
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[1::2]]
     return sum(digits[::2] + doubled) % 10 == 0 and any(digits)

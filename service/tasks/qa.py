@@ -19,6 +19,7 @@ from cloze.service.tasks.answer_spans import (
     best_answers,
     first_ends,
 )
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -29,8 +30,7 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
-from cloze.service.tasks.windows import LongText, LongTextRule, characters
+from cloze.service.tasks.texts import EncodedText, TextEncoder
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
@@ -112,34 +112,33 @@ def _add(
     pair: Input[QaPair], options: QaOptions, encoder: TextEncoder, context: TaskContext
 ) -> Question:
     """Add the windows of a question's context to the encodings of a request; see `prepare`."""
-    (at, asked), tokenizer = pair, context.tokenizer
-    question, text = asked.question, asked.context
-    context.limits.checked(question, at.below("question"))
-    context.limits.checked(text, at.below("context"))
-    ids, spans = tokenizer.ids([question])[0], tokenizer.spans(text)
-    check_has_tokens(ids, at.below("question"))
-    check_has_tokens(spans.ids, at.below("context"))
-    cut = ids[: options.max_question_len]
-    around = len(cut) + tokenizer.special.pair_tokens
-    stride = _stride(options, encoder.room(at.below("question"), around))
+    (at, asked), tokenizer, most = pair, context.tokenizer, options.max_question_len
+    at_question, at_context = at.below("question"), at.below("context")
+    context.limits.checked(asked.question, at_question)
+    context.limits.checked(asked.context, at_context)
+    ids, spans = tokenizer.ids([asked.question])[0], tokenizer.spans(asked.context)
+    check_has_tokens(ids, at_question)
+    check_has_tokens(spans.ids, at_context)
+    around = len(ids[:most]) + tokenizer.special.pair_tokens
+    stride = _stride(options, encoder.room(at_question, around))
     whole = len(ids) + len(spans.ids) + tokenizer.special.pair_tokens
-    most = options.max_question_len
-    encoder.rule.check(at.below("question"), len(ids), most, "max_question_len is")
+    encoder.rule.check(at_question, len(ids), most, "max_question_len is")
     bounds = encoder.divide(at, len(spans.ids), around, stride)
     if len(bounds) == 1:
         encoder.count(at, around + bounds[0][1] - bounds[0][0])
     read = spans.first(bounds[-1][1])
-    ends = first_ends(text, read)
+    ends = first_ends(asked.context, read)
     if ends[0] == len(ends):
-        raise InvalidRequest("has no answer: its tokens are white space", at.below("context"))
+        raise InvalidRequest("has no answer: its tokens are white space", at_context)
     encodings = [
-        tokenizer.pair(cut, read.ids[first:end], options.max_seq_len, _REQUEST)
+        tokenizer.pair(ids[:most], read.ids[first:end], options.max_seq_len, _REQUEST)
         for first, end in bounds
     ]
-    places = characters(bounds, read.offsets) if len(bounds) > 1 else None
+    places = read.characters(bounds) if len(bounds) > 1 else None
     usage = TextUsage(whole, around + len(read.ids), places)
     encoder.texts.append(EncodedText(encodings, usage))
-    return Question(text, read, tokenizer.special.second_start(len(cut)), bounds, ends)
+    start = tokenizer.special.second_start(len(ids[:most]))
+    return Question(asked.context, read, start, bounds, ends)
 
 
 def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:

@@ -16,10 +16,11 @@ from cloze.model_store.heads import token_classification as head
 from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
+from cloze.service.tasks.parameters import UsageParameters
 from cloze.service.tasks.patterns import Pattern, find, regions
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.token_classification import (
+    LabelledSpan,
     TaggedTexts,
     TokenClassificationParameters,
     entity_group,
@@ -87,16 +88,6 @@ class Redaction:
     replacements: list[Replacement]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What is to be replaced: ``text[start:end]``."""
-
-    label: str
-    score: float
-    start: int
-    end: int
-
-
 class _State(NamedTuple):
     tagged: TaggedTexts
     labels: frozenset[str]
@@ -148,20 +139,20 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Redact
         kept = [e for e in entities if e.label in state.labels and e.score >= least]
         places = without_space(text, [(e.start, e.end) for e in kept])
         found = [
-            _Found(entity.label, entity.score, start, end)
+            replace(entity, start=start, end=end)
             for entity, (start, end) in zip(kept, places, strict=True)
             if text[start:end].strip()  # a token may be white space, or no character at all
         ]
         for pattern in dict.fromkeys(parameters.patterns or ()):
             places = list(find(text, pattern, parameters.region))
-            found += [_Found(pattern, 1.0, *place) for place in places]
+            found += [LabelledSpan(pattern, 1.0, [], 0, *place) for place in places]
         redactions.append(_redacted(text, _joined(found), numbers or _Placeholders([text])))
     return redactions
 
 
-def _joined(found: Sequence[_Found]) -> list[_Found]:
+def _joined(found: Sequence[LabelledSpan]) -> list[LabelledSpan]:
     """Return all places without overlaps; what overlaps is one place, with the longer's label."""
-    joined: list[_Found] = []
+    joined: list[LabelledSpan] = []
     for each in sorted(found, key=lambda each: (each.start, each.end)):
         if not joined or each.start >= (last := joined[-1]).end:
             joined.append(each)
@@ -189,7 +180,7 @@ class _Placeholders:
         return self._names[key]
 
 
-def _redacted(text: str, found: Sequence[_Found], placeholders: _Placeholders) -> Redaction:
+def _redacted(text: str, found: Sequence[LabelledSpan], placeholders: _Placeholders) -> Redaction:
     """Return a text with placeholders."""
     parts: list[str] = []
     replacements: list[Replacement] = []

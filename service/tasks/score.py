@@ -17,7 +17,9 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
+from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -26,8 +28,7 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder, UsageParameters
-from cloze.service.tasks.windows import LongText, LongTextRule, centred
+from cloze.service.tasks.texts import EncodedText, TextEncoder, centred
 from cloze.service.tasks.wire import Text, Texts
 from cloze.service.text.tokenizer import Spans
 
@@ -67,34 +68,30 @@ def prepare(
     inputs: Any, parameters: ScoreParameters, context: TaskContext
 ) -> PreparedRequest[list[Spans]]:
     """Tokenize the texts, and mask each token of a text in a copy of its own."""
-    tokenizer, limits, most = context.tokenizer, context.limits, context.limits.max_tokens
+    tokenizer, limits = context.tokenizer, context.limits
     choice = parameters.long_text or "error"
-    encoder = TextEncoder(
-        LongTextRule(choice, side="right", report=parameters.return_usage), context, most
-    )
-    texts = limits.checked(inputs)
-    scored: list[Spans] = []
-    usages: list[TextUsage] = []
+    rule = LongTextRule(choice, side="right", report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, limits.max_tokens)
+    scored: list[tuple[Spans, TextUsage]] = []
     held = 0
-    for at, text in texts:
+    for at, text in limits.checked(inputs):
         spans = tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
-        tokens = len(spans.ids) + 2
+        tokens = len(spans.ids) + TEXT_TOKENS
         if tokenizer.mask_id in spans.ids:
             mask = tokenizer.mask_token
             raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
         if choice != "window":
             [(_, end)] = encoder.divide(at, len(spans.ids))
             spans = spans.first(end)
-        scored.append(spans)
-        copies = len(scored[-1].ids)
-        usages.append(TextUsage(tokens, copies + 2))
-        held += copies * min(copies + 2, most)
+        read = len(spans.ids) + TEXT_TOKENS
+        scored.append((spans, TextUsage(tokens, read)))
+        held += len(spans.ids) * min(read, limits.max_tokens)
         limits.check_tokens(held, "the masked copies hold", at)
-    limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
-    for spans, usage in zip(scored, usages, strict=True):
+    limits.check_results(sum(len(spans.ids) for spans, _ in scored), "the texts need")
+    for spans, usage in scored:
         encoder.texts.append(EncodedText(_masked_copies(spans.ids, context), usage))
-    return encoder.prepared(scored)
+    return encoder.prepared([spans for spans, _ in scored])
 
 
 def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
@@ -102,7 +99,7 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
 
     The encoding of a long text is the part that has the token in its middle.
     """
-    tokenizer, room = context.tokenizer, context.limits.max_tokens - 2
+    tokenizer, room = context.tokenizer, context.limits.max_tokens - TEXT_TOKENS
     assert tokenizer.mask_id is not None  # a model with the head has the token
     copies = []
     for position, token in enumerate(ids):
@@ -122,7 +119,7 @@ def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[T
     for text in texts:
         tokens = [
             ScoredToken(token_of(token), start, end, result.target_log_probability())
-            for token, (start, end), result in zip(text.ids, text.offsets, results, strict=False)
+            for token, (start, end), result in zip(text.ids, text.offsets(), results, strict=False)
         ]
         scores.append(TextScore(math.fsum(token.log_probability for token in tokens), tokens))
     return scores

@@ -1,165 +1,29 @@
-"""Texts to encodings: the parameters of requests, prompts, token ids, texts and pairs."""
+"""Texts to encodings: prompts, token ids, pairs, and which tokens of a long text are read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
-
-from pydantic import BeforeValidator, Field
+from typing import Final, NamedTuple, TypeVar
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import VectorRecipe
 from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
-from cloze.model_store.manifest import Role
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.core import EmptyRequest, InvalidRequest, Location, quoted
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.tasks.parameters import LongTextRule
 from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
-from cloze.service.tasks.windows import Bounds, Divider, LongText, LongTextRule, characters
-from cloze.service.tasks.wire import NotEmpty, Text, TokenIds, WireModel
-from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Spans, Tokenizer
 
-TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
-
-EmbedInputs = Annotated[TextsOrIds, Field(description="a text, its token ids, or a list of either")]
+Bounds = tuple[int, int]
+"""The first token of a part of a text, and the token after its last."""
 
 Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
 
 S = TypeVar("S")
 
-ROLE_WORDS: Final[Mapping[str, Role]] = {
-    "query": Role.QUERY,
-    "document": Role.DOCUMENT,
-    "search_query": Role.QUERY,
-    "search_document": Role.DOCUMENT,
-    "retrieval.query": Role.QUERY,
-    "retrieval.passage": Role.DOCUMENT,
-    "passage": Role.DOCUMENT,
-}
-"""The words for roles: ours, which are Voyage's too, Cohere's, Jina's, and NVIDIA's."""
-
-Truncate = Literal["NONE", "START", "END"]
-"""What to do with a long text, in the words of Cohere's and NVIDIA's clients."""
-
-
-# ---- parameters ----------------------------------------------------------------------------------
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-class UsageParameters(WireModel):
-    """Whether to report how much of each text was used."""
-
-    return_usage: bool | None = Field(
-        None,
-        description="whether to return {result, usage}: with the result, the tokens of each input, "
-        "how many of them the model read, and its windows; the answer is JSON",
-    )
-
-
-class TruncationParameters(WireModel):
-    """What to do with a text that is too long for the model."""
-
-    truncate: bool | None = Field(
-        None, description="true cuts a long text, false refuses the text; the default is true"
-    )
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(
-            None,
-            description="the end of a long text to cut; the default is the model's, usually right",
-        )
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it; the default "
-        "is truncate",
-    )
-
-    def rule(self, *, report: bool | None = False) -> LongTextRule:
-        """Return what to do with long texts.
-
-        Raises:
-            InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
-        """
-        side = self.truncation_direction
-        if (choice := self.long_text) is None:
-            choice = "error" if self.truncate is False else "truncate"
-            return LongTextRule(choice, "truncate is false", side, report=report)
-        if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
-            given = str(self.truncate).lower()
-            raise InvalidRequest(
-                f"truncate {given} contradicts long_text {choice}; leave out one of them"
-            )
-        return LongTextRule(choice, side=side, report=report)
-
-
-def truncation_of(word: Truncate | None) -> dict[str, Any]:
-    """Return the parameters of truncation that a word of other clients stands for.
-
-    Without a word, the model's tokenizer decides which end is cut.
-    """
-    match word:
-        case "NONE":
-            return {"truncate": False}
-        case "START":
-            return {"truncation_direction": "left"}
-        case "END":
-            return {"truncation_direction": "right"}
-    return {}
-
-
-class TextParameters(TruncationParameters, UsageParameters):
-    """Request fields that change how a text is tokenized: TEI's and Cloze's own."""
-
-    prompt_name: str | None = Field(
-        None, description="name of a prompt of the model, which is put before each text"
-    )
-    input_type: str | None = Field(
-        None,
-        description="what the texts are for, query or document, which chooses the model's own "
-        "prompt; Cohere's, Jina's, Voyage's and NVIDIA's words for these are accepted",
-        json_schema_extra={"enum": [*ROLE_WORDS, None]},
-    )
-
-    def prompt(self, context: TaskContext) -> str:
-        """Return the text to put before each text.
-
-        Raises:
-            InvalidRequest: the model has no such prompt, or there is no such type of input.
-        """
-        if self.input_type is None and self.prompt_name is None:
-            return context.default_prompt
-        role = self.role()
-        return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
-
-    def role(self) -> Role | None:
-        """Return the role that ``input_type`` names; None: the request has no ``input_type``.
-
-        Raises:
-            InvalidRequest: there is no such type of input, or the request names a prompt too.
-        """
-        if self.input_type is None:
-            return None
-        if self.prompt_name is not None:
-            raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
-        if (role := ROLE_WORDS.get(self.input_type)) is None:
-            known = ", ".join(ROLE_WORDS)
-            problem = f"{quoted(self.input_type)} is not one of {known}"
-            raise InvalidRequest(problem, Location(("input_type",)))
-        return role
-
-
-class CutTextParameters(TextParameters):
-    """The same fields, of tasks that do not divide long texts."""
-
-    long_text: Literal["error", "truncate"] | None = Field(
-        None, description="error refuses a long text, truncate cuts it; the default is truncate"
-    )
-
-
-# ---- encodings -----------------------------------------------------------------------------------
+_OVERLAP: Final = 4
+"""Neighbouring windows share this part of a window: a quarter."""
 
 
 class EncodedText(NamedTuple):
@@ -170,20 +34,73 @@ class EncodedText(NamedTuple):
 
 
 @dataclass(slots=True)
-class TextEncoder(Divider):
-    """Builds the encodings of one request, text by text; see `Divider` for long texts.
+class TextEncoder:
+    """Builds the encodings of one request, text by text, by the rule for its long texts.
+
+    For example, a model reads 12 tokens per sequence, 2 of which are special tokens. A text of 25
+    tokens is longer than the 10 that have room. A request may refuse the text, read its first or
+    last 10 tokens, or read the windows (0, 10), (8, 18) and (16, 25), which share a quarter of a
+    window.
 
     Attributes:
+        max_tokens: most tokens per sequence, special tokens included.
         requests: what each encoding asks of the heads.
         prompt: the text before each text, unless each has its own.
         before: number of tokens before those of a text.
         texts: the texts and pairs so far.
+        window_tokens: tokens of all windows so far.
     """
 
+    rule: LongTextRule
+    context: TaskContext
+    max_tokens: int
     requests: Mapping[str, HeadRequest] = field(default_factory=dict)
     prompt: str = ""
     before: int = 1
     texts: list[EncodedText] = field(default_factory=list)
+    window_tokens: int = field(default=0, init=False)
+
+    @property
+    def keep_end(self) -> bool:
+        """Whether the start of a long text is cut, and not its end."""
+        return (self.rule.side or self.context.tokenizer.truncation_side) == "left"
+
+    def room(self, at: Location, around: int) -> int:
+        """Return the most tokens of a text in a sequence that has ``around`` other tokens."""
+        if (room := self.max_tokens - around) < 1:
+            problem = f"leaves no room for a text beside {around} tokens"
+            raise InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
+        return room
+
+    def divide(
+        self, at: Location, tokens: int, around: int = TEXT_TOKENS, stride: int | None = None
+    ) -> list[Bounds]:
+        """Return the bounds of the parts of a text that the model reads, one per sequence.
+
+        A sequence has ``around`` tokens besides those of the text, such as special tokens.
+        Neighbouring windows share ``stride`` tokens, or as many as the rule says.
+
+        Raises:
+            InvalidRequest: the text is too long and the rule refuses such texts, or the windows so
+                far have more tokens than a request may have.
+        """
+        room = self.room(at, around)
+        if tokens <= room:
+            return [(0, tokens)]
+        self.rule.check(at, tokens + around, self.max_tokens)
+        if self.rule.choice == "truncate":
+            return [(tokens - room, tokens) if self.keep_end else (0, room)]
+        shared = self.rule.stride if stride is None else stride
+        step = room - (room // _OVERLAP if shared is None else shared)
+        count = 1 - (room - tokens) // step  # rounded up
+        self.count(at, count * self.max_tokens)
+        firsts = range(0, count * step, step)
+        return [(first, min(first + room, tokens)) for first in firsts]
+
+    def count(self, at: Location, tokens: int) -> None:
+        """Add tokens to those of all windows; raise `InvalidRequest` above the limit."""
+        self.window_tokens += tokens
+        self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
 
     def add(
         self,
@@ -201,12 +118,12 @@ class TextEncoder(Divider):
         pooling leaves out prompts.
         """
         tokenizer, repeated, tokens = self.context.tokenizer, 0, len(ids) + TEXT_TOKENS
-        places: Sequence[tuple[int, int]] = ()
+        spans: Spans | None = None
         is_short = tokens <= self.max_tokens
         if self.rule.choice == "window" and not is_short:
             if text is not None and (prompt or self.rule.report):
-                places = tokenizer.spans(text).offsets
-                prompt_tokens = sum(start < len(prompt) for start, _ in places)
+                spans = tokenizer.spans(text)
+                prompt_tokens = sum(start < len(prompt) for start in spans.starts)
             repeated = prompt_tokens
         prefix, own = ids[:repeated], ids[repeated:]
         bounds = [(0, len(ids))] if is_short else self.divide(at, len(own), TEXT_TOKENS + repeated)
@@ -214,8 +131,8 @@ class TextEncoder(Divider):
             tokenizer.encode([*prefix, *own[first:end]], self.requests) for first, end in bounds
         ]
         windows = None
-        if places:
-            read = characters(bounds, places[repeated:])
+        if spans is not None:
+            read = spans.characters((first + repeated, end + repeated) for first, end in bounds)
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
         used = tokens if len(bounds) > 1 else len(encodings[0])
         self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
@@ -229,8 +146,8 @@ class TextEncoder(Divider):
         The start token is left out too, and the end token is not. As in sentence-transformers, as
         many tokens are left out where the start of the text, with its prompt, is cut.
         """
-        recipe, asked = self.context.manifest.embedding, self.requests
-        if recipe is None or recipe.include_prompt or embedding.HEAD.name not in asked:
+        options, asked = self.context.manifest.embedding, self.requests
+        if options is None or options.include_prompt or embedding.HEAD.name not in asked:
             return
         for encoding in encodings:
             first = min(1 + prompt_tokens, len(encoding) - 1)
@@ -257,7 +174,7 @@ class TextEncoder(Divider):
             bounds = self.divide(at, len(second), around)
             parts, keep_end = [second[start:end] for start, end in bounds], False
             if self.rule.report:
-                windows = characters(bounds, tokenizer.spans(text).offsets)
+                windows = tokenizer.spans(text).characters(bounds)
         else:
             parts, keep_end = [second], self.keep_end
         encodings = [
@@ -275,9 +192,9 @@ class TextEncoder(Divider):
         for (_, text), (_, usage) in zip(texts, self.texts, strict=True):
             read = usage.used - self.before - 1
             enough = None if self.keep_end else read
-            places = self.context.tokenizer.spans(self.prompt + text, enough).offsets
-            first = len(places) - read if self.keep_end else 0
-            places = places[first : first + read]
+            spans = self.context.tokenizer.spans(self.prompt + text, enough)
+            first = len(spans.ids) - read if self.keep_end else 0
+            places = spans.offsets(first, first + read)
             own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in places]
             offsets.append([*[None] * self.before, *own, None])
         return offsets
@@ -335,12 +252,12 @@ def encode_texts(
 
     All texts have the prompt, unless each has its own.
     """
-    recipe, tokenizer = context.manifest.embedding, context.tokenizer
-    max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
+    options, tokenizer = context.manifest.embedding, context.tokenizer
+    max_tokens = options.max_tokens if options else context.limits.max_tokens
     prompts = prompts or [prompt] * len(texts)
     encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}
-    if recipe is not None and not recipe.include_prompt:
+    if options is not None and not options.include_prompt:
         lengths = {prompt: len(tokenizer.ids([prompt])[0]) for prompt in {*prompts}}
     prompted = zip(prompts, texts, strict=True)
     ids = iter(tokenizer.ids([prompt + t for prompt, (_, t) in prompted if isinstance(t, str)]))
@@ -364,3 +281,9 @@ def own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
     special = tokenizer.special
     is_wrapped = len(ids) >= 2 and ids[0] == special.cls and ids[-1] == special.sep
     return ids[1:-1] if is_wrapped else ids
+
+
+def centred(middle: int, tokens: int, room: int) -> Bounds:
+    """Return the bounds of the part of a text that has a token in its middle, if it can."""
+    first = max(0, min(middle - room // 2, tokens - room))
+    return first, min(first + room, tokens)

@@ -17,6 +17,7 @@ from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -25,8 +26,7 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     softmax,
 )
-from cloze.service.tasks.texts import TextEncoder, UsageParameters
-from cloze.service.tasks.windows import Bounds, LongText, LongTextRule
+from cloze.service.tasks.texts import Bounds, TextEncoder
 from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
@@ -100,17 +100,6 @@ class TaggedTexts(NamedTuple):
     texts: list[TaggedText]
     strategy: Strategy
     ignored: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """A token with the scores [L] float32 of all labels."""
-
-    index: int
-    word: str
-    start: int
-    end: int
-    scores: Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,57 +183,56 @@ def found(
     state: TaggedTexts, outputs: Outputs, context: TaskContext
 ) -> Iterator[tuple[TaggedText, list[LabelledSpan]]]:
     """Yield each text with the entities of its windows; those of two windows may overlap."""
-    labels, columns, texts, strategy, ignored = state
     rest = iter(outputs)
-    for text in texts:
+    for text in state.texts:
         entities: list[LabelledSpan] = []
         for window in text.windows:
-            logits = next(rest)[token_classification.HEAD.name].array[:, columns]
-            words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
-            labelled = [_labelled(word, strategy, labels) for word in words]
-            entities += labelled if strategy == "none" else _grouped(labelled, labels)
-        yield text, [entity for entity in entities if entity.label not in ignored]
+            logits = next(rest)[token_classification.HEAD.name].array[:, state.logits]
+            labelled = _labelled(state, text, window, softmax(logits[1:-1]), context.tokenizer)
+            is_grouped = state.strategy != "none"
+            entities += _grouped(labelled, state.labels) if is_grouped else labelled
+        yield text, [entity for entity in entities if entity.label not in state.ignored]
 
 
-def _words(
-    text: TaggedText, window: Bounds, scores: Float32, strategy: Strategy, tokenizer: Tokenizer
-) -> list[list[_Token]]:
-    """Return the tokens of a window by word, or each by itself if the strategy labels tokens.
+def _labelled(
+    state: TaggedTexts, text: TaggedText, window: Bounds, scores: Float32, tokenizer: Tokenizer
+) -> list[LabelledSpan]:
+    """Label the words of a window, or its tokens if the strategy labels tokens.
 
     The words are those of the tokenizer: white space divides them, and in WordPiece and byte-level
-    BPE punctuation too. The characters of the text replace the unknown token.
+    BPE punctuation too. A word has the label of its first token, of its most certain token (max),
+    or of the mean of its tokens' scores [S, L].
     """
-    words: list[list[_Token]] = []
-    word_of, previous = text.spans.words, None
-    for index, position in enumerate(range(*window)):
-        start, end = text.spans.offsets[position]
-        characters = text.text[start:end]
-        word = tokenizer.token_of(text.spans.ids[position])
-        is_unknown = text.spans.ids[position] == tokenizer.unknown_id
-        continues = word_of[position] != NO_WORD and word_of[position] == previous
-        previous = word_of[position]
-        word = characters if is_unknown else word
-        token = _Token(index + 1, word, start, end, scores[index])  # the index of [CLS] is 0
-        if words and continues and strategy not in ("none", "simple"):
-            words[-1].append(token)
+    spans, first = text.spans, window[0]
+    words: list[slice] = []  # the tokens of each word, counted from the first of the window
+    for token in range(window[1] - first):
+        word = spans.words[first + token]
+        continues = token and word != NO_WORD and word == spans.words[first + token - 1]
+        if continues and state.strategy not in ("none", "simple"):
+            words[-1] = slice(words[-1].start, token + 1)
         else:
-            words.append([token])
-    return words
-
-
-def _labelled(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> LabelledSpan:
-    """Label a word by its first token, its most certain token (max), or the mean of its tokens."""
-    first, last = word[0], word[-1]
-    scores = first.scores
-    if strategy == "max":
-        scores = max(word, key=lambda token: float(token.scores.max())).scores
-    elif strategy == "average":
-        scores = np.mean([token.scores for token in word], axis=0)
-    best = int(scores.argmax())
-    words = [token.word for token in word]
-    return LabelledSpan(
-        labels[best], float(scores[best]), words, first.index, first.start, last.end
-    )
+            words.append(slice(token, token + 1))
+    shown = []  # the characters of the text replace the unknown token
+    for position in range(*window):
+        token_id = spans.ids[position]
+        characters = text.text[spans.starts[position] : spans.ends[position]]
+        is_unknown = token_id == tokenizer.unknown_id
+        shown.append(characters if is_unknown else tokenizer.token_of(token_id))
+    labelled = []
+    for tokens in words:
+        rows = scores[tokens]
+        chosen = rows[0]
+        if state.strategy == "max":
+            chosen = rows[rows.max(1).argmax()]
+        elif state.strategy == "average":
+            chosen = rows.mean(0)
+        best = int(chosen.argmax())
+        start, end = spans.starts[first + tokens.start], spans.ends[first + tokens.stop - 1]
+        index = tokens.start + 1  # that of [CLS] is 0
+        labelled.append(
+            LabelledSpan(state.labels[best], float(chosen[best]), shown[tokens], index, start, end)
+        )
+    return labelled
 
 
 def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[LabelledSpan]:
@@ -252,8 +240,8 @@ def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[Labe
     groups: list[list[LabelledSpan]] = []
     previous = ""
     for entity, label in zip(labelled, as_iob2([e.label for e in labelled], labels), strict=True):
-        begins, tag = _tag(label)
-        if groups and not begins and tag == previous:
+        tag = label[2:] if label.startswith(("B-", "I-")) else label
+        if groups and tag == previous and not label.startswith("B-"):
             groups[-1].append(entity)
         else:
             groups.append([entity])
@@ -273,13 +261,6 @@ def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[Labe
 def entity_group(label: str) -> str:
     """Return the label of an entity whose first token has a label."""
     return label.split("-", 1)[-1]
-
-
-def _tag(label: str) -> tuple[bool, str]:
-    """Return whether a label begins an entity, and the tag: the label without ``B-`` or ``I-``."""
-    if label.startswith(("B-", "I-")):
-        return label.startswith("B-"), label[2:]
-    return False, label
 
 
 def _without_overlaps(entities: list[LabelledSpan]) -> list[LabelledSpan]:

@@ -78,7 +78,7 @@ def decode_texts(state: _Tokenized, _: Any, __: TaskContext) -> list[list[Token]
         ends = byte_ends(text).tolist()
         tokens = [
             Token(token_id, text[start:end], False, ends[start], ends[end])
-            for token_id, (start, end) in zip(spans.ids, spans.offsets, strict=True)
+            for token_id, (start, end) in zip(spans.ids, spans.offsets(), strict=True)
         ]
         results.append([*state.around[:1], *tokens, *state.around[1:]])
     return results

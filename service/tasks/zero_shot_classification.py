@@ -15,6 +15,7 @@ from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
+from cloze.service.tasks.parameters import LongText, TruncationParameters, UsageParameters
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -31,17 +32,11 @@ from cloze.service.tasks.text_classification import (
     means,
     sequence_labels,
 )
-from cloze.service.tasks.texts import (
-    EncodedText,
-    TextEncoder,
-    TruncationParameters,
-    UsageParameters,
-)
-from cloze.service.tasks.windows import LongText, characters
+from cloze.service.tasks.texts import EncodedText, TextEncoder
 from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
-_PLACE: Final = "{}"
+_SLOT: Final = "{}"
 _LABEL_CHARACTERS: Final = 1000
 """Most characters of a label, which the answer repeats for each text."""
 _LABELS: Final = Location(("candidate_labels",))
@@ -86,21 +81,15 @@ class _State(NamedTuple):
     windows: list[int]
 
 
-def entailment(labels: Sequence[str]) -> int | None:
-    """Return the label of entailment, which transformers' pipeline would take; None: none is one.
-
-    Args:
-        labels: the labels of a classifier, in the order of its logits.
-    """
-    is_one = (label.lower().startswith("entail") for label in labels)
-    return next((number for number, found in enumerate(is_one) if found), None)
-
-
 def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
-    """Return the label of entailment of the first label set that has one, and the set's logits."""
+    """Return the label of entailment of the first label set that has one, and the set's logits.
+
+    The label is the one that transformers' pipeline takes.
+    """
     for chosen, columns in sequence_labels(manifest).columns():
-        if (found := entailment(chosen.labels)) is not None:
-            return found, columns
+        for number, label in enumerate(chosen.labels):
+            if label.lower().startswith("entail"):
+                return number, columns
     return None
 
 
@@ -132,24 +121,27 @@ def prepare(
         check_has_tokens(ids, at)
         # Windows have room beside the longest hypothesis. A cut is made for each hypothesis.
         parts = encoder.divide(at, len(ids), max(around))
-        if len(parts) > 1:
-            parts_of = [parts] * len(around)
-            tokens += len(around) * sum(end - first for first, end in parts)
-        else:
-            parts_of = [encoder.divide(at, len(ids), others) for others in around]
-            tokens += sum(end - first for [(first, end)] in parts_of)
-        tokens += len(parts) * sum(around)
+        is_divided = len(parts) > 1
+        parts_of = [
+            parts if is_divided else encoder.divide(at, len(ids), others) for others in around
+        ]
+        tokens += sum(
+            others + end - first
+            for others, own in zip(around, parts_of, strict=True)
+            for first, end in own
+        )
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
         encodings = [
             tokenizer.pair(ids[slice(*own[part])], hypothesis, limits.max_tokens, _REQUEST)
             for part in range(len(parts))
             for own, hypothesis in zip(parts_of, hypotheses, strict=True)
         ]
-        whole, places = len(ids) + TEXT_TOKENS, None
-        if len(parts) > 1 and rule.report:
-            places = characters(parts, tokenizer.spans(text).offsets)
-        used = whole if len(parts) > 1 else parts[0][1] - parts[0][0] + TEXT_TOKENS
-        encoder.texts.append(EncodedText(encodings, TextUsage(whole, used, places)))
+        usage = TextUsage(len(ids) + TEXT_TOKENS, len(ids) + TEXT_TOKENS)
+        if not is_divided:
+            usage.used = parts[0][1] - parts[0][0] + TEXT_TOKENS
+        elif rule.report:
+            usage.windows = tokenizer.spans(text).characters(parts)
+        encoder.texts.append(EncodedText(encodings, usage))
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
@@ -169,9 +161,9 @@ def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContex
             raise InvalidRequest(problem, at)
     template = _TEMPLATE if template is None else template
     limits.checked(template, _TEMPLATE_PLACE)
-    before, place, after = template.partition(_PLACE)
-    if not place or set(_PLACE) & set(before + after):
-        problem = f"is {quoted(template)}; it needs {_PLACE} once, for the label, and no brace"
+    before, slot, after = template.partition(_SLOT)
+    if not slot or set(_SLOT) & set(before + after):
+        problem = f"is {quoted(template)}; it needs {_SLOT} once, for the label, and no brace"
         raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
     # A short body may have a long template and many labels.
     if (length := len(template) * len(labels)) > (most := limits.max_text_characters):

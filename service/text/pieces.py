@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cloze.service.core import InvalidRequest
 
 _PIECE_CHARACTERS = 16_384
-"""Most characters of a piece, unless the text has no place to divide it."""
+"""Most characters of a piece, unless the text has no boundary there."""
 
 _GROUP_CHARACTERS = 65_536
 """Characters of the pieces that are tokenized at once, after the normaliser."""
@@ -33,7 +33,7 @@ Not before a combining mark, which a normaliser may join to the space, nor after
 no-break space may become a second space before this one. The four letters are such marks too.
 """
 
-Places = re.Pattern[str]
+Boundary = re.Pattern[str]
 """Matches each character before which a text may be divided."""
 
 
@@ -45,26 +45,22 @@ class Piece(NamedTuple):
     content: str
 
 
-def find_places(parts: Mapping[str, Any]) -> Places | None:
+def find_boundary(parts: Mapping[str, Any]) -> Boundary | None:
     """Return where a text may be divided so that its pieces have the tokens of the whole text.
 
-    Args:
-        parts: the tokenizer, in the format of the tokenizers library.
-
-    Returns:
-        None if no places are known for the tokenizer.
+    The parts are those of the tokenizer's file. None: no boundaries are known for the tokenizer.
     """
-    places = _places_of(parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {})
-    if places is None:
+    boundary = _boundary_of(parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {})
+    if boundary is None:
         return None
     for token in parts["added_tokens"]:
-        takes_space = token["rstrip"] or (token["lstrip"] and places is SPACE_OR_PUNCTUATION)
-        if takes_space or places.search(token["content"]):
+        takes_space = token["rstrip"] or (token["lstrip"] and boundary is SPACE_OR_PUNCTUATION)
+        if takes_space or boundary.search(token["content"]):
             return None
-    return places
+    return boundary
 
 
-def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Places | None:
+def _boundary_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Boundary | None:
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     steps = [step.get("type") for step in parts]
     if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
@@ -77,40 +73,39 @@ def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Pla
     return _SINGLE_SPACE if divides and (is_byte_level or steps == ["Metaspace"]) else None
 
 
-def divide(text: str, places: Places, size: int = _PIECE_CHARACTERS) -> Iterator[tuple[int, str]]:
+def divide(
+    text: str, boundary: Boundary | None, size: int = _PIECE_CHARACTERS
+) -> Iterator[tuple[int, str]]:
     """Yield the parts of a text, each with the number of its first character.
 
-    A part without a place to divide it is longer than the size, in characters.
+    A part without a boundary is longer than the size, in characters.
     """
     start = 0
-    while len(text) - start > size:
-        end = _place(text, places, start, start + size)
+    while boundary is not None and len(text) - start > size:
+        end = _end(text, boundary, start, start + size)
         yield start, text[start:end]
         start = end
     yield start, text[start:]
 
 
-def _place(text: str, places: Places, start: int, wanted: int) -> int:
-    """Return the last place to divide a text up to ``wanted``, else the first one after it."""
+def _end(text: str, boundary: Boundary, start: int, wanted: int) -> int:
+    """Return the last boundary of a text up to ``wanted``, else the first one after it."""
     space = text.rfind(" ", (start + wanted) // 2, wanted + 1)
-    if space > start and places.match(text, space):
+    if space > start and boundary.match(text, space):
         return space
     for index in range(wanted, start, -1):
-        if places.match(text, index):
+        if boundary.match(text, index):
             return index
-    found = places.search(text, wanted + 1)
+    found = boundary.search(text, wanted + 1)
     return found.start() if found else len(text)
 
 
 def groups(
-    texts: Iterable[str], places: Places | None, *, expands: bool = False
+    texts: Iterable[str], boundary: Boundary | None, *, expands: bool = False
 ) -> Iterator[list[Piece]]:
     """Yield the pieces of texts in order, in groups that are tokenized at once.
 
-    Args:
-        texts: the texts.
-        places: see `find_places`.
-        expands: whether the tokenizer replaces characters by their compatibility forms.
+    A tokenizer expands texts if it replaces characters by their compatibility forms.
 
     Raises:
         InvalidRequest: a long piece becomes too many characters.
@@ -118,7 +113,7 @@ def groups(
     group: list[Piece] = []
     characters = 0
     for number, text in enumerate(texts):
-        for start, content, size in _pieces(text, places, expands=expands):
+        for start, content, size in _pieces(text, boundary, expands=expands):
             if group and characters + size > _GROUP_CHARACTERS:
                 yield group
                 group, characters = [], 0
@@ -128,16 +123,18 @@ def groups(
         yield group
 
 
-def _pieces(text: str, places: Places | None, *, expands: bool) -> Iterator[tuple[int, str, int]]:
+def _pieces(
+    text: str, boundary: Boundary | None, *, expands: bool
+) -> Iterator[tuple[int, str, int]]:
     """Yield the parts of a text: first character, content, characters after the normaliser."""
-    for start, content in [(0, text)] if places is None else divide(text, places):
+    for start, content in divide(text, boundary):
         size = _compatible_length(content) if expands else len(content)
         growth = size // max(1, len(content))
         if growth < _MOST_GROWTH:
             yield start, content, size
             continue
         smaller = _PIECE_CHARACTERS // growth
-        for first, part in [(0, content)] if places is None else divide(content, places, smaller):
+        for first, part in divide(content, boundary, smaller):
             size = _compatible_length(part)
             if size > _GROUP_CHARACTERS and size >= _MOST_GROWTH * len(part):
                 raise InvalidRequest(

@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, overload
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -27,7 +27,7 @@ from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.sequences import without_space
 from cloze.service.core import StartupError
-from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Piece, Places, find_places, groups
+from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Boundary, Piece, find_boundary, groups
 from cloze.service.threads import check_awaited
 
 _LONGEST_FORM = "\ufdfa"
@@ -64,7 +64,7 @@ class _Vocabulary:
     """A tokenizer of the library, with what its file says.
 
     Attributes:
-        places: see `find_places`.
+        boundary: see `find_boundary`.
         expands: whether the normaliser replaces characters by their compatibility forms.
         unknown_id: see `Tokenizer`.
         size: number of tokens, those included that no text becomes.
@@ -73,7 +73,7 @@ class _Vocabulary:
     """
 
     backend: Backend
-    places: Places | None
+    boundary: Boundary | None
     expands: bool
     unknown_id: int | None
     size: int
@@ -87,80 +87,63 @@ Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
 """
 
 
-class CompactOffsets(Sequence[tuple[int, int]]):
-    """The (start, end) of each token of a long text, in 8 bytes per token; a tuple has 120."""
-
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self, offsets: Iterable[tuple[int, int]] = ()) -> None:
-        self._starts, self._ends = array("i"), array("i")
-        self.extend(offsets)
-
-    def extend(self, offsets: Iterable[tuple[int, int]]) -> None:
-        """Add the (start, end) of the next tokens."""
-        for start, end in offsets:
-            self._starts.append(start)
-            self._ends.append(end)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> "CompactOffsets": ...
-    def __getitem__(self, index: int | slice) -> "tuple[int, int] | CompactOffsets":
-        if not isinstance(index, slice):
-            return self._starts[index], self._ends[index]
-        part = CompactOffsets()
-        part._starts, part._ends = self._starts[index], self._ends[index]
-        return part
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._starts, self._ends, strict=True)
-
-
 NO_WORD: Final = -1
 """The word of a special token."""
 
 
+def _numbers() -> "array[int]":
+    return array("i")
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The tokens of a text with their positions in the text.
+    """The tokens of a text with their positions in the text, in 16 bytes per token.
 
     Attributes:
         ids: without special tokens.
-        offsets: (start, end) of each token, in characters of the text.
+        starts: first character of each token.
+        ends: the character after the last one of each token.
         words: number of the word of each token, or `NO_WORD`; neighbours of one word have the same.
     """
 
-    ids: "list[int] | array[int]"
-    offsets: list[tuple[int, int]] | CompactOffsets
-    words: "list[int] | array[int]"
+    ids: "array[int]" = field(default_factory=_numbers)
+    starts: "array[int]" = field(default_factory=_numbers)
+    ends: "array[int]" = field(default_factory=_numbers)
+    words: "array[int]" = field(default_factory=_numbers)
 
     def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
-        """Add the tokens of the next piece of a text.
+        """Add the tokens of the next piece of a text, which starts at a character.
 
-        Args:
-            encoding: the piece.
-            start: the first character of the piece.
-            marked: the text if its tokens include the space before them, which offsets leave out.
+        The text is marked if its tokens include the space before them, which is left out.
         """
         next_word = self.words[-1] + 1 if self.words else 0
-        self.ids.extend(encoding.ids)
-        offsets = [(first + start, end + start) for first, end in encoding.offsets]
+        offsets = encoding.offsets
+        if start:
+            offsets = [(first + start, end + start) for first, end in offsets]
         words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
         if marked is not None:
             offsets = without_space(marked, offsets)
             words = _divided(marked, offsets, words)
-        self.offsets.extend(offsets)
+        self.ids.extend(encoding.ids)
+        self.starts.extend([first for first, _ in offsets])
+        self.ends.extend([end for _, end in offsets])
         self.words.extend(words)
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
         if tokens >= len(self.ids):
             return self  # a copy would double the memory
-        return Spans(self.ids[:tokens], self.offsets[:tokens], self.words[:tokens])
+        part = slice(tokens)
+        return Spans(self.ids[part], self.starts[part], self.ends[part], self.words[part])
+
+    def offsets(self, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """Return the (start, end) of tokens, in characters."""
+        part = slice(first, end)
+        return list(zip(self.starts[part], self.ends[part], strict=True))
+
+    def characters(self, bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the (start, end) characters of parts of the text by their (first, end) tokens."""
+        return [(self.starts[first], self.ends[end - 1]) for first, end in bounds]
 
 
 def _divided(text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int]) -> list[int]:
@@ -234,16 +217,19 @@ class Tokenizer:
     def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
         ids = [array("i") for _ in texts]
-        for group in self._groups(texts):
-            check_awaited()
-            contents = [piece.content for piece in group]
-            encodings = self._backend.encode_batch_fast(contents, add_special_tokens=False)
-            for piece, encoding in zip(group, encodings, strict=True):
-                ids[piece.text].extend(encoding.ids)
+        for piece, encoding in self._in_pieces(texts, self._backend.encode_batch_fast):
+            ids[piece.text].extend(encoding.ids)
         return ids
 
-    def _groups(self, texts: Sequence[str]) -> Iterator[list[Piece]]:
-        return groups(texts, self._vocabulary.places, expands=self._vocabulary.expands)
+    def _in_pieces(
+        self, texts: Sequence[str], encode: Callable[..., list[BackendEncoding]]
+    ) -> Iterator[tuple[Piece, BackendEncoding]]:
+        """Yield the pieces of texts with their encodings, group by group."""
+        vocabulary = self._vocabulary
+        for group in groups(texts, vocabulary.boundary, expands=vocabulary.expands):
+            check_awaited()
+            encodings = encode([piece.content for piece in group], add_special_tokens=False)
+            yield from zip(group, encodings, strict=True)
 
     def _learn(self, text: str, words: Sequence[str], known: dict[str, list[int]]) -> list[int]:
         """Return the ids of a text, and remember those of its words if it is plain."""
@@ -265,21 +251,15 @@ class Tokenizer:
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the ids, character offsets and words of a text.
 
-        Those of a long text have 16 bytes per token. The rest of the text may be left out when the
-        result has more tokens than are enough.
+        The rest of the text may be left out when the result has more tokens than are enough.
         """
         marked = text if self._marks_spaces else None
+        spans = Spans()
         if len(text) <= _SHORT_CHARACTERS:
-            spans = Spans([], [], [])
             spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
             return spans
-        spans = Spans(array("i"), CompactOffsets(), array("i"))
-        for group in self._groups([text]):
-            check_awaited()
-            contents = [piece.content for piece in group]
-            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
-            for piece, encoding in zip(group, encodings, strict=True):
-                spans.add(encoding, piece.start, marked)
+        for piece, encoding in self._in_pieces([text], self._backend.encode_batch):
+            spans.add(encoding, piece.start, marked)
             if enough is not None and len(spans.ids) > enough:
                 break
         return spans
@@ -302,15 +282,9 @@ class Tokenizer:
     ) -> Encoding:
         """Return the encoding ``[CLS] first [SEP] second [SEP]``; see `encode`.
 
-        Some tokenizers have two ``[SEP]`` between the texts. The longer text is cut first, as by
-        transformers' strategy ``longest_first``.
-
-        Args:
-            first: ids of a text, without special tokens.
-            second: those of another.
-            max_tokens: most tokens of the encoding, special tokens included.
-            requests: what the encoding asks of the heads.
-            keep_end: whether to cut the starts of the texts instead of their ends.
+        Some tokenizers have two ``[SEP]`` between the texts. If the encoding has more than
+        ``max_tokens``, the longer text is cut first, as by transformers' strategy
+        ``longest_first``: at its end, or at its start to keep the end.
         """
         capacity = max_tokens - self.special.pair_tokens
         if len(first) + len(second) > capacity:
@@ -361,14 +335,14 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         backend, parts = Backend.from_str(data.decode()), json.loads(data)
         unknown_id = _unknown_id(backend, parts["model"])
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        places = find_places(parts)
+        boundary = find_boundary(parts)
         # The library looks for added tokens before it divides a text into words.
         added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
-        whole_words = places is SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
+        whole_words = boundary is SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
         words: dict[str, list[int]] | None = {} if whole_words and added else None
         normalizer = backend.normalizer
         form = _LONGEST_FORM if normalizer is None else normalizer.normalize_str(_LONGEST_FORM)
-        vocabulary = _Vocabulary(backend, places, len(form) > 1, unknown_id, size, words)
+        vocabulary = _Vocabulary(backend, boundary, len(form) > 1, unknown_id, size, words)
         _IN_USE[key] = vocabulary
     return vocabulary
 

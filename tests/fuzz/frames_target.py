@@ -16,7 +16,7 @@ from cloze.model_store.heads import HEADS, Pooling
 from cloze.service import core
 from cloze.service.core import BatchResult, ServiceError
 from cloze.service.processes import frames
-from cloze.service.processes.frames import Answer, Cancel, EngineModel, Greeting, MalformedMessage
+from cloze.service.processes.frames import MALFORMED, Answer, Cancel, Greeting
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.search import Target
 
@@ -104,7 +104,7 @@ runs = st.builds(frames.Run, numbers, numbers, terms, encodings())
 waits = st.builds(core.ExpectedWait, seconds, seconds, numbers, numbers)
 done = st.builds(Answer, numbers, results(), waits)
 failed = st.builds(Answer, numbers, errors, waits)
-greetings = st.builds(Greeting, st.lists(st.builds(EngineModel, names, names), max_size=3))
+greetings = st.builds(Greeting, st.dictionaries(names, names, max_size=3))
 messages: st.SearchStrategy[Message] = runs | done | failed | greetings | st.builds(Cancel, numbers)
 
 
@@ -121,11 +121,11 @@ def decode(data: bytes) -> Message:
     """Return the message of either direction.
 
     Raises:
-        MalformedMessage: the bytes are no message of either direction.
+        `frames.MALFORMED`: the bytes are no message of either direction.
     """
     try:
         return frames.decode_request(data)
-    except MalformedMessage:
+    except MALFORMED:
         return frames.decode_answer(data)
 
 
@@ -151,7 +151,7 @@ def check(data: bytes, _: Path) -> bool:
         tracemalloc.start()
         try:
             message = decoder(data)
-        except MalformedMessage:
+        except MALFORMED:
             continue
         finally:
             _, peak = tracemalloc.get_traced_memory()
@@ -168,7 +168,7 @@ TARGET = Target(
     name="frames",
     valid=[
         encode(Cancel(1)),
-        encode(Greeting([EngineModel("bert@1", "fp32")])),
+        encode(Greeting({"bert@1": "fp32"})),
         encode(Answer(1, core.EngineFailed("it failed"))),
     ],
     inputs=damaged_parts() | damaged_bytes(messages.map(encode)) | st.binary(max_size=100),

@@ -39,14 +39,12 @@ def test_a_packed_placement_counts_positions_per_sequence() -> None:
     assert all(array.dtype == np.int32 for array in feeds.values())
 
 
-def test_a_dense_placement_needs_no_inputs() -> None:
-    assert Placement.of(Layout.DENSE, [3, 3]).feeds() == {}
-
-
-def test_tokens_are_joined_in_the_shape_of_the_layout() -> None:
-    rows = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]
-    assert Placement.of(Layout.DENSE, [2, 2]).join(rows).tolist() == [[1, 2], [3, 4]]
-    assert Placement.of(Layout.PACKED, [2, 2]).join(rows).tolist() == [1, 2, 3, 4]
+def test_inputs_of_a_dense_batch() -> None:
+    feeds = codec(Layout.DENSE).pack([encoding(5, 6), encoding(7, 8)]).feeds
+    assert feeds["input_ids"].tolist() == [[5, 6], [7, 8]]
+    assert feeds["input_ids"].dtype == np.int32
+    assert feeds["token_type_ids"].shape == (2, 2)
+    assert "cu_seqlens" not in feeds
 
 
 def test_inputs_of_a_packed_batch() -> None:

@@ -14,6 +14,7 @@ from cloze.service.batching.cost import (
     measure_cost,
 )
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
+from tests.virtual_time import VirtualClock
 
 
 def test_the_limit_of_a_batch_makes_its_fixed_part_small() -> None:
@@ -71,11 +72,12 @@ def test_a_fit_minimises_relative_errors(
     assert _fit(rows, rows @ true * noise) == pytest.approx(fitted, rel=1e-6)
 
 
-class Clocked:
-    """An engine whose batches take a known time, and that fails above a number of tokens."""
+class Clocked(VirtualClock):
+    """An engine, and its clock, whose batches take a known time, and that fails above a number of tokens."""
 
     def __init__(self, most: int = 10**9) -> None:
-        self.now, self.most = 0.0, most
+        super().__init__()
+        self.most = most
         self.batches: list[list[int]] = []
         self.runs = 0
 
@@ -91,7 +93,7 @@ class Clocked:
 
 def test_costs_are_measured_by_the_fastest_run() -> None:
     engine: Any = Clocked()
-    model = measure_cost(engine, [HEADS["embedding"]], 512, lambda: engine.now)
+    model = measure_cost(engine, [HEADS["embedding"]], 512, engine)
     assert (model.fixed, model.per_token, model.per_square) == pytest.approx(
         (0.002, 1e-5, 1e-8), rel=1e-3
     )
@@ -103,7 +105,7 @@ def test_costs_are_measured_by_the_fastest_run() -> None:
 
 def test_no_length_is_measured_beyond_the_model() -> None:
     engine: Any = Clocked(most=1100)
-    model = measure_cost(engine, [HEADS["embedding"]], 100, lambda: engine.now)
+    model = measure_cost(engine, [HEADS["embedding"]], 100, engine)
     assert {max(batch) for batch in engine.batches[1:]} == {32, 100}
     assert {sum(batch) for batch in engine.batches[1:]} == {512, 1024, 500, 1000}
     assert model.max_tokens == 1024

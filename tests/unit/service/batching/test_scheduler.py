@@ -244,19 +244,20 @@ def test_a_run_hangs_after_ten_times_its_prediction() -> None:
 @pytest.mark.parametrize(
     ("rate", "latency_s", "expected"),
     [
-        (0.0, 0.5, 2000), (1000.0, 0.0, 2000), (1000.0, 0.5, 500), (1000.0, 0.1279, 128),
+        (1000.0, 0.0, 2000), (1000.0, 0.5, 500), (1000.0, 0.1279, 128),
         (1000.0, 0.01, 128), (1000.0, 3.0, 2000), (1000.0, 0.2999, 299),
     ],
 )  # fmt: skip
 def test_a_batch_has_what_runs_within_the_latency(
     rate: float, latency_s: float, expected: int
 ) -> None:
-    made = stepped(max_batch_tokens=2000, batch_latency_s=latency_s)
-    made._admission.tokens_per_s = rate
-    assert made._batch_tokens() == expected
-    small = stepped(max_batch_tokens=100, batch_latency_s=latency_s)
-    small._admission.tokens_per_s = rate
-    assert small._batch_tokens() == 100
+    for most, tokens in ((2000, expected), (100, 100)):
+        made = stepped(max_batch_tokens=most, batch_latency_s=latency_s)
+        assert made._batch_tokens == most
+        submit(made, [sized(1)], later())
+        made.look(made.workers[0])
+        made._deliver(made.workers[0].batch, [{}], 1 / rate)
+        assert made._batch_tokens == tokens
 
 
 def test_limits_that_are_not_set_do_not_limit() -> None:
@@ -339,6 +340,16 @@ def test_an_empty_queue_admits_any_request() -> None:
     submit(made, [sized(1000)], later(0.0))
     with pytest.raises(Overloaded):
         submit(made, [sized(1)], later())
+
+
+def test_the_wait_of_an_empty_queue_is_that_of_the_rule() -> None:
+    made = stepped()
+    for rate in (0.0, 10.0):
+        made._admission.tokens_per_s = rate
+        for is_bulk in (False, True):
+            asked = ("a", LineKey(0, 0, is_bulk), 5)
+            assert made.expected_wait(*asked) == made._admission.expected_wait(*asked)
+    assert made.expected_wait("a", LineKey(0, 0), 5) == ExpectedWait(0.0, 0.5, 0)
 
 
 def test_requests_are_counted_by_client_until_they_end() -> None:
@@ -525,8 +536,8 @@ def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    assert hung(0.2, 1000.0, 2.0, 2.0) == []
-    assert len(hung(0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
+    assert hung(0.2, 1000.0, *[2.0] * 4) == []
+    assert len(hung(0.2, 1000.0, *[2.0] * 5)) == 1
 
 
 def test_a_run_that_ended_does_not_hang() -> None:

@@ -12,13 +12,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cloze.service.engine.cpu_places import ThreadSpread, started_since, thread_ids
+from cloze.service.engine.cpu_places import Affinity, ThreadSpread, started_since, thread_ids
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 
 HELPER = 999_999
 
 
-class FakeAffinity:
+class FakeAffinity(Affinity):
     """Records the calls, as of a machine on which every thread is where the test put it."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may send a request, in which turn it starts, and which connections are accepted."""
+"""Who may send a request, and which connections are accepted."""
 
 import asyncio
 import contextlib
@@ -6,29 +6,24 @@ import errno
 import hashlib
 import socket
 import ssl
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cloze.service.http.gate import Starts
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import Overloaded
-from cloze.service.http import gate as starts_module
+from cloze.service.http.body import BytesResponse
+from cloze.service.http.door import Door, Gate, Starts
 from cloze.service.http.keys import Keys, Permission
-from cloze.service.http.record import (
-    Access,
-    Callers,
-    accepted_hosts,
-    is_accepted,
-    is_loopback,
-)
-from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse, DirectRoutes
+from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted, is_loopback
+from cloze.service.http.returns import Returns
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT
 from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
-from tests.records import connected, recorded, scope_of
+from tests.records import recorded, scope_of
 
 # ---- hosts -------------------------------------------------------------------------------------
 
@@ -56,9 +51,7 @@ def test_hosts_that_are_accepted() -> None:
 # ---- keys and hosts of requests ----------------------------------------------------------------
 
 
-async def reach(
-    app: DirectRoutes, method: str, path: str, keys: Keys | None = None, **headers: str
-) -> str:
+async def reach(app: Door, method: str, path: str, keys: Keys | None = None, **headers: str) -> str:
     """Return the body of the answer to a request."""
     record = recorded(path, method=method, callers=Callers(keys=keys), **headers)
     bodies = []
@@ -81,13 +74,16 @@ async def named(_: Request, error: Exception) -> Response:
     return PlainTextResponse(type(error).__name__)
 
 
+GATE = Gate({}, WaitLimits(2.0), Starts(), Returns())
+"""A gate of routes without models, which admits all."""
+
 PERMISSIONS = (("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN))
 
 
 def controlled(
     hosts: frozenset[bytes] = frozenset(), *, needs_keys: bool = False, respond: Any = named,
     permissions: Any = PERMISSIONS, by_address: frozenset[str] = frozenset(),
-) -> DirectRoutes:  # fmt: skip
+) -> Door:  # fmt: skip
     access = Access(
         needs_keys=needs_keys,
         open_routes=frozenset({"/health"}),
@@ -95,7 +91,7 @@ def controlled(
         hosts=hosts,
         by_address=by_address,
     )
-    return DirectRoutes(application, {}, access, respond)
+    return Door(access, GATE, application, {}, respond)
 
 
 @pytest.fixture
@@ -151,7 +147,7 @@ def test_handlers_are_called_without_the_router() -> None:
         raise Overloaded("full", 1)
 
     access = controlled()._access
-    direct = DirectRoutes(application, {"/embed": embed, "/fails": fails}, access, named)
+    direct = Door(access, GATE, application, {"/embed": embed, "/fails": fails}, named)
     for method, path, result in (
         ("POST", "/embed", "direct"),
         ("GET", "/embed", "passed"),
@@ -176,61 +172,6 @@ def test_a_response_of_bytes_has_its_length() -> None:
         (b"content-length", b"5"), (b"content-type", b"text/plain"), (b"x-more", b"1"),
     ]  # fmt: skip
     assert BytesResponse(b"").raw_headers[1] == (b"content-type", b"application/json")
-
-
-# ---- turns -------------------------------------------------------------------------------------
-
-
-def test_four_requests_start_per_turn_and_clients_take_turns() -> None:
-    started: list[str] = []
-
-    async def run() -> list[int]:
-        starts = Starts()
-        for n in range(9):
-            starts.start(connected("a"), lambda n=n: started.append(f"a{n}"))
-        starts.start(connected("b"), lambda: started.append("b0"))
-        counts = [len(started)]
-        while len(started) < 10:
-            await asyncio.sleep(0)
-            counts.append(len(started))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        starts.start(connected("c"), lambda: started.append("c0"))
-        assert started[-1] == "c0", "nothing waits any more"
-        return counts
-
-    counts = asyncio.run(run())
-    assert counts[0] == 4
-    assert max(after - before for before, after in pairwise(counts)) <= 4
-    assert started == ["a0", "a1", "a2", "a3", "a4", "b0", "a5", "a6", "a7", "a8", "c0"]
-
-
-def test_the_wait_of_a_client_is_its_own_line_and_one_turn_of_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [100.0]
-
-    async def run() -> None:
-        starts = Starts()
-        assert starts.expected_wait_s("a") == 0
-        for client, count in (("a", 40), ("b", 1)):
-            for _ in range(count):
-                starts.start(connected(client), lambda: None)
-        assert starts.expected_wait_s("a") == 0, "no rate is measured yet"
-        monkeypatch.setattr(starts_module.time, "monotonic", lambda: now[0])
-        for _ in range(3):
-            now[0] += 0.5
-            starts._turn()
-        rate = starts._rate.per_s
-        assert rate == pytest.approx(8)
-        waiting = starts.waiting
-        assert starts._lines.keys() == {"a"}
-        assert starts.expected_wait_s("new") == pytest.approx(min(waiting, 1 * 2) / rate)
-        assert starts.expected_wait_s("a") == pytest.approx(waiting / rate)
-        now[0] += 2.1
-        assert starts.expected_wait_s("a") == 0, "the rate is old"
-
-    asyncio.run(run())
 
 
 # ---- connections -------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import orjson
 import pytest
-from pydantic import BaseModel
+from anyio import CancelScope
+from pydantic import BaseModel, ConfigDict
 
 from cloze.service.core import InvalidRequest, MalformedRequest, RequestTooLarge
 from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
-from cloze.service.threads import Abandoned, run_on_thread
+from cloze.service.threads import run_on_thread
 
 FREE = BodyLimits(10**9, 10**9, 10**9)
 SIZES = (2, 3, 4, 5, 7, 9, 20)
@@ -103,28 +106,30 @@ def test_limits_that_follow_from_those_of_requests() -> None:
 
 
 def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
-    begun, may_read = threading.Event(), threading.Event()
+    may_read, has_ended = threading.Event(), threading.Event()
     ends: list[str] = []
 
-    def read() -> None:
-        begun.set()
+    def read(leave: Callable[[], Any]) -> None:
+        leave()
         assert may_read.wait(10)
         try:
             load(b"[1, 2, 3]", FREE, 3)
             ends.append("read")
-        except Abandoned:
-            ends.append("abandoned")
+        except asyncio.CancelledError:
+            ends.append("ended")
+        finally:
+            has_ended.set()
 
-    async def cancel() -> None:
-        task = asyncio.create_task(run_on_thread(read))
-        assert await asyncio.to_thread(begun.wait, 10)
-        task.cancel()
-        await asyncio.wait([task])
+    async def leave() -> None:
+        loop = asyncio.get_running_loop()
+        with CancelScope() as scope:
+            await run_on_thread(read, lambda: loop.call_soon_threadsafe(scope.cancel))
+        assert scope.cancelled_caught
         may_read.set()
-        await asyncio.get_running_loop().shutdown_default_executor()
+        assert await asyncio.to_thread(has_ended.wait, 10)
 
-    asyncio.run(cancel())
-    assert ends == ["abandoned"]
+    asyncio.run(leave())
+    assert ends == ["ended"]
 
 
 class Texts(BaseModel):
@@ -140,3 +145,99 @@ def test_a_wrong_value_is_named_by_its_place_in_lists_too() -> None:
         validate(Texts, {})
     with pytest.raises(InvalidRequest, match=r"^the body: "):
         validate(Texts, ["a"])
+
+
+# ---- shapes ------------------------------------------------------------------------------------
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    others: list[int] | str | None = None
+
+
+class Whole(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    part: Part
+    parts: list[Part] | Part | None = None
+    number: int = 0
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "part: Field required"),
+        ([], "the body: Input should be an object"),
+        (3, "the body: Input should be an object"),
+        ({"part": 3}, "part: Input should be an object"),
+        ({"part": {"name": 3}}, "part.name: Input should be a valid string"),
+        ({"part": {"name": "a", "x": 1}}, "part.x: there is no such field"),
+        ({"number": "a"}, "part: Field required"),
+        ({"part": {"name": "a"}, "number": "secret"}, "number: Input should be a valid integer"),
+        (
+            {"part": {"name": "a", "others": 3}, "number": "a"},
+            "part.others: Input should be a valid array; part.others: Input should be a valid string",
+        ),
+        (
+            {"part": {"name": "a"}, "parts": 3},
+            "parts: Input should be a valid array; parts: Input should be an object",
+        ),
+        ({"part": {"name": "a"}, "y" * 100: 3}, f"{'y' * 80}: there is no such field"),
+    ],
+)
+def test_errors_of_shapes(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        validate(Whole, value)
+    assert str(refused.value).startswith(message)
+    assert "secret" not in str(refused.value)
+
+
+class Containers(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    numbers: dict[str, int] = {}
+    pair: tuple[int, int] = (1, 2)
+    rows: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("numbers", "numbers: Input should be an object"),
+        ("pair", "pair: Input should be a valid array"),
+        ("rows", "rows: Input should be a valid array"),
+    ],
+)
+def test_errors_are_in_the_terms_of_json(name: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        validate(Containers, {name: 3})
+    assert str(refused.value) == message
+
+
+class Many(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    a: int
+    b: int
+    inner: "Inner"
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    a: int
+    b: int
+    c: int
+    d: int
+    e: int
+
+
+def test_four_errors_of_the_first_field_are_named() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        validate(Many, {"a": 1, "b": 2, "inner": {}})
+    shown = "; ".join(f"inner.{name}: Field required" for name in "abcd")
+    assert str(refused.value) == shown
+    with pytest.raises(InvalidRequest, match=r"^a: Field required$"):
+        validate(Many, {})

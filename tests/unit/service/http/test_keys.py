@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloze.service.http.gate import Paths
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -19,7 +18,7 @@ from cloze.service.http.errors import (
     rejection,
 )
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
-from cloze.service.http.record import Access, Callers, timeout_s
+from cloze.service.http.record import Access, Callers, Paths, timeout_s
 from tests.records import recorded
 
 
@@ -377,25 +376,6 @@ def test_a_client_is_its_address() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        (["192.0.2.1"], "192.0.2.1"),
-        (["203.0.113.9, 192.0.2.1"], "192.0.2.1"),  # the first hop is the client's own word
-        (["192.0.2.1, 10.0.0.2"], "192.0.2.1"),  # a second trusted proxy
-        (["203.0.113.9", "192.0.2.1"], "192.0.2.1"),
-        (["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
-        (["not an address"], "not an address"),
-        (["x" * 70], "x" * 64),
-        ([], "10.0.0.1"),
-    ],
-)
-def test_a_trusted_proxy_names_the_client(values: list[str], name: str) -> None:
-    callers = Callers(["10.0.0.0/24"])
-    assert callers.record(forwarded(*values), None).client == name
-    assert callers.record(forwarded(*values, peer="192.0.2.99"), None).client == "192.0.2.99"
-
-
 def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
     request = scope(authorization="Bearer first")
@@ -404,8 +384,6 @@ def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     assert callers.record(scope(authorization="Bearer other"), None).client == "10.0.0.1"
     assert callers.record(scope(), None).key is None
     assert Callers().record(scope(authorization="Bearer first"), None).key is None
-    with pytest.raises(ValueError, match="does not appear to be"):
-        Callers(["nonsense"])
 
 
 @pytest.mark.parametrize(
@@ -459,8 +437,10 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     assert (record.method, record.path, record.route) == ("POST", "/embed", "/embed")
     assert (record.identity, record.headers) == (b"mine", sent["headers"])
     assert record.model == record.error == ""
+    assert (record.limit_s, record.deadline) == (1.5, record.arrived + 1.5)
     wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
     assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, "other")
+    assert wrong.limit_s == 30.0
     assert wrong.terms_problem == (
         "x-request-timeout-ms: a whole number from 1 to 30000, got '30001'"
     )

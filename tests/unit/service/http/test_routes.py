@@ -2,61 +2,52 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
-from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from cloze.service.core import Overloaded, Rejection
-from cloze.service.http import routes as routes_module
-from cloze.service.http.record import RECORD, Access
-from cloze.service.http.routes import DirectRoutes, Recorder
+from cloze.service.clock import CLOCK, Clock
+from cloze.service.core import Rejection
+from cloze.service.http.body import BytesResponse, RequestLimits
+from cloze.service.http.bytes_held import ByteBudget
+from cloze.service.http.record import Recorder
+from cloze.service.http.routes import RECORD
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import OTHER_ROUTE, ServedRequest
-from cloze.service.server.connection import OneWrite
+from cloze.service.server.connection import _OneWrite
 from tests.records import recorded, scope_of
-
-OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
-
-
-class Lines(LineWriter):
-    """A writer of the access log that keeps what it gets."""
-
-    @property
-    def lines(self) -> list[str]:
-        return [each if isinstance(each, str) else _line(*each) for each in self.waiting]
-
-
-class Reader:
-    def unread_bytes(self) -> int:
-        return 1
-
-    def unsent_bytes(self) -> int:
-        return 1
-
-    def end(self, reason: str) -> None:
-        raise NotImplementedError
+from tests.virtual_time import VirtualClock
 
 
 class World:
     """A `Recorder` with an application, and what it has recorded."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, clock: Clock = CLOCK) -> None:
         self.app = app
-        self.metrics, self.written, self.answers = Metrics(["m@1"]), Lines(), UnreadAnswers(10**6)
+        self.metrics, self.written, self.is_ending = Metrics(["m@1"]), LineWriter(), False
+        self.limits = RequestLimits(ByteBudget("bodies", 10**6), ByteBudget("answers", 10**6))
         log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)
         self.log = log
-        self.recorder = Recorder(self.metrics, log, None, self.answers, self._respond)
+        self.recorder = Recorder(
+            self.metrics, log, None, self.limits, self._respond, lambda: self.is_ending, clock
+        )
         self.sent: list[Any] = []
 
     async def _respond(self, _: Request, error: Exception) -> Response:
         return PlainTextResponse(type(error).__name__, 500)
 
-    async def ask(self, path: str = "/embed", route: str | None = "/embed", **noted: Any) -> None:
-        self.record = recorded(path, x_request_id="mine")
+    async def ask(
+        self,
+        path: str = "/embed",
+        route: str | None = "/embed",
+        headers: dict[str, str] | None = None,
+        **noted: Any,
+    ) -> None:
+        self.record = recorded(path, x_request_id="mine", **(headers or {}))
         self.record.route = route or OTHER_ROUTE
         for name, value in noted.items():
             setattr(self.record, name, value)
@@ -65,6 +56,11 @@ class World:
             self.sent.append(message)
 
         await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
+
+    @property
+    def lines(self) -> list[str]:
+        """The log lines that wait."""
+        return [line if isinstance(line, str) else _line(*line) for line in self.written.waiting]
 
     @property
     def headers(self) -> dict[bytes, bytes]:
@@ -93,7 +89,7 @@ def test_an_answer_has_an_id_and_its_model() -> None:
     assert [message["type"] for message in world.sent] == [
         "http.response.start", "http.response.body",
     ]  # fmt: skip
-    [line] = world.written.lines
+    [line] = world.lines
     for part in ('"id":"mine"', '"method":"POST"', '"route":"/embed"', '"status":200',
                  '"model":"m@1"', '"texts":2', '"tokens":7'):  # fmt: skip
         assert part in line
@@ -126,11 +122,11 @@ def test_routes_are_those_that_are_known() -> None:
     for path, route in (("/of/a", "/of/{x}"), ("/secret", None)):
         world.sent.clear()
         asyncio.run(world.ask(path, route))
-        assert f'"route":"{route or OTHER_ROUTE}"' in world.written.lines[-1]
+        assert f'"route":"{route or OTHER_ROUTE}"' in world.lines[-1]
         assert b"x-model" not in world.headers
-        assert '"model"' not in world.written.lines[-1]
+        assert '"model"' not in world.lines[-1]
     assert OTHER_ROUTE == "other"
-    assert not any("secret" in line for line in (*world.series(), *world.written.lines))
+    assert not any("secret" in line for line in (*world.series(), *world.lines))
 
 
 def test_a_bug_is_answered_with_an_id_and_raised() -> None:
@@ -144,7 +140,7 @@ def test_a_bug_is_answered_with_an_id_and_raised() -> None:
     assert world.sent[0]["status"] == 500
     assert world.headers[b"x-request-id"] == b"mine"
     assert world.sent[1]["body"] == b"ValueError"
-    [line] = world.written.lines
+    [line] = world.lines
     assert '"status":500' in line
     assert '"error":"ValueError"' in line
     assert any('reason="memory"' in line for line in world.series())
@@ -160,7 +156,7 @@ def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         asyncio.run(world.ask())
     assert len(world.sent) == 1
-    assert '"status":200' in world.written.lines[0]
+    assert '"status":200' in world.lines[0]
 
 
 def test_a_request_without_an_answer_counts_as_an_error() -> None:
@@ -169,7 +165,7 @@ def test_a_request_without_an_answer_counts_as_an_error() -> None:
 
     world = World(leaves)
     asyncio.run(world.ask())
-    assert '"status":500' in world.written.lines[0]
+    assert '"status":500' in world.lines[0]
 
 
 def test_a_request_without_a_result_costs_its_key_no_tokens() -> None:
@@ -191,53 +187,101 @@ def test_a_request_without_a_result_costs_its_key_no_tokens() -> None:
         assert (world.record.connection, world.record.trace) == (None, None)
 
 
-def test_the_time_of_a_request_begins_when_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_module.time, "monotonic", lambda: 10.0)
-    world = World(answers)
+def test_the_time_of_a_request_begins_when_it_arrived() -> None:
+    world = World(answers, VirtualClock(10.0))
     asyncio.run(world.ask(arrived=8.0))
-    assert '"total":2000' in world.written.lines[0]
+    assert '"total":2000' in world.lines[0]
     asyncio.run(world.ask(arrived=10.0))
-    assert '"total":0' in world.written.lines[1]
+    assert '"total":0' in world.lines[1]
 
 
-def test_a_large_answer_is_held_until_its_connection_has_read_it() -> None:
+def test_the_bytes_of_an_answer_are_released_however_it_ends() -> None:
+    async def breaks(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError
+
     async def run() -> None:
-        world, reader = World(answers), Reader()
-        world.answers._memory.grow_now(hold := Hold("a"), 80_000)
-        await world.ask(hold=hold, connection=reader)
-        assert world.answers.is_reading(reader)
-        assert world.record.hold is None
-        world.answers._memory.grow_now(other := Hold("a"), 80_000)
-        await world.ask(hold=other)
-        assert other.size == 0, "a connection that is lost reads nothing"
-        world.answers.was_read(reader)
+        for app in (answers, breaks):
+            world, one, other = World(app), recorded(), recorded(client="b")
+            await world.limits.hold_answer(one, 600_000)
+            waiting = asyncio.create_task(world.limits.hold_answer(other, 600_000))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            with suppress(ValueError):
+                await world.ask(answer=one.answer)
+            await waiting
 
     asyncio.run(run())
 
 
-def test_an_error_of_a_direct_handler_is_answered() -> None:
-    async def fails(_: Request) -> Response:
-        raise Overloaded("full", 1)
-
-    async def bug(_: Request) -> Response:
-        raise ValueError
-
+def test_a_connection_ends_with_an_answer_of_a_server_that_drains() -> None:
     world = World(answers)
-    world.app = DirectRoutes(answers, {"/embed": fails, "/of/x": bug}, OPEN, world._respond)
     asyncio.run(world.ask())
-    assert world.sent[1]["body"] == b"Overloaded"
-    with pytest.raises(ValueError):  # noqa: PT011
-        asyncio.run(world.ask("/of/x"))
+    assert b"connection" not in world.headers
+    world.is_ending = True
+    world.sent.clear()
+    asyncio.run(world.ask())
+    assert world.headers[b"connection"] == b"close"
+
+
+@pytest.mark.parametrize(("received", "closes"), [(0, True), (5, False), (None, False)])
+def test_a_client_that_may_send_its_body_or_not_is_closed(
+    received: int | None, closes: bool
+) -> None:
+    """It asked whether to send its body, and got an answer instead."""
+    world = World(answers)
+    asyncio.run(world.ask(headers={"expect": "100-continue"}, received=received))
+    assert (b"connection" in world.headers) == closes
+
+
+# ---- large answers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000])
+def test_a_large_body_is_sent_in_parts(size: int) -> None:
+    async def run() -> None:
+        sent: list[Any] = []
+        body = bytes(number % 251 for number in range(size))
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await BytesResponse(body)(scope_of(recorded()), cast(Any, None), send)
+        start, *parts = sent
+        assert dict(start["headers"])[b"content-length"] == b"%d" % size
+        assert b"".join(part["body"] for part in parts) == body
+        assert all(len(part["body"]) <= 65_536 for part in parts)
+        more = [part.get("more_body", False) for part in parts]
+        assert more == [True] * (len(parts) - 1) + [False]
+
+    asyncio.run(run())
+
+
+def test_the_next_part_of_an_answer_waits_for_the_one_before() -> None:
+    async def run() -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            await asyncio.Future()
+
+        response = BytesResponse(bytes(200_000))
+        task = asyncio.create_task(response(scope_of(recorded()), cast(Any, None), send))
+        await asyncio.sleep(0.01)
+        assert len(sent) == 1
+        task.cancel()
+
+    asyncio.run(run())
 
 
 # ---- one write ---------------------------------------------------------------------------------
 
 
-class Written:
+class Written(asyncio.Transport):
     def __init__(self) -> None:
+        super().__init__()
         self.events: list[bytes | str] = []
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Any) -> None:
         self.events.append(data)
 
     def close(self) -> None:
@@ -250,7 +294,7 @@ class Written:
 def test_a_head_is_written_with_its_body() -> None:
     def events(*writes: bytes) -> list[bytes | str]:
         recorder = Written()
-        transport = OneWrite(cast(asyncio.Transport, recorder))
+        transport = _OneWrite(recorder)
         for data in writes:
             transport.write(data)
         return recorder.events
@@ -272,12 +316,12 @@ def test_a_head_is_written_with_its_body() -> None:
 
 def test_a_close_writes_a_head_once() -> None:
     recorder = Written()
-    transport = OneWrite(cast(asyncio.Transport, recorder))
+    transport = _OneWrite(recorder)
     assert not transport.is_closing()
     transport.close()
     assert recorder.events == ["close"]
     recorder = Written()
-    transport = OneWrite(cast(asyncio.Transport, recorder))
+    transport = _OneWrite(recorder)
     transport.write(b"head")
     transport.close()
     transport.close()

@@ -70,7 +70,7 @@ class Engines:
         wire: Any = Wire()
         self.wires.append(wire)
         self.links[number].connection_made(wire)
-        greeting = frames.Greeting([frames.EngineModel(reference, "int8")])
+        greeting = frames.Greeting({reference: "int8"})
         self.links[number].received(memoryview(frames.encode(greeting)))
         return wire
 
@@ -127,8 +127,7 @@ def test_a_model_has_a_queue_on_all_engines() -> None:
         engines = Engines(2)
         other = RemoteQueue(engines.links, 1)
         assert other.dead_reason == "engine-0 has not started yet; engine-1 has not started yet"
-        served = [frames.EngineModel("bert@1", "int8"), frames.EngineModel("qa@1", "fp32")]
-        engines.links[1].models = served
+        engines.links[1].precisions = ["int8", "fp32"]
         assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
 
     on_loop(test)
@@ -353,8 +352,7 @@ def test_a_model_has_its_own_place() -> None:
         engines = Engines()
         second = RemoteQueue(engines.links, 1)
         wire = engines.start()
-        served = [frames.EngineModel("a@1", "fp32"), frames.EngineModel("b@1", "fp16")]
-        engines.links[0].models = served
+        engines.links[0].precisions = ["fp32", "fp16"]
         assert (engines.queue.precision(), second.precision()) == ("fp32", "fp16")
         array = np.arange(4, dtype=np.int32)
         submit(second, [Encoding(array, array)], time.monotonic() + 60)
@@ -387,7 +385,7 @@ def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
     async def main() -> None:
         accepted: list[asyncio.StreamWriter] = []
         arrived = asyncio.Event()
-        greeting = frames.encode(frames.Greeting([frames.EngineModel("bert@1", "int8")]))
+        greeting = frames.encode(frames.Greeting({"bert@1": "int8"}))
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             accepted.append(writer)

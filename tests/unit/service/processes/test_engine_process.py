@@ -36,7 +36,6 @@ from cloze.service.observe.metrics import Metrics, model_labels
 from cloze.service.processes import engine_process, frames
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
-from cloze.service.processes.frames import MAX_UNSENT_BYTES
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.settings import Settings
 from tests import encodings
@@ -117,7 +116,7 @@ class Process:
         self.channel = self.connect(self.wire)
 
     def connect(self, wire: Any) -> FrontEndChannel:
-        channel = FrontEndChannel(self.server, MAX_UNSENT_BYTES)
+        channel = FrontEndChannel(self.server)
         channel.connection_made(wire)
         return channel
 
@@ -180,9 +179,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
         process.receive(run(deadline=deadline, later_round=True, **terms))
         (answer,) = await process.answers()
         greeting = process.wire.sent[0]
-        assert [(model.reference, model.precision) for model in greeting.models] == [
-            ("tiny@3", "int8"), ("other@1", "fp32"),
-        ]  # fmt: skip
+        assert list(greeting.models.items()) == [("tiny@3", "int8"), ("other@1", "fp32")]
         assert process.queues[0].terms == [Terms(deadline, later_round=True, **terms)]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]

@@ -5,6 +5,7 @@ import logging
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,11 +19,10 @@ from cloze.service import core
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from cloze.service.processes import frames
 from cloze.service.processes.frames import (
+    MALFORMED,
     Answer,
     Cancel,
-    EngineModel,
     Greeting,
-    MalformedMessage,
     Run,
     decode_answer,
     decode_request,
@@ -84,7 +84,7 @@ def test_shared_requests_are_sent_once() -> None:
 
 
 def test_a_greeting_and_a_cancellation_arrive() -> None:
-    greeting = Greeting([EngineModel("bert@1", "fp32"), EngineModel("qa@2", "int8")])
+    greeting = Greeting({"bert@1": "fp32", "qa@2": "int8"})
     assert decode_answer(encode(greeting)) == greeting
     assert decode_request(encode(Cancel(7))) == Cancel(7)
 
@@ -182,12 +182,12 @@ TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
     ],
 )
 def test_a_malformed_run_is_refused(old: object, new: object) -> None:
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MALFORMED):
         decode_request(changed(RUN, old, new))
 
 
 def test_a_length_that_fits_no_array_is_explained() -> None:
-    with pytest.raises(MalformedMessage, match="6 tokens have 5 ids and 5 types"):
+    with pytest.raises(MALFORMED, match="6 tokens have 5 ids and 5 types"):
         decode_request(changed(RUN, LENGTHS, [3, 3]))
 
 
@@ -198,26 +198,42 @@ def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
     assert isinstance(answer, Answer)
     assert isinstance(answer.outcome, BatchResult)
     assert len(answer.outcome.outputs) == size
-    with pytest.raises(MalformedMessage, match="do not fit"):
+    with pytest.raises(MALFORMED, match="do not fit"):
         decode_answer(changed(message, 99, size + 1))
 
 
-def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
+def with_results(message: bytes, head: str, results: object) -> bytes:
+    """Return the message of an answer with other results of a head."""
+    fields = msgspec.msgpack.decode(message)
+    (heads,) = [field for field in fields if isinstance(field, dict)]
+    return changed(message, heads, {head: results})
+
+
+def results_of(message: bytes, head: str) -> list[Any]:
+    """Return the encodings of a head, and its fields as [dtype, shapes, data]."""
+    (heads,) = [each for each in msgspec.msgpack.decode(message) if isinstance(each, dict)]
+    return heads[head]  # type: ignore[no-any-return]
+
+
+def test_results_must_be_those_of_the_head() -> None:
     outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    columns = next(
-        field
-        for field in msgspec.msgpack.decode(message)
-        if isinstance(field, list) and isinstance(field[0], list)
-    )
-    (column,) = columns
-    for place, value in ((1, "logits"), (3, [0]), (4, [[2, 1], [3, 1]]), (2, "float31")):
-        wrong = [*column]
+    encodings, [field] = results_of(message, "token_embedding")
+    for place, value in ((1, [[2, 1], [3, 1]]), (0, "float31")):
+        wrong = [*field]
         wrong[place] = value
-        with pytest.raises(MalformedMessage):
-            decode_answer(changed(message, columns, [wrong]))
-    with pytest.raises(MalformedMessage):
-        decode_answer(changed(message, columns, [column, column]))
+        with pytest.raises(MALFORMED):
+            decode_answer(with_results(message, "token_embedding", [encodings, [wrong]]))
+    for results in (
+        [[0], [field]],
+        [[0, 2], [field]],
+        [encodings, [field, field]],
+        [encodings, []],
+    ):
+        with pytest.raises(MALFORMED):
+            decode_answer(with_results(message, "token_embedding", results))
+    with pytest.raises(KeyError, match="no_head"):
+        decode_answer(with_results(message, "no_head", [encodings, [field]]))
 
 
 @pytest.mark.parametrize(
@@ -225,50 +241,48 @@ def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
 )
 def test_an_error_that_does_not_exist_is_malformed(old: str, new: str) -> None:
     message = encode_answer(Answer(1, core.DeadlineExceeded("late")))
-    with pytest.raises(MalformedMessage, match="KeyError"):
+    with pytest.raises(KeyError):
         decode_answer(changed(message, old, new))
 
 
 def test_a_reason_that_does_not_exist_is_malformed() -> None:
     message = encode_answer(Answer(1, Overloaded("full", 1.0, Rejection.MEMORY)))
-    with pytest.raises(MalformedMessage, match="'memoryx' is not a valid Rejection"):
+    with pytest.raises(MALFORMED, match="'memoryx' is not a valid Rejection"):
         decode_answer(changed(message, "memory", "memoryx"))
 
 
 def test_a_head_that_does_not_exist_is_malformed() -> None:
     requests = msgspec.msgpack.decode(RUN)[-1][1]
-    with pytest.raises(MalformedMessage, match="KeyError: 'no_head'"):
+    with pytest.raises(KeyError, match="no_head"):
         decode_request(changed(RUN, requests, [{"no_head": {}}, {}]))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MALFORMED):
         decode_request(changed(RUN, requests, [{"masked_lm": {"positions": "x"}}, {}]))
 
 
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        ([[2**62, 2**62]], "ValueError|OverflowError"),
-        ([[2**63]], "OverflowError|ValueError"),
+        ([[2**62, 2**62]], None),
+        ([[2**63]], None),
         ([[2, 1], [0, 1]], "4 numbers do not have the shapes"),
-        ([[2, 1], [2, 1], [0, 1]], "ValueError"),
-        ([[2**63], [0]], "ValueError"),
+        ([[2, 1], [2, 1], [0, 1]], "argument"),
+        ([[2**63], [0]], None),
     ],
 )
-def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str) -> None:
+def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str | None) -> None:
     outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    fields = msgspec.msgpack.decode(message)
-    columns = next(each for each in fields if isinstance(each, list) and each[0][0])
-    (column,) = columns
-    wrong = [shapes if each == [[2, 1]] else each for each in column]
-    assert wrong != column
-    with pytest.raises(MalformedMessage, match=reason):
-        decode_answer(changed(message, columns, [wrong]))
+    encodings, [[dtype, sent, data]] = results_of(message, "token_embedding")
+    assert sent == [[2, 1]]
+    wrong = [encodings, [[dtype, shapes, data]]]
+    with pytest.raises(MALFORMED, match=reason):
+        decode_answer(with_results(message, "token_embedding", wrong))
 
 
 def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
     for message in (b"\x91" * 100_000, b"", b"\xc1", encode(Cancel(1))[:-1]):
         for decode in (decode_request, decode_answer):
-            with pytest.raises(MalformedMessage):
+            with pytest.raises(MALFORMED):
                 decode(message)
 
 
@@ -288,16 +302,15 @@ def test_every_field_of_a_result_must_be_there() -> None:
         np.array([[0.5]], np.float32),
     )
     message = encode_answer(Answer(1, BatchResult([{"masked_lm": masks}], 0.0, 0.0)))
-    fields = msgspec.msgpack.decode(message)
-    columns = next(each for each in fields if isinstance(each, list) and isinstance(each[0], list))
-    with pytest.raises(MalformedMessage, match="TypeError"):
-        decode_answer(changed(message, columns, columns[:-1]))
+    encodings, fields = results_of(message, "masked_lm")
+    with pytest.raises(TypeError):
+        decode_answer(with_results(message, "masked_lm", [encodings, fields[:-1]]))
 
 
 def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
     requests = msgspec.msgpack.decode(RUN)[-1][1]
     deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
-    with pytest.raises(MalformedMessage, match="RecursionError"):
+    with pytest.raises(RecursionError):
         decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))
 
 
@@ -307,8 +320,9 @@ def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
 class Recorder(frames.Channel):
     """Records what arrives; a message "raise" is not handled, "drop" ends the connection."""
 
-    def __init__(self, max_unsent_bytes: int = frames.MAX_UNSENT_BYTES) -> None:
-        super().__init__("the peer", max_unsent_bytes)
+    def __init__(self, max_unsent_bytes: int = 2**28) -> None:
+        super().__init__("the peer")
+        self._MAX_UNSENT_BYTES = max_unsent_bytes
         self.messages: list[bytes] = []
         self.ends = 0
         self.ended = asyncio.Event()

@@ -96,7 +96,7 @@ class Played(Channel):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.send(frames.encode(frames.Greeting([frames.EngineModel("tiny@1", "int8")])))
+        self.send(frames.encode(frames.Greeting({"tiny@1": "int8"})))
 
     def received(self, message: memoryview) -> None:
         run = frames.decode_request(message)

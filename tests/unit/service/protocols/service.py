@@ -31,8 +31,8 @@ from cloze.service.core import Changes, Device, EngineDead, ServiceError, Shutti
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.record import RECORD, Callers
-from cloze.service.http.routes import Route
+from cloze.service.http.record import Callers
+from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics

@@ -178,8 +178,8 @@ PAIR = {"question": "the", "context": "the the"}
 
 def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     many = {"inputs": [[109] * 8] * 290}
-    for _ in range(3):
-        alone._runner.run(alone.limits.begin_answer(ServedRequest()))
+    for client in ("x", "x", "y"):
+        alone._runner.run(alone.limits.begin_answer(ServedRequest(client=client)))
     status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
     assert (status, message) == (504, "no answer within the limit of 400 ms")
     assert alone.seen.rejection is Rejection.STATED_LIMIT
@@ -220,8 +220,8 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
 )
 def test_which_answers_are_large(path: str, large: Any, small: Any, alone: Service) -> None:
     """A large answer is decoded and written on a thread, when it is its turn."""
-    for _ in range(3):
-        alone._runner.run(alone.limits.begin_answer(ServedRequest()))
+    for client in ("x", "x", "y"):
+        alone._runner.run(alone.limits.begin_answer(ServedRequest(client=client)))
     limit = {"x_request_timeout_ms": "400"}
     extra = {"model": "tiny", "input_type": "search_document"} if path == "/v2/embed" else {}
     assert alone.post(path, small | extra, **limit).status_code == 200

@@ -1,31 +1,25 @@
-"""One connection: its bytes, its time limits, its refusals, and what it counts for."""
+"""One connection: its bytes, its time limits, and what it counts for."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
-import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 import uvicorn
-from cloze.service.http.gate import Refusal, Starts
-from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cloze.service.batching.fair_queue import LineKey
-from cloze.service.http.door import Refusal, Starts
-from cloze.service.http.record import RECORD, Callers
-from cloze.service.http.returns import Returns
-from cloze.service.request import ServedRequest
+from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
 
-LIMITS = ConnectionLimits(header_timeout_s=10.0, idle_timeout_s=60.0, max_connections=100)
-REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 2\r\n\r\nno"
+LIMITS = ConnectionLimits(10.0, 60.0, 30.0, max_connections=100)
 
 CLOSED = socket.socket()
 CLOSED.close()
@@ -62,82 +56,72 @@ class Transport(asyncio.Transport):
         return self.closed_at >= 0
 
     def close(self) -> None:
-        self._close("close")
+        if self.closed_at < 0:
+            self.calls.append("close")
+            self.closed_at = asyncio.get_running_loop().time()
+            if not self.unsent:
+                asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
     def abort(self) -> None:
-        self._close("abort")
+        self.calls.append("abort")
+        if self.closed_at < 0 or self.unsent:
+            self.closed_at = asyncio.get_running_loop().time()
+            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
-    def _close(self, how: str) -> None:
-        if self.closed_at < 0:
-            self.calls.append(how)
-            loop = asyncio.get_running_loop()
-            self.closed_at = loop.time()
-            loop.call_soon(self.protocol.connection_lost, None)
+    def lose(self) -> None:
+        """Lose the client."""
+        self.closed_at = asyncio.get_running_loop().time()
+        self.protocol.connection_lost(ConnectionError())
 
 
 class World:
     """A server's application, and the connections to it.
 
     Attributes:
-        refuses: whether the gate refuses a request.
-        made: number of the records that were made.
         seen: the scopes of the requests that have reached the application.
-        started: the times at which they reached it.
+        bodies: the bodies that it has read.
         release: an event; ``/hang`` answers when it is set.
+        closed: the connections of which the service has been told that they are closed.
     """
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
-        self.refuses: Callable[[ServedRequest], bool] = lambda _: False
-        self.hold_s = 0.0
-        self.returns = Returns()
-        self.asked: list[str] = []
-        self.made = 0
         self.seen: list[Scope] = []
-        self.started: list[float] = []
         self.bodies: list[bytes] = []
         self.release = asyncio.Event()
-        self.table, self.answers, self.starts = (
-            ConnectionTable(limits),
-            UnreadAnswers(10**6),
-            Starts(),
-        )
+        self.closed: list[Connection] = []
+        self.table = ConnectionTable(limits)
         self.config = uvicorn.Config(
             self._app, log_config=None, ws="none", interface="asgi3", proxy_headers=False
         )
         self.config.load()
         self.state = ServerState()
 
-    def _admit(self, scope: Scope, connection: Reader) -> Refusal | None:
-        self.made += 1
-        request = scope[RECORD] = Callers().record(scope, scope["path"])
-        request.connection = connection
-        if request.method != "POST":
-            return None
-        self.asked.append(request.path)
-        if self.refuses(request):
-            return Refusal(REFUSAL, self.hold_s)
-        request.unstarted = LineKey(0, 0), 1
-        return None
-
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with 200, with the body last; ``/full`` is refused before its body is read."""
         self.seen.append(scope)
-        self.started.append(time.monotonic())
-        body, more = b"", scope["path"] != "/unread"
+        body, more, status = b"", scope["path"] != "/full", 200
         while more:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
-        self.bodies.append(body)
+        if scope["path"] == "/full":
+            status = 429
+        else:
+            self.bodies.append(body)
         if scope["path"] == "/hang":
             await self.release.wait()
         headers = [(b"content-length", b"2")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if b"expect" in dict(scope["headers"]) and status == 429:
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        if scope["path"] == "/begins":
+            await self.release.wait()
         await send({"type": "http.response.body", "body": b"ok"})
 
     def connect(self, address: str = "192.0.2.1") -> Transport:
         transport = Transport(address)
         transport.protocol = ServerProtocol(
-            admit=self._admit, table=self.table, answers=self.answers, starts=self.starts,
-            returns=self.returns, config=self.config, server_state=self.state, app_state={},
+            table=self.table, closed=self.closed.append, config=self.config,
+            server_state=self.state, app_state={},
         )  # fmt: skip
         transport.protocol.connection_made(transport)
         transport.socket = CLOSED
@@ -183,35 +167,46 @@ def test_a_request_is_answered_in_one_write() -> None:
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
         assert answer.endswith(b"\r\n\r\nok")
         assert world.bodies == [b"1234"]
-        assert world.asked == ["/embed%41"], "a path is never decoded"
         [scope] = world.seen
-        assert (scope["path"], scope[RECORD].connection) == ("/embed%41", transport.protocol)
+        assert scope["raw_path"] == b"/embed%41"
+        assert scope["state"][CONNECTION] is transport.protocol
         assert scope["client"][0] == transport.protocol.address == "192.0.2.1"
         transport.protocol.data_received(GET)
         await settle()
         assert statuses(transport) == [200, 200]
-        assert world.asked == ["/embed%41"], "the gate is for POST"
         assert world.seen[1]["path"] == "/embed"
-        head = b"HEAD /embed HTTP/1.1\r\nhost: x\r\n\r\n"
-        transport.protocol.data_received(head)
+        transport.protocol.data_received(b"HEAD /embed HTTP/1.1\r\nhost: x\r\n\r\n")
         await settle()
         assert transport.writes[-1].endswith(b"\r\n\r\n")
         assert statuses(transport) == [200, 200, 200]
-        assert world.made == 3, "one record per request"
+
+    play(run)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE"])
+def test_every_method_may_have_a_body(method: str) -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        odd = post("/a", INNER).replace(b"POST", method.encode(), 1)
+        transport.protocol.data_received(odd + post("/b", b"12"))
+        await settle()
+        assert world.bodies == [INNER, b"12"]
+        assert statuses(transport) == [200, 200]
 
     play(run)
 
 
 @pytest.mark.parametrize(
-    ("target", "path"), [("/embed?x=/y", "/embed"), ("http://host/embed%41#z", "/embed%41")]
+    ("target", "path"), [("/embed?x=/y", b"/embed"), ("http://host/embed%41#z", b"/embed%41")]
 )
-def test_paths_of_targets(target: str, path: str) -> None:
+def test_paths_of_targets(target: str, path: bytes) -> None:
     async def run() -> None:
         world = World()
         transport = world.connect()
         transport.protocol.data_received(post(target))
         await settle()
-        assert world.asked == [scope["path"] for scope in world.seen] == [path]
+        assert [scope["raw_path"] for scope in world.seen] == [path]
         transport.protocol.data_received(post("http://:x"))
         assert statuses(transport)[1:] == [400]
         assert transport.is_closing()
@@ -261,7 +256,6 @@ def test_an_offer_of_another_protocol_is_ignored(offer: tuple[str, ...]) -> None
             paths = [scope["path"] for scope in world.seen]
             assert list(zip(paths, world.bodies, strict=True)) == expected
             assert statuses(transport) == [200] * 4
-            assert world.made == 4
 
     play(run)
 
@@ -289,16 +283,11 @@ def test_an_offer_leaves_the_connection_as_it_would_be(version: str, connection:
 def test_an_offer_is_refused_as_any_request() -> None:
     async def run() -> None:
         world = World()
-        world.refuses = lambda request: request.path == "/full"
         transport = world.connect()
         transport.protocol.data_received(post("/full", INNER, *H2C) + post("/a", b"12", *H2C))
         await settle()
         assert statuses(transport) == [429, 200]
-        assert world.asked == ["/full", "/a"]
-        waiting = post("/full", b"", *H2C, "expect: 100-continue", length=4)
-        transport.protocol.data_received(waiting)
-        assert statuses(transport) == [429, 200, 429]
-        assert transport.is_closing(), "its body may come or not"
+        assert world.bodies == [b"12"]
         asks = world.connect()
         asks.protocol.data_received(post("/a", b"", *H2C, "expect: 100-continue", length=4))
         await settle()
@@ -429,43 +418,6 @@ def test_headers_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     play(run)
 
 
-def test_four_requests_start_per_turn_and_all_say_when_they_arrived() -> None:
-    async def run() -> None:
-        world = World()
-        transports = [world.connect() for _ in range(6)]
-        for transport in transports:
-            transport.protocol.data_received(post())
-        await settle(1)
-        assert len(world.seen) == 4
-        await settle()
-        assert len(world.seen) == 6
-        assert all(scope[RECORD].arrived < world.started[0] for scope in world.seen)
-        assert all(statuses(transport) == [200] for transport in transports)
-
-    play(run)
-
-
-@pytest.mark.parametrize("behind", [b"", post(), GET[:9]], ids=["alone", "whole", "part"])
-def test_a_request_whose_client_has_gone_is_not_started(behind: bytes) -> None:
-    """Whatever else its client has sent in the meantime."""
-
-    async def run() -> None:
-        world = World()
-        transports = [world.connect() for _ in range(5)]
-        for transport in transports:
-            transport.protocol.data_received(post())
-        scope: Any = transports[4].protocol.scope
-        assert scope[RECORD].unstarted is not None
-        transports[4].protocol.data_received(behind)
-        transports[4].protocol.connection_lost(ConnectionError())
-        await settle()
-        assert len(world.seen) == 4
-        assert scope[RECORD].unstarted is None, "the gate counts it no more"
-        assert scope[RECORD].connection is None
-
-    play(run)
-
-
 # ---- time --------------------------------------------------------------------------------------
 
 
@@ -539,7 +491,7 @@ def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
 
 def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 1))
+        world = World(ConnectionLimits(10.0, 60.0, 30.0, 1))
         begun = world.connect()
         begun.protocol.data_received(GET[:9])
         second = world.connect()
@@ -574,23 +526,79 @@ def test_the_body_and_the_answer_have_limits_elsewhere() -> None:
     play(run)
 
 
-def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
+def test_a_request_may_take_longer_than_a_connection_may_be_idle() -> None:
+    """Also if its head arrived in part before the last answer, or in many parts."""
+
+    async def run() -> None:
+        world = World()
+        after, behind = world.connect(), world.connect()
+        after.protocol.data_received(GET)
+        behind.protocol.data_received(GET + post("/hang")[:9])
+        await asyncio.sleep(9)
+        assert statuses(after) == statuses(behind) == [200]
+        after.protocol.data_received(post("/hang"))
+        behind.protocol.data_received(post("/hang")[9:])
+        await asyncio.sleep(500)
+        assert not after.is_closing()
+        assert not behind.is_closing()
+        world.release.set()
+        await settle()
+        assert statuses(after) == statuses(behind) == [200, 200]
+
+    play(run)
+
+
+def test_a_head_that_begins_in_time_may_end_when_an_idle_connection_would_have() -> None:
     async def run() -> None:
         transport = World().connect()
-        transport.protocol.data_received(post("/unread", b"12", length=4))
+        transport.protocol.data_received(GET)
+        await asyncio.sleep(55)
+        transport.protocol.data_received(GET[:9])
+        await asyncio.sleep(8)
+        transport.protocol.data_received(GET[9:])
         await settle()
-        assert statuses(transport) == [200]
+        assert statuses(transport) == [200, 200]
+
+    play(run)
+
+
+@pytest.mark.parametrize("stray", [b"\r\n", b"\r\n\r\n"])
+def test_bytes_that_are_no_request_do_not_keep_a_connection(stray: bytes) -> None:
+    async def run() -> None:
+        fresh, used = World().connect(), World().connect()
+        used.protocol.data_received(GET)
+        for _ in range(7):
+            await asyncio.sleep(9)
+            for transport in (fresh, used):
+                if not transport.is_closing():
+                    transport.protocol.data_received(stray)
+        assert fresh.closed_at == used.closed_at == pytest.approx(60.0)
+
+    play(run)
+
+
+def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
+    async def run() -> None:
+        whole, dribbling = World().connect(), World().connect()
+        for transport in (whole, dribbling):
+            transport.protocol.data_received(post("/full", b"12", length=4000))
+        await settle()
+        assert statuses(whole) == [429]
         await asyncio.sleep(5)
-        transport.protocol.data_received(b"34")
+        whole.protocol.data_received(bytes(3998))
+        for _ in range(11):
+            dribbling.protocol.data_received(b"1")
+            await asyncio.sleep(5)
         await asyncio.sleep(100)
-        assert transport.closed_at == pytest.approx(60.0)
+        assert whole.closed_at == pytest.approx(60.0)
+        assert dribbling.closed_at == pytest.approx(60.0), "the rest of its body is no request"
 
     play(run)
 
 
 def test_a_short_header_time_is_kept_exactly() -> None:
     async def run() -> None:
-        transport = World(ConnectionLimits(0.5, 60.0, 9)).connect()
+        transport = World(ConnectionLimits(0.5, 60.0, 30.0, 9)).connect()
         await asyncio.sleep(3.3)
         transport.protocol.data_received(b"GET")
         await asyncio.sleep(2)
@@ -599,46 +607,60 @@ def test_a_short_header_time_is_kept_exactly() -> None:
     play(run)
 
 
-def test_who_reads_an_answer_is_not_idle() -> None:
+def test_a_client_that_reads_nothing_of_an_answer_is_closed(
+    reasons: Callable[[], list[str]],
+) -> None:
+    """Of any answer: here it is small, but there are others before it."""
+
     async def run() -> None:
         world = World()
         transport = world.connect()
-        transport.protocol.data_received(GET)
-        await settle()
-        hold = await world.answers.hold("a", 70_000, waits=False)
-        assert hold is not None
         transport.protocol.pause_writing()
-        transport.unsent = 80_000
-        world.answers.sent(transport.protocol, hold)
-        for _ in range(80):  # it reads a little, so that the answer does not end it
-            await asyncio.sleep(1)
-            transport.unsent -= 900
-        transport.unsent = 80_000
+        transport.unsent = 70_000
+        transport.protocol.data_received(post() + post())
+        await asyncio.sleep(29)
+        assert transport.writes == []
         assert not transport.is_closing()
-        await asyncio.sleep(39)
-        assert transport.closed_at < 0 or transport.calls[-1] == "abort"
+        await asyncio.sleep(2)
+        assert transport.closed_at == pytest.approx(30.0)
+        assert transport.calls[-1] == "abort"
+        assert reasons() == ["it does not read its answer"]
+        await settle()
+        assert world.closed == [transport.protocol]
+        assert transport.writes == []
+        assert not world.state.tasks, "nothing waits for it any more"
 
     play(run)
 
 
-def test_reading_an_answer_puts_off_the_end_by_the_idle_time() -> None:
+def test_a_client_that_reads_a_part_in_time_goes_on(reasons: Callable[[], list[str]]) -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(3.0, 8.0, 9))
-        transport = world.connect()
-        hold = await world.answers.hold("a", 70_000, waits=False)
-        assert hold is not None
-        transport.protocol.pause_writing()
-        transport.unsent = 80_000
-        world.answers.sent(transport.protocol, hold)
-        await asyncio.sleep(8.5)
-        assert not transport.is_closing()
-        transport.protocol.resume_writing()
-        assert not world.answers.is_reading(transport.protocol)
-        transport.unsent = 0
-        await asyncio.sleep(7)
-        assert not transport.is_closing()
-        await asyncio.sleep(1)
-        assert transport.closed_at == pytest.approx(16.0)
+        transport = World().connect()
+        for _ in range(5):
+            transport.protocol.pause_writing()
+            await asyncio.sleep(11)
+            transport.protocol.resume_writing()
+        await asyncio.sleep(4)
+        transport.protocol.data_received(post())
+        await settle()
+        assert statuses(transport) == [200]
+        await asyncio.sleep(59)
+        assert reasons() == []
+
+    play(run)
+
+
+def test_a_client_that_does_not_read_the_last_answer_is_closed(
+    reasons: Callable[[], list[str]],
+) -> None:
+    async def run() -> None:
+        transport = World().connect()
+        transport.unsent = 5_000
+        transport.protocol.data_received(post("/embed", b"1234", "connection: close"))
+        await asyncio.sleep(29)
+        assert transport.calls == ["resume", "close"]
+        await asyncio.sleep(2)
+        assert reasons() == ["it does not read its answer"]
 
     play(run)
 
@@ -659,63 +681,30 @@ def test_who_does_not_read_is_aborted() -> None:
     play(run)
 
 
-def test_bytes_that_the_client_has_not_read() -> None:
-    async def run() -> None:
-        transport = World().connect()
-        protocol = transport.protocol
-        transport.unsent = 70
-        assert protocol.unread_bytes() == 0, "below the low-water mark"
-        protocol.pause_writing()
-        assert protocol.unread_bytes() == 70
-        assert protocol.unsent_bytes() == 70, "a closed socket has no bytes"
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            transport.socket = ours
-            assert protocol.unsent_bytes() == 70
-            ours.send(bytes(500))
-            assert protocol.unsent_bytes() >= 570, "the kernel holds bytes too"
-
-    play(run)
-
-
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-def refusing() -> World:
-    world = World()
-    world.refuses = lambda request: request.path == "/full"
-    return world
-
-
-def test_a_refused_request_leaves_the_connection_open() -> None:
+def test_the_body_of_a_refused_request_is_discarded_and_the_next_one_answered() -> None:
     async def run() -> None:
-        world = refusing()
+        world = World()
         transport = world.connect()
-        transport.protocol.data_received(post("/full", b"12", length=4))
-        assert transport.writes == [REFUSAL], "before its body has arrived"
-        transport.protocol.data_received(b"34" + post())
+        large = 300_000
+        transport.protocol.data_received(post("/full", b"12", length=large))
         await settle()
+        assert statuses(transport) == [429], "before its body has arrived"
+        for _ in range(29):
+            transport.protocol.data_received(bytes(10_000))
+        transport.protocol.data_received(INNER + bytes(10_000 - 2 - len(INNER)) + post())
+        await settle(200)
         assert statuses(transport) == [429, 200]
-        assert world.bodies == [b"1234"], "the body of a refused request is discarded"
-        assert not transport.is_closing()
+        assert world.bodies == [b"1234"]
         transport.protocol.data_received(post("/full"))
+        await settle()
+        assert statuses(transport) == [429, 200, 429]
         await asyncio.sleep(59)
         assert not transport.is_closing()
         await asyncio.sleep(2)
         assert transport.closed_at == pytest.approx(60.0)
-
-    play(run)
-
-
-def test_the_body_of_a_refused_request_must_arrive_in_time(
-    reasons: Callable[[], list[str]],
-) -> None:
-    async def run() -> None:
-        transport = refusing().connect()
-        transport.protocol.data_received(post("/full", b"12", length=4))
-        await asyncio.sleep(30)
-        assert transport.closed_at == pytest.approx(10.0)
-        assert reasons() == ["the body of its refused request did not arrive in time"]
 
     play(run)
 
@@ -726,56 +715,34 @@ def test_the_body_of_a_refused_request_must_arrive_in_time(
         post("/full", b"1234", "connection: close"),
         post("/full").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
         post("/full", b"1234", "connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+        post("/full", b"1234", "expect: 100-continue"),
     ],
 )
 def test_a_refusal_ends_connections_that_are_for_one_request(request_bytes: bytes) -> None:
     async def run() -> None:
-        transport = refusing().connect()
-        transport.protocol.data_received(request_bytes[:-2])
+        transport = World().connect()
+        transport.protocol.data_received(request_bytes)
+        await settle()
         [answer] = transport.writes
-        assert answer == REFUSAL.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-        assert not transport.is_closing(), "a close would discard the answer"
-        transport.protocol.data_received(request_bytes[-2:])
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert answer.count(b"\r\nconnection: close\r\n") == 1
         assert transport.is_closing()
 
     play(run)
 
 
-def test_a_refusal_of_a_client_that_waits_to_send_its_body() -> None:
+def test_requests_of_a_pipeline_are_answered_in_their_turn() -> None:
     async def run() -> None:
-        transport = refusing().connect()
-        transport.protocol.data_received(post("/full", b"", "expect: 100-continue", length=4))
-        assert b"\r\nconnection: close\r\n" in transport.writes[0]
-        assert transport.is_closing(), "it may send its body or not"
-
-    play(run)
-
-
-def test_who_does_not_read_refusals_is_closed(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        transport = refusing().connect()
-        transport.protocol.pause_writing()
-        transport.protocol.data_received(post("/full"))
-        assert transport.is_closing()
-        assert transport.writes == []
-        assert reasons() == ["it does not read the answers"]
-
-    play(run)
-
-
-def test_requests_of_a_pipeline_are_refused_in_their_turn() -> None:
-    async def run() -> None:
-        world = refusing()
+        world = World()
         transport = world.connect()
         transport.protocol.data_received(post("/hang") + post("/full") + post() + post("/full"))
         await settle()
         assert transport.writes == []
-        assert world.asked == ["/hang"], "the gate is asked in the turn of a request"
+        assert [scope["path"] for scope in world.seen] == ["/hang"]
         world.release.set()
         await settle(60)
         assert statuses(transport) == [200, 429, 200, 429]
-        assert world.asked == ["/hang", "/full", "/embed", "/full"]
-        assert world.made == 4
+        assert [scope["path"] for scope in world.seen] == ["/hang", "/full", "/embed", "/full"]
         assert not transport.is_closing()
         await asyncio.sleep(59)
         assert not transport.is_closing()
@@ -785,9 +752,24 @@ def test_requests_of_a_pipeline_are_refused_in_their_turn() -> None:
     play(run)
 
 
-def test_the_last_refusal_of_a_pipeline_may_close() -> None:
+def test_a_pipeline_does_not_mix_the_parts_of_its_answers() -> None:
     async def run() -> None:
-        world = refusing()
+        world = World()
+        transport = world.connect()
+        transport.protocol.data_received(post("/begins") + post("/embed") + GET)
+        await settle()
+        assert transport.writes == [], "a head waits for its body"
+        world.release.set()
+        await settle(60)
+        assert [write.count(b"HTTP/1.1 200 OK") for write in transport.writes] == [1, 1, 1]
+        assert all(write.endswith(b"\r\n\r\nok") for write in transport.writes)
+
+    play(run)
+
+
+def test_the_last_request_of_a_pipeline_may_close() -> None:
+    async def run() -> None:
+        world = World()
         transport = world.connect()
         last = post("/full", b"1234", "connection: close")
         transport.protocol.data_received(post("/hang") + last)
@@ -800,51 +782,12 @@ def test_the_last_refusal_of_a_pipeline_may_close() -> None:
     play(run)
 
 
-def test_a_held_refusal_comes_late_and_what_follows_waits_for_it() -> None:
-    async def run() -> None:
-        world = refusing()
-        world.hold_s = 0.5
-        transport = world.connect()
-        transport.protocol.data_received(post("/full", b"12", length=4))
-        transport.protocol.data_received(b"34" + post())
-        await asyncio.sleep(0.4)
-        assert transport.writes == []
-        await asyncio.sleep(0.2)
-        assert statuses(transport) == [429, 200]
-        assert world.bodies == [b"1234"], "the body of a refused request is discarded"
-        assert not transport.is_closing()
-
-    play(run)
-
-
-def test_a_held_refusal_whose_client_leaves_or_waits_or_does_not_read(
-    reasons: Callable[[], list[str]],
-) -> None:
-    async def run() -> None:
-        world = refusing()
-        world.hold_s = 0.5
-        hesitant, gone, unread = world.connect(), world.connect(), world.connect()
-        hesitant.protocol.data_received(post("/full", b"", "expect: 100-continue", length=4))
-        gone.protocol.data_received(post("/full"))
-        gone.close()
-        unread.protocol.data_received(post("/full"))
-        unread.protocol.pause_writing()
-        await asyncio.sleep(1)
-        assert unread.is_closing()
-        assert reasons() == ["it does not read the answers"]
-        assert b"\r\nconnection: close\r\n" in hesitant.writes[0]
-        assert hesitant.is_closing(), "it may send its body or not"
-        assert gone.writes == []
-
-    play(run)
-
-
 # ---- the table of connections ------------------------------------------------------------------
 
 
 def test_the_oldest_idle_connection_makes_room(reasons: Callable[[], list[str]]) -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 3))
+        world = World(ConnectionLimits(10.0, 60.0, 30.0, 3))
         first, second, busy = world.connect(), world.connect(), world.connect()
         busy.protocol.data_received(post("/hang"))
         first.protocol.data_received(GET)
@@ -866,7 +809,7 @@ def test_without_an_idle_connection_a_new_one_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 2))
+        world = World(ConnectionLimits(10.0, 60.0, 30.0, 2))
         busy = [world.connect(), world.connect()]
         for transport in busy:
             transport.protocol.data_received(post("/hang"))
@@ -894,7 +837,7 @@ def test_without_an_idle_connection_a_new_one_is_refused(
 
 def test_connections_that_open_before_others_have_closed() -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 2))
+        world = World(ConnectionLimits(10.0, 60.0, 30.0, 2))
         olds = [world.connect(), world.connect()]
         news = [world.connect(), world.connect()]
         assert [old.is_closing() for old in olds] == [True, True]
@@ -905,7 +848,7 @@ def test_connections_that_open_before_others_have_closed() -> None:
 
 def test_an_address_has_a_limit() -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 100, max_per_address=2))
+        world = World(ConnectionLimits(10.0, 60.0, 30.0, 100, max_per_address=2))
         own = [world.connect(), world.connect()]
         assert not any(one.is_closing() for one in own)
         third = world.connect()
@@ -937,26 +880,64 @@ def test_no_limit_per_address_by_default() -> None:
 def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> None:
     async def run() -> None:
         world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post("/hang"))
+        hanging, answered, quiet = world.connect(), world.connect(), world.connect()
+        hanging.protocol.data_received(post("/hang"))
+        answered.protocol.data_received(GET)
         await settle()
-        hold = await world.answers.hold("a", 70_000, waits=False)
-        assert hold is not None
-        transport.protocol.pause_writing()
-        transport.unsent = 9
-        world.answers.sent(transport.protocol, hold)
-        scope: Any = transport.protocol.scope
-        transport.protocol.connection_lost(ConnectionError())
-        assert scope[RECORD].connection is None, "else a cycle"
-        assert not world.answers.is_reading(transport.protocol)
-        assert (world.table._open, world.table.closed_count) == (0, 1)
+        for transport in (hanging, answered, quiet):
+            transport.protocol.pause_writing()
+            transport.lose()
+            transport.protocol.on_response_complete()
+        assert world.closed == [hanging.protocol, answered.protocol, quiet.protocol]
+        assert (world.table._open, world.table.closed_count) == (0, 3)
         assert not world.table.idle
         assert not world.table._by_address, "else it grows by each address"
-        quiet = world.connect()
-        quiet.protocol.connection_lost(None)
-        assert not world.table.idle
         await asyncio.sleep(120)
-        assert reasons() == [], "its timer has ended"
+        assert reasons() == [], "their timers have ended"
+
+    play(run)
+
+
+@pytest.mark.parametrize("path", ["/hang", "/begins"])
+@pytest.mark.parametrize("behind", [b"", post(), GET[:9]], ids=["alone", "whole", "part"])
+def test_a_client_that_leaves_is_told_to_its_request(
+    path: str, behind: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever else it has sent, and whatever the request answers then."""
+
+    async def run() -> None:
+        world, calls = World(), list[str]()
+        transport = world.connect()
+        transport.protocol.data_received(post(path) + behind)
+        await settle()
+        transport.protocol.on_lost = lambda: calls.append(str(transport.protocol.is_lost))
+        transport.lose()
+        assert calls == ["True"]
+        world.release.set()
+        await settle()
+        assert transport.writes == []
+        assert len(world.seen) == 1, "those behind it are not started"
+        assert not world.state.tasks
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+    play(run)
+
+
+def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        transport.protocol.data_received(post() + post("/hang") + post())
+        await settle()
+        transport.lose()
+        world.release.set()
+        await settle()
+        world.closed.clear()
+        world.seen.clear()
+        freed = weakref.ref(transport.protocol)
+        del transport
+        gc.collect()
+        assert freed() is None
 
     play(run)
 

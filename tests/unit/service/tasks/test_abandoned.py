@@ -3,17 +3,17 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from anyio import CancelScope
 
 from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
 from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
 from cloze.service.text.tokenizer import Spans
-from cloze.service.threads import Abandoned, run_on_thread
+from cloze.service.threads import run_on_thread
 from tests.unit.service.tasks.model import CONTEXT, ids
 
 READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
@@ -48,26 +48,27 @@ QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)], np.arange(1))
 )
 def test_work_whose_client_has_gone_ends(work: Callable[[], Any]) -> None:
     work()
-    started, gone = threading.Event(), threading.Event()
-    ends: list[BaseException | None] = []
+    gone, has_ended = threading.Event(), threading.Event()
+    ends: list[type[BaseException] | None] = []
 
-    def run() -> None:
-        started.set()
+    def run(leave: Callable[[], Any]) -> None:
+        leave()
         gone.wait(10)
         try:
             work()
-        except Abandoned as error:
-            ends.append(error)
-        else:
             ends.append(None)
+        except asyncio.CancelledError as error:
+            ends.append(type(error))
+        finally:
+            has_ended.set()
 
     async def leave() -> None:
-        task = asyncio.create_task(run_on_thread(run))
-        await asyncio.to_thread(started.wait, 10)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        loop = asyncio.get_running_loop()
+        with CancelScope() as scope:
+            await run_on_thread(run, lambda: loop.call_soon_threadsafe(scope.cancel))
+        assert scope.cancelled_caught
         gone.set()
+        assert await asyncio.to_thread(has_ended.wait, 10)
 
-    asyncio.run(leave())  # waits for the thread
-    assert [type(end) for end in ends] == [Abandoned]
+    asyncio.run(leave())
+    assert ends == [asyncio.CancelledError]

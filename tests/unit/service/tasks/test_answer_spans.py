@@ -1,6 +1,7 @@
 """Answers from the logits of a context's windows, by hand."""
 
 import tracemalloc
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -16,16 +17,21 @@ from cloze.service.tasks.answer_spans import (
     SpanMemory,
     first_ends,
 )
-from cloze.service.tasks.windows import Bounds
+from cloze.service.tasks.texts import Bounds
 from cloze.service.text.tokenizer import Spans
 
 
-def asking(context: str, spans: Spans, context_start: int, windows: list[Bounds]) -> Question:
-    return Question(context, spans, context_start, windows, first_ends(context, spans))
+def spans(offsets: list[tuple[int, int]], words: list[int]) -> Spans:
+    starts, ends = zip(*offsets, strict=True)
+    return Spans(*(array("i", part) for part in (range(len(words)), starts, ends, words)))
+
+
+def asking(context: str, made: Spans, context_start: int, windows: list[Bounds]) -> Question:
+    return Question(context, made, context_start, windows, first_ends(context, made))
 
 
 CONTEXT = "red doors open Red"
-SPANS = Spans([1, 2, 3, 4, 5], [(0, 3), (4, 8), (8, 9), (10, 14), (15, 18)], [0, 1, 1, 2, 3])
+SPANS = spans([(0, 3), (4, 8), (8, 9), (10, 14), (15, 18)], [0, 1, 1, 2, 3])
 OPTIONS = QaOptions(max_seq_len=12, max_answer_len=3, max_question_len=4)
 QUESTION = asking(CONTEXT, SPANS, 3, [(0, 5)])
 
@@ -214,7 +220,7 @@ def test_twelve_spans_of_a_window_are_extended_to_words_for_one_answer() -> None
     # 13 words of one text, each less likely than the one before it: the last is left out.
     words = 13
     places = [(2 * n, 2 * n + 1) for n in range(words)]
-    question = asking("a " * words, Spans([1] * words, places, list(range(words))), 1, [(0, 13)])
+    question = asking("a " * words, spans(places, list(range(words))), 1, [(0, 13)])
     rows = np.array([(-99, -99), *((-n / 4, -n / 4) for n in range(words))], np.float32)
     answer = only(best_answers(question, [rows], QaOptions(20, 1, 4)))
     shares = np.exp(-np.arange(words) / 4)
@@ -276,7 +282,7 @@ def test_only_the_answers_of_the_questions_before_are_kept() -> None:
 def test_the_spans_of_an_answer_are_counted() -> None:
     memory = SpanMemory()
     text = "a" * 10_000_000
-    question = asking(text, Spans([1], [(5_000_000, len(text))], [0]), 1, [(0, 1)])
+    question = asking(text, spans([(5_000_000, len(text))], [0]), 1, [(0, 1)])
     logits = [np.zeros((2, 2), np.float32)]
     for _ in range(2):
         best_answers(question, logits, OPTIONS, memory)  # 10 MB of spans, of which 5 stay
@@ -333,7 +339,7 @@ def test_scores_of_long_answers_need_no_matrix() -> None:
 BLANK = "red \t\t  doors"
 """A context whose white space has tokens, as in byte-level BPE: some of no characters."""
 
-BLANK_SPANS = Spans([1, 2, 3, 4, 5], [(0, 3), (4, 5), (6, 6), (6, 8), (8, 13)], [0, 1, 1, 2, 3])
+BLANK_SPANS = spans([(0, 3), (4, 5), (6, 6), (6, 8), (8, 13)], [0, 1, 1, 2, 3])
 
 
 @pytest.mark.parametrize("align", [True, False])

@@ -58,7 +58,7 @@ def test_a_long_text_that_is_cut_reports_all_its_tokens() -> None:
     assert request.usage is not None
     assert [(one.tokens, one.used) for one in request.usage] == [(len(DOTS) + 2, 512)]
     [text] = request.state.texts
-    assert len(text.spans.ids) == len(text.spans.offsets) == len(text.spans.words) == 510
+    assert len(text.spans.ids) == len(text.spans.offsets()) == len(text.spans.words) == 510
 
 
 def test_a_run_that_the_normaliser_expands_is_refused(tmp_path: Path) -> None:

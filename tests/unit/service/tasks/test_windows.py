@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloze.service.core import InvalidRequest, Location
+from cloze.service.tasks.parameters import LongText, LongTextRule, TruncationParameters
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import TruncationParameters
-from cloze.service.tasks.windows import Divider, LongText, LongTextRule, centred, characters
+from cloze.service.tasks.texts import TextEncoder, centred
 from tests.unit.service.tasks.model import CONTEXT, context, limited, manifest
 
 WIDE = limited(max_request_tokens=10_000)
 
 
-def divider(choice: LongText, **rule: Any) -> Divider:
-    return Divider(LongTextRule(choice, **rule), WIDE, 12)
+def divider(choice: LongText, **rule: Any) -> TextEncoder:
+    return TextEncoder(LongTextRule(choice, **rule), WIDE, 12)
 
 
 def divided(tokens: int, room: int, stride: int | None) -> list[tuple[int, int]]:
@@ -48,7 +48,7 @@ def test_windows_are_as_many_as_the_text_needs(tokens: int, size: int, data: st.
 
 
 def test_windows_of_all_texts_are_counted_whole() -> None:
-    one = Divider(LongTextRule("window"), CONTEXT, 12)  # 400 tokens per request
+    one = TextEncoder(LongTextRule("window"), CONTEXT, 12)  # 400 tokens per request
     assert one.divide(INPUTS, 20, around=4) == [(0, 8), (6, 14), (12, 20)]  # 3 windows x 12
     assert one.divide(INPUTS, 8, around=4) == [(0, 8)]  # no window
     one.divide(INPUTS, 30 * 8, around=4, stride=0)  # 360 more
@@ -67,9 +67,9 @@ def test_a_cut_text_has_one_end_of_its_tokens() -> None:
     assert divider("truncate").divide(INPUTS, 11) == [(0, 10)]
     assert divider("truncate", side="left").divide(INPUTS, 11, around=5) == [(4, 11)]
     left = context(tokenizer=manifest().tokenizer.model_dump() | {"truncation_side": "left"})
-    by_model = Divider(LongTextRule("truncate"), left, 12)
+    by_model = TextEncoder(LongTextRule("truncate"), left, 12)
     assert by_model.divide(INPUTS, 11) == [(1, 11)]
-    by_request = Divider(LongTextRule("truncate", side="right"), left, 12)
+    by_request = TextEncoder(LongTextRule("truncate", side="right"), left, 12)
     assert by_request.divide(INPUTS, 11) == [(0, 10)]
 
 
@@ -79,7 +79,7 @@ def test_a_refusal_names_the_tokens_the_limit_and_the_parameter() -> None:
     assert str(error.value) == "inputs has 14 tokens; the model reads 12, and long_text is error"
     rule = TruncationParameters(truncate=False).rule()
     with pytest.raises(InvalidRequest, match="and truncate is false"):
-        Divider(rule, WIDE, 12).divide(INPUTS, 11)
+        TextEncoder(rule, WIDE, 12).divide(INPUTS, 11)
     with pytest.raises(InvalidRequest, match=r"has 5 tokens; max_question_len is 4, and"):
         LongTextRule("error").check(INPUTS, 5, 4, "max_question_len is")
     LongTextRule("error").check(INPUTS, 4, 4)
@@ -105,4 +105,6 @@ def test_a_part_has_its_middle_and_as_many_tokens_as_fit(
 
 
 def test_characters_of_windows() -> None:
-    assert characters([(0, 2), (1, 3)], [(0, 3), (4, 6), (7, 12)]) == [(0, 6), (4, 12)]
+    spans = CONTEXT.tokenizer.spans("red a doors")
+    assert spans.offsets() == [(0, 3), (4, 5), (6, 10), (10, 11)]
+    assert spans.characters([(0, 2), (1, 3)]) == [(0, 5), (4, 10)]

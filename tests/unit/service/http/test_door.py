@@ -1,0 +1,560 @@
+"""Which requests the door refuses before their bodies, what it says, and which ones start first."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Message
+
+from cloze.service.batching.admission import WaitLimits
+from cloze.service.clock import Clock
+from cloze.service.core import (
+    ExpectedWait,
+    LineKey,
+    Overloaded,
+    QueueState,
+    Rejection,
+    ServiceError,
+    ShuttingDown,
+)
+from cloze.service.http.door import Gate, Starts
+from cloze.service.http.errors import describe_error
+from cloze.service.http.record import Access, Callers, Paths
+from cloze.service.http.returns import Returns
+from cloze.service.http.routes import RECORD, GateModel, Route, RouteDoc
+from cloze.service.http.routing import create_app
+from cloze.service.request import ServedRequest
+from tests.leaping_loop import LeapingLoop
+from tests.records import Open, pairs, scope_of
+from tests.virtual_time import LOOP_CLOCK, VirtualClock
+
+OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
+CLOSED = Access(needs_keys=True, open_routes=frozenset(), permissions=(), hosts=frozenset())
+CALLERS = Callers(max_timeout_s=60.0, clock=LOOP_CLOCK)
+
+
+@pytest.fixture
+def play() -> Iterator[Any]:
+    """Return a function that runs a coroutine; the clock leaps to the next timer."""
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        yield runner.run
+
+
+class Waiting:
+    """A queue whose expected wait a test sets, and that records what it is asked."""
+
+    state = QueueState(0, 0.0)
+    dead_reason: str | None = None
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.draining = seconds, False
+        self.asked: list[tuple[str, LineKey, int, int]] = []
+
+    def expected_wait(
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        self.asked.append((client, line, tokens, unsubmitted))
+        return ExpectedWait(self.seconds, 0.5)
+
+    def submit(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        self.draining = True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        raise NotImplementedError
+
+
+class Gated:
+    """A gate before queues; the first one is the default's."""
+
+    def __init__(self, *queues: Waiting, max_wait_s: float = 2.0) -> None:
+        self.queues = queues or (Waiting(),)
+        models = [GateModel(f"m@{n}", queue) for n, queue in enumerate(self.queues, 1)]
+        routes = {"/embed": models, "/of/{name}": models, "/none": []}
+        self.paths, self.limits, self.starts = (
+            Paths(routes),
+            WaitLimits(max_wait_s),
+            Starts(LOOP_CLOCK),
+        )
+        self.gate = self.gate_of(routes)
+
+    def gate_of(self, routes: dict[str, list[GateModel]]) -> Gate:
+        return Gate(routes, self.limits, self.starts, Returns())
+
+    async def ask(self, size: int | str = 100, **given: Any) -> ServiceError | None:
+        return await self.passes(content_length=str(size), **given)
+
+    async def passes(
+        self,
+        path: str = "/embed",
+        client: str = "a",
+        connection: Open | None = None,
+        **headers: str,
+    ) -> ServiceError | None:
+        """Return the refusal of a request, after the time for which it is held, or None."""
+        sent = {"path": path, "method": "POST", "client": (client, 1), "headers": pairs(headers)}
+        request: ServedRequest = CALLERS.record(sent, self.paths.route(path))
+        self.record, request.connection = request, connection
+        try:
+            await self.gate.pass_through(request)
+        except Overloaded as error:
+            began = LOOP_CLOCK.monotonic()
+            await self.gate.refused(request, error)
+            self.held_s = LOOP_CLOCK.monotonic() - began
+            return error
+        except ShuttingDown as error:
+            return error
+        return None
+
+    async def told_s(self, **given: Any) -> float:
+        """Return after which time a refused request may come back."""
+        error = await self.ask(**given)
+        assert isinstance(error, Overloaded)
+        return error.retry_after_s
+
+    def answered(self, size: int, tokens: int, **headers: str) -> None:
+        """Learn from an answer to a request of so many bytes."""
+        sent = {"path": "/embed", "method": "POST", "client": None}
+        headers["content_length"] = str(size)
+        request = CALLERS.record({**sent, "headers": pairs(headers)}, "/embed")
+        request.tokens = tokens
+        self.gate.answered(request)
+
+
+# ---- the gate ------------------------------------------------------------------------------------
+
+
+def test_a_queue_is_asked_once_for_a_base_and_its_adapters(play: Any) -> None:
+    async def run() -> None:
+        base, adapter, other = Waiting(3.0), Waiting(3.0), Waiting(3.0)
+        folder = Path("base")
+        models = [GateModel("m@1", base, folder), GateModel("a@1", adapter, folder)]
+        gated = Gated()
+        gated.gate = gated.gate_of({"/embed": [*models, GateModel("m@2", other, Path("other"))]})
+        assert await gated.ask() is not None
+        assert (len(base.asked), len(adapter.asked), len(other.asked)) == (1, 0, 1)
+        assert gated.record.model == "m@1"
+
+    play(run())
+
+
+def test_a_wait_up_to_the_limit_is_admitted(play: Any) -> None:
+    async def run() -> None:
+        queue = Waiting(2.0)
+        gated = Gated(queue)
+        assert await gated.ask() is None
+        assert gated.record.model == "", "the handler chooses"
+        assert queue.asked == [("a", LineKey(0, 0), 21, 0)]
+        queue.seconds = 2.1
+        error = await gated.ask()
+        assert str(error) == (
+            "the request would wait about 2.1 s; CLOZE_MAX_QUEUE_WAIT_MS allows 2 s"
+        )
+        assert isinstance(error, Overloaded)
+        assert error.reason is Rejection.WAIT
+        assert error.retry_after_s == pytest.approx(0.1)
+        assert await Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
+
+    play(run())
+
+
+def test_answers_say_how_many_bytes_a_token_has(play: Any) -> None:
+    """A passage of 102 tokens and 765 bytes is of another class of size at 5 bytes per token."""
+
+    async def run() -> None:
+        queue = Waiting(0.0)
+        gated = Gated(queue)
+        await gated.ask(765)
+        gated.answered(765, 102)
+        await gated.ask(765)
+        await gated.ask(765, path="/of/x")
+        assert [tokens for _, _, tokens, _ in queue.asked] == [154, 103, 154], "by route"
+        for _ in range(200):
+            gated.answered(400, 100)
+        await gated.ask(400)
+        assert queue.asked[-1][2] == pytest.approx(101, abs=1), "later answers say more"
+
+    play(run())
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "headers", "expected"),
+    [
+        (1600, 0, {}, 321),
+        (0, 9, {}, 321),
+        (100, 5000, {"content_encoding": "gzip"}, 321),
+        (100, 5000, {}, 801),  # 2 bytes per token at least
+        (1600, 1, {}, 101),  # 16 bytes at most
+    ],
+)
+def test_odd_answers_say_little(
+    play: Any, size: int, tokens: int, headers: dict[str, str], expected: int
+) -> None:
+    """Else a client of compressed or odd bodies would let those of others look long or short."""
+
+    async def run() -> None:
+        queue = Waiting(0.0)
+        gated = Gated(queue)
+        gated.answered(size, tokens, **headers)
+        await gated.ask(1600)
+        assert queue.asked[0][2] == expected
+
+    play(run())
+
+
+def test_half_of_the_wait_is_kept_for_those_that_come_back(play: Any) -> None:
+    async def run() -> None:
+        queue, connection = Waiting(5.0), Open()
+        gated = Gated(queue)
+        assert await gated.told_s(connection=connection) == pytest.approx(3.0)
+        queue.seconds = 1.75
+        assert str(await gated.ask(connection=Open())) == (
+            "requests that were refused before go first"
+        )
+        assert await gated.ask(client="b") is None, "another client's line is not full"
+        queue.seconds = 1.0
+        assert await gated.ask(connection=Open()) is None, "half of the wait"
+        queue.seconds = 2.0
+        await asyncio.sleep(3.0)
+        assert await gated.ask(connection=Open()) is not None, "the second one is still to come"
+        assert await gated.ask(connection=connection) is None
+        await asyncio.sleep(1.0)
+        assert await gated.ask(connection=Open()) is None, "nobody is due any more"
+
+    play(run())
+
+
+def test_a_connection_that_does_not_wait_gets_its_refusals_late(play: Any) -> None:
+    async def run() -> None:
+        gated, connection, held = Gated(Waiting(9.0)), Open(), []
+        for _ in range(7):
+            assert await gated.ask(connection=connection) is not None
+            held.append(gated.held_s)
+        assert held == pytest.approx([0.0, 0.25, 0.5, 1.0, 1.0, 1.0, 1.0])
+        assert await gated.ask(connection=Open()) is not None
+        assert gated.held_s == 0.0, "another connection does not pay for it"
+        await asyncio.sleep(60.0)
+        assert await gated.ask(connection=connection) is not None
+        assert gated.held_s == 0.0, "it has waited now"
+
+    play(run())
+
+
+def test_a_connection_has_one_time_however_often_it_asks(play: Any) -> None:
+    async def run() -> None:
+        gated, connection = Gated(Waiting(60.0)), Open()
+        for _ in range(20):
+            await gated.ask(connection=connection)
+        own_s = await gated.told_s(connection=connection)
+        other_s = await gated.told_s(connection=Open())
+        assert other_s == pytest.approx(max(58.0, own_s + 0.5), abs=0.6)
+
+    play(run())
+
+
+def test_what_it_is_told_is_true_when_its_late_answer_arrives(play: Any) -> None:
+    async def run() -> None:
+        gated, connection = Gated(Waiting(2.3)), Open()
+        assert await gated.told_s(connection=connection) == pytest.approx(0.3)
+        await asyncio.sleep(0.1)
+        assert await gated.told_s(connection=connection) == pytest.approx(0.05)
+        assert gated.held_s == pytest.approx(0.25), "0.4 s after the first refusal"
+
+    play(run())
+
+
+def test_refusals_behind_the_door_are_spread_and_held_too(play: Any) -> None:
+    async def run() -> None:
+        gated = Gated(Waiting(0.0))
+
+        async def told(connection: Open) -> tuple[float, float]:
+            assert await gated.ask(connection=connection) is None
+            error, began = (
+                Overloaded("full", 2.0, Rejection.QUEUE_FULL, 0.25),
+                LOOP_CLOCK.monotonic(),
+            )
+            await gated.gate.refused(gated.record, error)
+            return error.retry_after_s, LOOP_CLOCK.monotonic() - began
+
+        first, second = Open(), Open()
+        assert await told(first) == (pytest.approx(2.0), 0.0)
+        assert await told(second) == (pytest.approx(2.25), 0.0)
+        told_s, held_s = await told(first)
+        assert held_s == pytest.approx(0.25)
+        assert told_s <= 2.0
+
+    play(run())
+
+
+def test_a_server_that_drains_refuses_all(play: Any) -> None:
+    """A client that gets 429 would come back to this replica."""
+
+    async def run() -> None:
+        first, second = Waiting(9.0), Waiting(9.0)
+        gated = Gated(first, second)
+        second.drain()
+        assert isinstance(await gated.ask(), Overloaded)
+        first.drain()
+        assert isinstance(await gated.ask(), ShuttingDown)
+        first.seconds = 0.0
+        assert isinstance(await gated.ask(), ShuttingDown)
+
+    play(run())
+
+
+def test_the_model_with_the_shortest_wait_counts(play: Any) -> None:
+    async def run() -> None:
+        assert await Gated(Waiting(9.0), Waiting(1.0)).ask() is None
+        gated = Gated(Waiting(9.0), Waiting(8.0))
+        assert str(await gated.ask()).startswith("the request would wait about 8 s")
+        assert gated.record.model == "m@2", "which the metrics and the log have"
+
+    play(run())
+
+
+def test_requests_that_no_model_answers_pass(play: Any) -> None:
+    async def run() -> None:
+        gated = Gated(Waiting(9.0))
+        for path in ("/other", "/none", "/of/"):
+            assert await gated.ask(path=path) is None
+        assert await gated.ask(path="/of/x") is not None
+
+    play(run())
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 21, 1),
+     ("1" * 20, 1 + int("1" * 20) // 5)],
+)  # fmt: skip
+def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
+    play: Any, size: int | str, tokens: int
+) -> None:
+    async def run() -> None:
+        queue = Waiting()
+        gated = Gated(queue)
+        assert await gated.ask(size) is None
+        assert queue.asked[0][2] == pytest.approx(tokens, rel=1e-15)
+        assert await gated.passes() is None
+        assert queue.asked[1][2] == 1
+
+    play(run())
+
+
+def test_the_time_limit_of_a_request(play: Any) -> None:
+    async def run() -> None:
+        queue = Waiting(3.0)
+        gated = Gated(queue)
+        # It ends after 3.5 s, and may take half of its time.
+        assert await gated.ask(x_request_timeout_ms="7100") is None
+        assert queue.asked[-1][1] == LineKey(0, 4)
+        assert await gated.ask(x_request_timeout_ms="6900") is not None
+        asked = len(queue.asked)
+        assert await gated.ask(x_request_timeout_ms="60001") is None, "the handler says why"
+        assert len(queue.asked) == asked
+        assert gated.record.terms_problem.startswith("x-request-timeout-ms: a whole number from 1")
+
+    play(run())
+
+
+# ---- what waits to start -------------------------------------------------------------------------
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Starting:
+    """Requests that wait for their turn, and those that have started."""
+
+    def __init__(self, clock: Clock = LOOP_CLOCK) -> None:
+        self.starts, self.started = Starts(clock), list[str]()
+
+    def ask(self, client: str, tokens: int = 1) -> asyncio.Task[None]:
+        async def wait() -> None:
+            await self.starts.wait(client, LineKey(0, 0), tokens)
+            self.started.append(client)
+
+        return asyncio.create_task(wait())
+
+
+def test_a_few_start_per_turn_and_clients_take_turns(play: Any) -> None:
+    async def run() -> None:
+        starting = Starting()
+        for _ in range(40):
+            starting.ask("heavy")
+        await turns(1)
+        assert 0 < len(starting.started) < 10
+        starting.ask("light")
+        starting.ask("other")
+        await turns(1)
+        before = len(starting.started)
+        await turns(2)
+        assert {"light", "other"} <= set(starting.started[before - 8 : before + 8])
+        assert len(starting.started) < 20, "they are not behind the others"
+        await turns(20)
+        assert len(starting.started) == 42
+        starting.ask("heavy")
+        await turns(1)
+        assert len(starting.started) == 43, "the line is empty"
+
+    play(run())
+
+
+def test_what_waits_counts_until_it_starts_or_ends(play: Any) -> None:
+    async def run() -> None:
+        starting = Starting()
+        starts, key = starting.starts, LineKey(0, 0)
+        tasks = [starting.ask("a", 10) for _ in range(24)] + [starting.ask("b", 5)]
+        await turns(1)
+        waiting = starts.requests["a"]
+        assert 14 <= waiting < 24
+        assert starts.unsubmitted["a", key] == 10 * waiting
+        assert starts.unsubmitted["b", key] == 5
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert not starts.requests
+        assert not starts.unsubmitted
+        await turns(40)
+        assert starts.waiting == 0
+        late = [starting.ask("c") for _ in range(9)]
+        await asyncio.gather(*late)
+        assert starting.started[-9:] == ["c"] * 9
+        assert not starts.requests
+        assert not starts.unsubmitted
+
+    play(run())
+
+
+def test_requests_that_wait_to_start_count_for_those_that_come(play: Any) -> None:
+    async def run() -> None:
+        queue = Waiting(0.0)
+        gated = Gated(queue, max_wait_s=2.0)
+        tasks = [asyncio.create_task(gated.ask(client=client)) for client in "aaaaaaaaaaab"]
+        await turns(1)
+        assert [asked[3] for asked in queue.asked[:4]] == [0, 0, 0, 0]
+        assert [asked[3] for asked in queue.asked[-3:]] == [21 * 5, 21 * 6, 0], "its own"
+        await asyncio.gather(*tasks)
+        await gated.ask()
+        assert queue.asked[-1][3] == 0
+
+    play(run())
+
+
+def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
+    """If four requests take 0.4 s, a client waits for that, and another one for less."""
+
+    async def run() -> None:
+        starting = Starting(clock := VirtualClock())
+        for _ in range(100):
+            starting.ask("heavy")
+        await turns(1)
+        assert starting.starts.expected_wait_s("heavy") == 0.0, "nothing is measured yet"
+        for _ in range(8):
+            clock.now += 0.4
+            await turns(1)
+        left = 100 - len(starting.started)
+        assert left > 50
+        assert starting.starts.expected_wait_s("heavy") == pytest.approx(left / 10, rel=0.2)
+        assert starting.starts.expected_wait_s("light") == pytest.approx(2 / 10, rel=0.2)
+        clock.now += 10.0
+        assert starting.starts.expected_wait_s("heavy") == 0.0, "the rate is too old"
+
+    asyncio.run(run())
+
+
+# ---- the application -----------------------------------------------------------------------------
+
+
+class App:
+    """An application behind a door, and the answers to its requests."""
+
+    def __init__(
+        self, queue: Waiting, access: Access = OPEN, origins: tuple[str, ...] = ()
+    ) -> None:
+        gated = Gated(queue)
+        self.handled: list[str] = []
+        self.gate = gated.gate
+        doc = RouteDoc("embed", "test", None, None, headers={"x-own": ("string", "its own")})
+        route = Route("POST", "/embed", self.handle, doc, [GateModel("m@1", queue)])
+        self.app = create_app([route], access, self.gate, self.respond, origins)
+
+    async def handle(self, request: Request) -> Response:
+        self.handled.append(request.scope["path"])
+        if request.headers.get("fails"):
+            raise Overloaded("full", 1.0)
+        return PlainTextResponse("ok")
+
+    async def respond(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, Overloaded):
+            await self.gate.refused(request.scope[RECORD], error)
+        info = describe_error(request, error)
+        return PlainTextResponse(info.message, info.status, info.headers)
+
+    async def ask(
+        self, path: str = "/embed", method: str = "POST", **headers: str
+    ) -> tuple[int, dict[str, str], str]:
+        sent: list[Message] = []
+        scope = {"path": path, "method": method, "client": ("a", 1), "headers": pairs(headers)}
+        record = CALLERS.record(scope, path)
+
+        async def receive() -> Message:
+            raise AssertionError("the body of a refused request is not read")
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        asgi = {**scope_of(record), "query_string": b"", "root_path": "", "client": ("a", 1)}
+        await self.app(asgi, receive, send)
+        found = {n.decode(): v.decode() for n, v in sent[0]["headers"]}
+        return sent[0]["status"], found, b"".join(m.get("body", b"") for m in sent).decode()
+
+
+def test_a_refusal_has_the_headers_of_an_answer_for_an_allowed_origin(play: Any) -> None:
+    async def run() -> None:
+        app = App(Waiting(9.0), origins=("https://page.example",))
+        status, headers, body = await app.ask(origin="https://page.example")
+        assert status == 429
+        assert headers["access-control-allow-origin"] == "https://page.example"
+        assert headers["retry-after"] == "7"
+        assert headers["retry-after-ms"] == "7000"
+        assert "retry-after" in headers["access-control-expose-headers"].lower()
+        assert body.startswith("the request would wait about 9 s")
+        _, others, _ = await app.ask(origin="https://other.example")
+        assert "access-control-allow-origin" not in others
+        assert not app.handled
+
+    play(run())
+
+
+def test_those_without_a_key_are_refused_first(play: Any) -> None:
+    async def run() -> None:
+        queue = Waiting(9.0)
+        app = App(queue, access=CLOSED)
+        status, headers, _ = await app.ask()
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        assert not queue.asked
+
+    play(run())
+
+
+def test_the_door_calls_handlers_and_writes_their_errors(play: Any) -> None:
+    async def run() -> None:
+        app = App(Waiting(0.0))
+        assert (await app.ask())[0] == 200
+        status, headers, body = await app.ask(fails="yes")
+        assert (status, headers["retry-after"], body) == (429, "1", "full")
+        assert app.handled == ["/embed", "/embed"]
+        assert (await app.ask("/embed", "GET"))[0] == 405, "the router answers"
+        assert (await app.ask("/other"))[0] == 404
+        assert app.handled == ["/embed", "/embed"]
+
+    play(run())

@@ -33,12 +33,11 @@ from cloze.service.core import (
     StartupError,
 )
 from cloze.service.engine.freed_memory import return_freed_memory
-from cloze.service.http.body import RequestLimits
+from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.certificate import Certificate
 from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import STATUSES_FROM_ZERO
-from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys, Permission, read_entries
 from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
 from cloze.service.http.returns import Returns

@@ -1,14 +1,22 @@
 """The bodies of requests and of answers, within limits of time and of memory.
 
 A request ends early that takes too long, or whose client leaves.
+
+A parser in C holds the interpreter until it returns, so all other threads, the event loop included,
+wait meanwhile. So a scan in front of the parser counts what a large body would become, and refuses
+too many values.
 """
 
 import asyncio
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import orjson
 from anyio import CancelScope
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,16 +26,26 @@ from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
     InvalidRequest,
+    Location,
+    MalformedRequest,
     RequestTooLarge,
     ServiceError,
     SlowRequest,
     UnsupportedEncoding,
 )
+from cloze.service.http.body_errors import describe, malformed, not_utf8
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
 from cloze.service.http.routes import RECORD, Connection
 from cloze.service.request import ServedRequest
-from cloze.service.threads import run_on_thread
+from cloze.service.threads import check_awaited, run_on_thread
+
+SHORT_BYTES = 65_536
+"""Most bytes of a body that is parsed on the event loop; it stays below all limits of values."""
+
+_BODY = Location()
+
+B = TypeVar("B", bound=BaseModel)
 
 _QUICKLY_S = 0.05
 """A body that arrives within this time leaves the request's time limit as it is."""
@@ -215,3 +233,101 @@ class BytesResponse(Response):
             part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
             message = {"body": part, "more_body": end < len(self.body)}
             await send({"type": "http.response.body", **message})
+
+
+# ---- JSON ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The limits of a body.
+
+    Attributes:
+        max_bytes: most bytes, before and after decompression.
+        max_parts: most texts, lists and objects in all, names of fields included.
+        max_values: most JSON values in all, most of which are numbers then.
+    """
+
+    max_bytes: int
+    max_parts: int
+    max_values: int
+
+    @classmethod
+    def of_requests(cls, max_bytes: int, max_texts: int, max_tokens: int) -> "BodyLimits":
+        """Return limits that admit every request within the limits of texts and tokens.
+
+        A text may be one of several in an object, and each token may be a number.
+        """
+        max_parts = max(16 * max_texts, SHORT_BYTES // 2)
+        return cls(max_bytes, max_parts, max_tokens + max_parts)
+
+
+def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
+    """Return a JSON value, which is at a location in the body, as a model.
+
+    Raises:
+        InvalidRequest: the value does not have the shape of the model.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise InvalidRequest(describe(problems, value, at, model)) from None
+
+
+def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:
+    """Return the value of a JSON body. A byte order mark of UTF-8 before it is ignored.
+
+    Args:
+        data: the body.
+        limits: the limits of bodies above ``chunk_bytes``.
+        chunk_bytes: how much is scanned at once; at least 2.
+
+    Raises:
+        MalformedRequest: the body is not JSON.
+        RequestTooLarge: the body has too many values.
+    """
+    if data.startswith(BOM_UTF8):
+        data = b"   " + data[3:]  # spaces, so that offsets in errors are those of the body
+    if b"\0" in data[:4] or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise not_utf8("it begins as UTF-16 or UTF-32, at byte 0")
+    if not data.strip():
+        raise MalformedRequest("the body is empty; send a JSON object")
+    if len(data) > chunk_bytes:
+        _check_counts(data, limits, chunk_bytes)
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise malformed(error, data) from None
+
+
+def _check_counts(data: bytes, limits: BodyLimits, chunk_bytes: int) -> None:
+    """Raise `RequestTooLarge` if a body has too many values; it need not be JSON."""
+    scanned = quotes = brackets = commas = 0
+    while scanned < len(data):
+        check_awaited()
+        chunk = _without_strings(data[scanned : scanned + chunk_bytes], in_string=quotes % 2 == 1)
+        scanned += len(chunk)
+        quotes += chunk.count(b'"')
+        brackets += chunk.count(b"[") + chunk.count(b"{")
+        commas += chunk.count(b",")
+        if brackets + quotes // 2 > limits.max_parts:
+            raise RequestTooLarge(
+                f"the body has over {limits.max_parts} texts, lists and objects, the limit"
+            )
+        if commas + brackets > limits.max_values:
+            raise RequestTooLarge(f"the body has over {limits.max_values} values, the limit")
+
+
+def _without_strings(chunk: bytes, *, in_string: bool) -> bytes:
+    """Return JSON, which may begin in a string, with ``_`` for each byte inside a string.
+
+    The result lacks the last byte if that is a backslash, whose character is in the next chunk.
+    """
+    chunk = chunk.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    if chunk.endswith(b"\\") and len(chunk) > 1:
+        chunk = chunk[:-1]
+    parts = chunk.split(b'"')
+    for index in range(not in_string, len(parts), 2):
+        parts[index] = b"_" * len(parts[index])
+    return b'"'.join(parts)

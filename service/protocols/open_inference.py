@@ -20,9 +20,8 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
-from cloze.service.http.body import BytesResponse
+from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.routes import RAW, RECORD, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (

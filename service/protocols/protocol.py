@@ -16,10 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
-from cloze.service.http.body import BytesResponse, RequestLimits
+from cloze.service.http.body import (
+    SHORT_BYTES,
+    BodyLimits,
+    BytesResponse,
+    RequestLimits,
+    load,
+    validate,
+)
 from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.http.routes import GateModel, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics

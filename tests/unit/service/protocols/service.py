@@ -28,9 +28,8 @@ from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
-from cloze.service.http.body import RequestLimits
+from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
-from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Models, Pipeline

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store import Bundle
 from cloze.service.batching.admission import WaitLimits
+from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BUSY,
@@ -26,7 +27,6 @@ from cloze.service.core import (
     Changes,
     EngineDead,
     Overloaded,
-    QueueState,
     ReloadRefused,
     ServiceError,
     ShuttingDown,

@@ -17,15 +17,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
-    ExpectedWait,
-    LineKey,
-    Overloaded,
-    Rejection,
-    ServiceError,
-    ShuttingDown,
-)
+from cloze.service.core import Overloaded, Rejection, ServiceError, ShuttingDown
 from cloze.service.http.record import Access
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import RECORD, GateModel, Handler, Respond

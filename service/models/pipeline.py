@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
+from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BatchResult,
@@ -21,8 +22,6 @@ from cloze.service.core import (
     ServiceError,
     ShuttingDown,
     StartupError,
-    Submission,
-    Terms,
     UnknownModel,
     WrongTask,
     quoted,

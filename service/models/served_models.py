@@ -13,6 +13,7 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
+from cloze.service.batching.fair_queue import Queue
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
@@ -20,7 +21,6 @@ from cloze.service.core import (
     BatchReport,
     Device,
     Engine,
-    Queue,
     RequestedPrecision,
     StartupError,
 )

@@ -30,8 +30,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Exemplar
 
 from cloze.model_store.installation import build
+from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK
-from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
+from cloze.service.core import BatchFill, BatchReport, Rejection
 from cloze.service.engine.graph_choice import memory_state
 from cloze.service.observe.exposition import encode
 from cloze.service.observe.usage import used_by_all

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.service import core
-from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError, Terms
+from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, Terms
+from cloze.service.core import BatchResult, ServiceError
 
 log = logging.getLogger("cloze")
 

@@ -13,6 +13,7 @@ import pytest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
@@ -22,8 +23,6 @@ from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
-    ExpectedWait,
-    LineKey,
     Overloaded,
     ShuttingDown,
 )

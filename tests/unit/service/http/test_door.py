@@ -11,16 +11,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message
 
 from cloze.service.batching.admission import WaitLimits
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState
 from cloze.service.clock import Clock
-from cloze.service.core import (
-    ExpectedWait,
-    LineKey,
-    Overloaded,
-    QueueState,
-    Rejection,
-    ServiceError,
-    ShuttingDown,
-)
+from cloze.service.core import Overloaded, Rejection, ServiceError, ShuttingDown
 from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import describe_error
 from cloze.service.http.record import Access, Callers, Paths

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import EngineFailed, Submission, Terms
+from cloze.service.batching.fair_queue import Submission, Terms
+from cloze.service.core import EngineFailed
 from cloze.service.models.pipeline import run_anywhere
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed

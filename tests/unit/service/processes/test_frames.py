@@ -16,6 +16,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service import core
+from cloze.service.batching import fair_queue
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from cloze.service.processes import frames
 from cloze.service.processes.frames import (
@@ -52,7 +53,7 @@ def arrived(run: Run) -> Run:
     return decoded
 
 
-WAIT = core.ExpectedWait(2.5, 0.25)
+WAIT = fair_queue.ExpectedWait(2.5, 0.25)
 
 
 def answered(answer: Answer) -> Answer:
@@ -62,7 +63,7 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    terms = core.Terms(12.5, "someone", 4.5, "00-ab-cd-01", True, True)
+    terms = fair_queue.Terms(12.5, "someone", 4.5, "00-ab-cd-01", True, True)
     assert not [value for value in terms[1:] if value in terms._field_defaults.values()]
     decoded = arrived(Run(11, 3, terms, ENCODINGS))
     assert (decoded.number, decoded.model, decoded.terms) == (11, 3, terms)
@@ -73,12 +74,12 @@ def test_every_field_of_a_run_arrives() -> None:
 
 
 def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
-    terms = arrived(Run(1, 0, core.Terms(2.0), ENCODINGS[:1])).terms
-    assert terms == core.Terms(2.0, "", None, "", is_bulk=False, later_round=False)
+    terms = arrived(Run(1, 0, fair_queue.Terms(2.0), ENCODINGS[:1])).terms
+    assert terms == fair_queue.Terms(2.0, "", None, "", is_bulk=False, later_round=False)
 
 
 def test_shared_requests_are_sent_once() -> None:
-    first, second, third = arrived(Run(1, 0, core.Terms(2.0), ENCODINGS)).encodings
+    first, second, third = arrived(Run(1, 0, fair_queue.Terms(2.0), ENCODINGS)).encodings
     assert first.requests is third.requests
     assert first.requests is not second.requests
 
@@ -156,7 +157,7 @@ def changed(message: bytes, old: object, new: object) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-RUN = encode_run(Run(1, 77, core.Terms(2.0), ENCODINGS[:2]))
+RUN = encode_run(Run(1, 77, fair_queue.Terms(2.0), ENCODINGS[:2]))
 MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
 IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
 TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()

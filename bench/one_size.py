@@ -21,7 +21,7 @@ from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD
 from cloze.service.batching.cost import BatchCostModel, measure_cost
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 SQUAD = "SQuAD"

@@ -29,8 +29,8 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import HEAD
 from cloze.model_store.manifest import Precision
-from cloze.service.app import single_process
 from cloze.service.core import Device, RequestedPrecision
+from cloze.service.service import single_process
 from cloze.service.settings import Settings
 
 BODY = orjson.dumps({"inputs": "what is the capital of france and how many people live there"})

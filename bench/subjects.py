@@ -14,11 +14,11 @@ from cloze.bench.throughput import batches_for, rounds_per_s, run_all
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.service.core import Device, RequestedPrecision
-from cloze.service.pipeline import task_limits
-from cloze.service.served_models import batch_tokens, onnx_engine
+from cloze.service.models.pipeline import task_limits
+from cloze.service.models.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
 """Runs of the engine before its latencies count."""

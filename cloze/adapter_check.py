@@ -8,9 +8,9 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.verify import measure_gate
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
-from cloze.service.adapters import AdapterBundle
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine, SessionOptions
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
+from cloze.service.models.adapters import AdapterBundle
 
 
 class _AdaptedScorer:

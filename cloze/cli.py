@@ -334,14 +334,14 @@ def serve(**flags: Any) -> None:
     """
     try:
         from cloze.service.core import StartupError
-        from cloze.service.served_models import onnx_engine, open_bundles
-        from cloze.service.settings import load_settings
-        from cloze.service.startup import (
+        from cloze.service.models.served_models import onnx_engine, open_bundles
+        from cloze.service.server.startup import (
             begin,
             memory_problem,
             open_early,
             warn_of_unknown_variables,
         )
+        from cloze.service.settings import load_settings
 
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
         models = bundles_to_serve(settings, report)
@@ -354,11 +354,11 @@ def serve(**flags: Any) -> None:
         warn_of_unknown_variables()
         gc.disable()  # what the start makes stays; `answer_http` collects, and enables it again
         make_engine = onnx_engine(settings)  # imports what both threads need
-        importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server")
+        importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server.process")
         bundles = open_bundles(settings).bundles
         engines = open_early(settings, bundles, make_engine)
         importing.result()
-        from cloze.service.server import serve_in_one_process
+        from cloze.service.server.process import serve_in_one_process
 
         sys.exit(serve_in_one_process(settings, engines, bundles=bundles))
     except ModuleNotFoundError as error:

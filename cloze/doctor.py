@@ -164,7 +164,7 @@ def _store(root: Path) -> Iterator[Finding]:
 
 
 def _space(root: Path) -> Iterator[Finding]:
-    from cloze.service.graph_choice import memory_limit, memory_used
+    from cloze.service.engine.graph_choice import memory_limit, memory_used
 
     available, limit, used = _available_mb(), memory_limit(), memory_used()
     of_limit = ""

@@ -19,7 +19,7 @@ from cloze.options import json_option, store_option
 from cloze.tables import Row, print_rows
 
 if TYPE_CHECKING:
-    from cloze.service.adapters import AdapterBundle
+    from cloze.service.models.adapters import AdapterBundle
 
 T = TypeVar("T")
 
@@ -96,8 +96,8 @@ def _adapters(
     """Return the adapters of named bundles, as a server reads them, and why others are refused."""
     if not folders:
         return [], []
-    from cloze.service.adapters import open_adapters
     from cloze.service.core import StartupError
+    from cloze.service.models.adapters import open_adapters
 
     bases = [_or_fail(partial(bundles.open, name)) for name in names]
     try:

@@ -346,6 +346,9 @@ class BatchReport:
     traces: Sequence[str] = ()
 
 
+LogFormat = Literal["text", "json"]
+
+
 class Device(StrEnum):
     """The device that an engine is asked to run on."""
 

@@ -15,8 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.core import Device, RequestedPrecision, StartupError
-from cloze.service.logs import LogFormat
+from cloze.service.core import Device, LogFormat, RequestedPrecision, StartupError
 
 ENV_PREFIX = "CLOZE_"
 

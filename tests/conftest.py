@@ -47,7 +47,7 @@ def log_as_before() -> Iterator[None]:
     yield
     root = logging.getLogger()
     for handler in root.handlers[:]:
-        if type(handler).__module__ == "cloze.service.logs":
+        if type(handler).__module__ == "cloze.service.observe.logs":
             root.removeHandler(handler)
             root.setLevel(logging.WARNING)
 

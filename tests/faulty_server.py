@@ -12,10 +12,10 @@ from pathlib import Path
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.core import Device, RequestedPrecision
-from cloze.service.engine import OnnxEngine
-from cloze.service.server import serve_in_one_process
+from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.server.process import serve_in_one_process
+from cloze.service.server.startup import begin
 from cloze.service.settings import load_settings
-from cloze.service.startup import begin
 from tests.vocabulary import vocabulary
 
 FAULTS = ("moon", "river", "sun", "tree", "king", "war", "world")

@@ -14,11 +14,11 @@ from transformers import BertForPreTraining
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.peft import AdapterError
-from cloze.service.adapters import adapter_bytes, open_adapters
 from cloze.service.core import Device, StartupError
 from cloze.service.engine.adapters import LoadedAdapters
-from cloze.service.graph_choice import check_memory
-from cloze.service.served_models import LocalModels, close_models
+from cloze.service.engine.graph_choice import check_memory
+from cloze.service.models.adapters import adapter_bytes, open_adapters
+from cloze.service.models.served_models import LocalModels, close_models
 from cloze.service.settings import load_settings
 from tests.adapter_folders import Recipe, classifier, write
 from tests.serving import Server, running_server

@@ -26,10 +26,10 @@ from cloze.model_store.heads import embedding, sequence_classification, token_cl
 from cloze.model_store.heads.head import HeadRequest
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Precision
-from cloze.service.adapters import AdapterBundle, open_adapters
-from cloze.service.application import MOST_ADAPTER_SERIES
 from cloze.service.core import Device, StartupError
-from cloze.service.engine import OnnxEngine, SessionOptions
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
+from cloze.service.http.routing import MOST_ADAPTER_SERIES
+from cloze.service.models.adapters import AdapterBundle, open_adapters
 from tests.adapter_folders import LABELS, Recipe, classifier, write
 from tests.adapter_folders import embedding as torch_embedding
 from tests.adapter_folders import logits as torch_logits

@@ -31,9 +31,9 @@ from transformers.convert_slow_tokenizer import import_protobuf
 from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
-from cloze.service import tokenizer as service_tokenizer
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
+from cloze.service.text import tokenizer as service_tokenizer
 from tests.test_sentencepiece import MODELS
 from tests.tokenizer_kinds import (
     byte_level,

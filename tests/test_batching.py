@@ -14,9 +14,9 @@ from fastapi.testclient import TestClient
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.app import single_process
 from cloze.service.core import Device, RequestedPrecision
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.test_promises import assert_close
 from tests.waiting import wait_until

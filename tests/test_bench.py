@@ -52,7 +52,7 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.batching.cost import BatchCostModel
 from cloze.service.core import Device, RequestedPrecision
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.settings import Settings
 from tests.serving import Server
 

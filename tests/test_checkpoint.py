@@ -25,8 +25,8 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.text.tokenizer import Tokenizer
 from cloze.source_records import files_to_export
 from tests import tiny
 from tests.tiny import make_model, save_checkpoint

@@ -234,7 +234,7 @@ del referent
 def test_a_signal_during_the_start_ends_it_whatever_runs(moment: str, tmp_path: Path) -> None:
     lines = [
         "import signal, tempfile, weakref",
-        "from cloze.service.startup import begin",
+        "from cloze.service.server.startup import begin",
         "from cloze.service.settings import Settings",
         "begin(Settings())",
         f"folder = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})",

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from cloze.service.app import single_process
 from cloze.service.core import StartupError
-from cloze.service.logs import AccessLog
+from cloze.service.observe.logs import AccessLog
+from cloze.service.service import single_process
 from cloze.service.settings import Settings, load_settings
 from tests.fake_engine import FakeEngine
 

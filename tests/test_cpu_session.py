@@ -19,7 +19,7 @@ from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import StartupError
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
-from cloze.service.served_models import onnx_engine
+from cloze.service.models.served_models import onnx_engine
 from cloze.service.settings import load_settings
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine

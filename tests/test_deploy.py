@@ -25,7 +25,7 @@ import yaml
 from kubernetes_validate import utils as kubernetes
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.server import _DRAIN_MARGIN_S
+from cloze.service.server.process import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, Settings, load_settings
 from tests.certificates import make_certificate
 from tests.serving import Server, bare_environment, running_server

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from cloze import doctor
 from cloze.cli import cli
-from cloze.service import graph_choice
+from cloze.service.engine import graph_choice
 from tests.serving import running_server
 
 pytestmark = pytest.mark.usefixtures("no_variables")

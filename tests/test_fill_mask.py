@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 from cloze.client import Client
 from cloze.model_store import Store
 from cloze.service.tasks.fill_tokens import target_words
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]

@@ -16,8 +16,8 @@ from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RequestRecord, timeout_s
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics
+from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.metrics import Metrics
 from tests.encodings import submit
 from tests.records import recorded
 from tests.test_admission import Steady, measured

@@ -12,7 +12,8 @@ import pytest
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine, SessionOptions, session
+from cloze.service.engine import session
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from tests.conftest import has_gpu
 from tests.encodings import encoding
 from tests.profiling import placed, profiled

@@ -30,7 +30,7 @@ from cloze.model_store.heads import (
     token_embedding,
 )
 from cloze.service.core import Device, StartupError
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
 from tests import crafted
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary

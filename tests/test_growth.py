@@ -16,11 +16,11 @@ import pytest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD
-from cloze.service.app import Registries
 from cloze.service.protocols import PROTOCOLS
-from cloze.service.server import serve_in_one_process
+from cloze.service.server.process import serve_in_one_process
+from cloze.service.server.startup import begin
+from cloze.service.service import Registries
 from cloze.service.settings import load_settings
-from cloze.service.startup import begin
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.parameters import LongTextRule
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext

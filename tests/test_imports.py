@@ -27,7 +27,7 @@ def modules_after(code: str) -> list[str]:
 
 def test_the_service_never_imports_what_export_needs() -> None:
     loaded = modules_after(
-        "import cloze.service.server, cloze.service.engine, "
+        "import cloze.service.server.process, cloze.service.engine, "
         "cloze.service.processes.supervisor, cloze.service.processes.engine_process"
     )
     assert "onnxruntime" in loaded
@@ -43,16 +43,16 @@ def test_a_front_end_holds_no_runtime() -> None:
 def test_engines_open_before_http_is_imported() -> None:
     """`cloze serve` imports HTTP while they open; an engine process and a supervisor never do."""
     loaded = modules_after(
-        "import cloze.cli, cloze.service.startup, cloze.service.processes.supervisor, "
+        "import cloze.cli, cloze.service.server.startup, cloze.service.processes.supervisor, "
         "cloze.service.processes.engine_process"
     )
-    assert "cloze.service.served_models" in loaded
+    assert "cloze.service.models.served_models" in loaded
     assert not [name for name in ("fastapi", "starlette.requests", "uvicorn") if name in loaded]
 
 
 def test_one_process_needs_no_messages() -> None:
     assert "msgspec" not in modules_after(
-        "import cloze.service.server, cloze.service.processes.supervisor"
+        "import cloze.service.server.process, cloze.service.processes.supervisor"
     )
 
 

@@ -20,7 +20,7 @@ from kubernetes_validate import utils as kubernetes
 from cloze.bulk_command import bulk
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Manifest
-from cloze.service.server import _DRAIN_MARGIN_S
+from cloze.service.server.process import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, load_settings
 from tests.kustomize import Object, of_kind, rendered
 from tests.serving import Server, running_server

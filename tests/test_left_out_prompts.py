@@ -21,10 +21,10 @@ from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.embed import TASK, EmbedParameters
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 from tests.test_sentence import LIMITS, edit, ours, saved
 

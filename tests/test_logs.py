@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cloze.service.core import Rejection, Timings
-from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost, _line
+from cloze.service.observe.logs import AccessLog, AccessRecord, LineWriter, RequestCost, _line
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 

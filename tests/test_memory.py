@@ -20,7 +20,7 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.processor import int8_advantage
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 from tests.unit.export.families.test_against_transformers import save
 

@@ -14,14 +14,14 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
-from cloze.service.graph_choice import (
+from cloze.service.engine.graph_choice import (
     check_memory,
     least_weight_bytes,
     memory_limit,
     memory_state,
     memory_used,
 )
-from cloze.service.startup import memory_problem
+from cloze.service.server.startup import memory_problem
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
@@ -109,8 +109,8 @@ def test_only_the_weights_of_the_graph_that_runs_count(
 def test_a_server_does_not_start_with_too_little(
     tiny_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cloze.service import served_models
-    from cloze.service.app import single_process
+    from cloze.service.models import served_models
+    from cloze.service.service import single_process
     from cloze.service.settings import Settings
 
     monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)

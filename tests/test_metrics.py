@@ -29,7 +29,7 @@ from cloze.service.core import (
     ShuttingDown,
 )
 from cloze.service.http.errors import rejection
-from cloze.service.metrics.metrics import observe_all
+from cloze.service.observe.metrics import observe_all
 from tests.certificates import make_certificate
 from tests.cores import Stopwatch
 from tests.crafted import read_body, seal

@@ -19,7 +19,7 @@ from transformers import BertForSequenceClassification, BertModel
 from cloze.export.publish import ExportOptions, export
 from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Store
-from cloze.service.app import single_process
+from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS, rerank
 from cloze.service.tasks.parameters import TruncationParameters

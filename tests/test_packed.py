@@ -38,7 +38,7 @@ from cloze.model_store.heads.embedding import pool
 from cloze.model_store.layouts import Feeds, Layout, Placement
 from cloze.model_store.manifest import Precision, Weights
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
 from tests.tiny import SHAPES, name_of, save_checkpoint
 
 CASES = [

@@ -24,7 +24,6 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.manifest import Graph, Precision
-from cloze.service.app import single_process
 from cloze.service.batching.cost import BatchCostModel, largest_batch, measure_cost
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
@@ -33,10 +32,11 @@ from cloze.service.core import (
     RequestedPrecision,
     StartupError,
 )
-from cloze.service.engine import OnnxEngine
 from cloze.service.engine import session as sessions
+from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import DeviceSession, Session, cpu_session
-from cloze.service.served_models import batch_tokens
+from cloze.service.models.served_models import batch_tokens
+from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests import encodings
 from tests.fake_engine import FakeEngine

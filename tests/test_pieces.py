@@ -15,11 +15,11 @@ from tokenizers import normalizers
 
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service import pieces
-from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
 from cloze.service.core import InvalidRequest
-from cloze.service.pieces import Boundary, divide, find_boundary, groups
-from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
+from cloze.service.text import pieces
+from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
+from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
+from cloze.service.threads import Abandoned, check_awaited, run_on_thread
 from tests.test_awkward_lines import KINDS
 from tests.tokenizer_kinds import byte_level, undivided, unigram
 from tests.waiting import wait_until

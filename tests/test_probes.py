@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloze.service.http.acceptor import Probes
 from cloze.service.http.record import accepted_hosts
+from cloze.service.server.acceptor import Probes
 from tests.serving import running_server
 
 PROBE = (

@@ -16,7 +16,7 @@ from cloze.cli import cli
 from cloze.client import Client, Redaction, Replacement
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.app import single_process
+from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks.patterns import Pattern, find
 from tests import tiny

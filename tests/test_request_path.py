@@ -14,7 +14,7 @@ def test_the_way_of_a_short_request() -> None:
     called = count(CHECKOUT)
     names = {f"{one.file} {one.name}" for one in called}
     assert {
-        "service/pipeline.py Pipeline.run",  # on the event loop
+        "service/models/pipeline.py Pipeline.run",  # on the event loop
         "service/engine/onnx_engine.py OnnxEngine.run",  # on a thread of the scheduler
     } <= names
     assert not any(one.file == "service/tasks/fill_mask.py" for one in called)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from cloze.export.families import FAMILIES
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.service.app import single_process
+from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import TOKENIZERS, save

@@ -15,13 +15,13 @@ import orjson
 import pytest
 
 from cloze.model_store import Store
-from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.core import InvalidRequest
 from cloze.service.settings import Settings
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.task import TaskLimits
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import Abandoned, run_on_thread
 from tests.serving import Server, running_server
 from tests.test_admission import SLOW, exchange
 from tests.test_promises import FAULTY, metric

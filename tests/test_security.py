@@ -19,9 +19,9 @@ from huggingface_hub import InferenceClient
 
 from cloze.client import Client
 from cloze.service.core import Overloaded, StartupError
+from cloze.service.http.certificate import Certificate as TlsCertificate
 from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import accepted_hosts, is_loopback
-from cloze.service.sockets import Certificate as TlsCertificate
 from tests.certificates import Certificate, make_certificate
 from tests.serving import Server, bare_environment, failed_start, running_server
 from tests.waiting import wait_until

@@ -34,10 +34,10 @@ from cloze.export.tokenizer import describe_tokenizer, lower_cased
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.tasks import TaskContext, TaskLimits
 from cloze.service.tasks.embed import EmbedParameters, decode, prepare
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint, save_modernbert
 from tests.tokenizer_kinds import unigram
 

@@ -12,11 +12,11 @@ import pytest
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
-from cloze.service import startup
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
-from cloze.service.served_models import LocalModels, close_models, onnx_engine, open_bundles
+from cloze.service.models.served_models import LocalModels, close_models, onnx_engine, open_bundles
+from cloze.service.server.process import startup
+from cloze.service.server.startup import open_early
 from cloze.service.settings import Settings, load_settings
-from cloze.service.startup import open_early
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 

@@ -176,7 +176,7 @@ def test_what_may_not_be_read_is_said_with_the_user_and_the_path(closed: str, co
 def run_as_another_user(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     code = f"""
 import os
-import onnxruntime, cloze.service.server, cloze.service.engine.session
+import onnxruntime, cloze.service.server.process, cloze.service.engine.session
 from cloze.cli import main
 if os.geteuid() == 0:
     os.setuid(65534)

@@ -20,7 +20,7 @@ from cloze.export.errors import ExportError
 from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
 from cloze.model_store.heads import HeadRequest
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.tokenizer_kinds import unigram, wordpiece
 from tests.vocabulary import vocabulary
 
@@ -380,7 +380,7 @@ def test_words_are_remembered_and_nothing_else_changes(
 def test_what_is_remembered_is_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloze.service.tokenizer._MOST_WORDS", 10)
+    monkeypatch.setattr("cloze.service.text.tokenizer._MOST_WORDS", 10)
     known = tokenizer._vocabulary.words
     assert known is not None
     for number in range(30):

@@ -15,8 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from cloze.service.core import StartupError
+from cloze.service.observe.tracing import make_tracing
 from cloze.service.settings import Settings
-from cloze.service.tracing import make_tracing
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 
@@ -173,7 +173,7 @@ def test_without_the_packages_the_start_ends(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_collector_nothing_is_imported() -> None:
     """So that a server without the extra starts, and none pays for it."""
     program = (
-        "import sys; from cloze.service import app, server, tracing; "
+        "import sys; from cloze.service.observe import tracing; import cloze.service.server.process; "
         "from cloze.service.settings import Settings; "
         "assert tracing.make_tracing(Settings()) is None; "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"

@@ -31,12 +31,12 @@ from cloze.service.core import (
     StartupError,
     Submission,
 )
+from cloze.service.models.served_models import ServedModel
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
 from cloze.service.processes.frames import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
-from cloze.service.served_models import ServedModel
 from cloze.service.settings import load_settings
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine

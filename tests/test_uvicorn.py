@@ -14,9 +14,9 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from cloze.service import server as server_module
-from cloze.service.http import server_protocol
-from cloze.service.http.uvicorn_internals import OVERRIDDEN, USED, FlowControl
+from cloze.service.server import connection as server_protocol
+from cloze.service.server import process as server_module
+from cloze.service.server.uvicorn_internals import OVERRIDDEN, USED, FlowControl
 
 
 def class_tree(module: Any, name: str) -> ast.ClassDef:

@@ -25,7 +25,7 @@ from cloze.model_store.heads.head import HeadRequest
 from cloze.model_store.manifest import Manifest, Precision
 from cloze.model_store.peft import LowRank
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine, SessionOptions
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 
 BATCHES = ((1, 16), (4, 16), (8, 16), (1, 128), (4, 128))
 COUNTS = (1, 10, 100)

@@ -27,7 +27,7 @@ from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
-from cloze.service.engine import OnnxEngine, SessionOptions
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.settings import available_cpus
 
 ROWS, SIZE = 2048, 1024

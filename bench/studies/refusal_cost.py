@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from cloze.service.app import single_process
 from cloze.service.core import ExpectedWait
-from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
-from cloze.service.http.server_protocol import ServerProtocol
+from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
+from cloze.service.server.connection import ServerProtocol
+from cloze.service.service import single_process
 from cloze.service.settings import Settings
 
 REQUEST = (

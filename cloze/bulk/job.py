@@ -11,7 +11,7 @@ from cloze.bulk.plan import FileFormat, Plan, first_doubled
 from cloze.bulk.sources import check_column, check_text_column
 from cloze.bulk.tasks import BULK_TASKS, BulkTask
 from cloze.model_store import Bundle, Store
-from cloze.service.adapters import AdapterBundle, open_adapters
+from cloze.service.models.adapters import AdapterBundle, open_adapters
 from cloze.service.settings import Settings
 
 

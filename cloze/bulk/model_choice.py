@@ -10,13 +10,13 @@ from cloze.bulk.tasks import BulkTask
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import received
-from cloze.service.adapters import AdapterBundle, open_adapters
 from cloze.service.core import ServiceError, StartupError
-from cloze.service.pipeline import task_limits
-from cloze.service.served_models import in_default_order
+from cloze.service.models.adapters import AdapterBundle, open_adapters
+from cloze.service.models.pipeline import task_limits
+from cloze.service.models.served_models import in_default_order
 from cloze.service.settings import Settings
 from cloze.service.tasks import TaskContext
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 
 def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], None]) -> Bundle:

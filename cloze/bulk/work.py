@@ -26,8 +26,8 @@ from cloze.service.core import (
     StartupError,
     Submission,
 )
-from cloze.service.pipeline import Pipeline, task_limits
-from cloze.service.served_models import LocalModels, ServedModel, close_models
+from cloze.service.models.pipeline import Pipeline, task_limits
+from cloze.service.models.served_models import LocalModels, ServedModel, close_models
 from cloze.service.tasks import TaskCall
 from cloze.service.tasks.task import INPUTS
 

@@ -21,6 +21,7 @@ from cloze.model_store.processor import int8_instructions
 from cloze.model_store.tensors import INPUT_IDS
 from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.engine.adapters import AdaptedRuns, LoadedAdapters
+from cloze.service.engine.graph_choice import GraphChoice, choose_graph
 from cloze.service.engine.session import (
     CUDA,
     AdaptedCpuSession,
@@ -31,7 +32,6 @@ from cloze.service.engine.session import (
     cuda_session,
     providers,
 )
-from cloze.service.graph_choice import GraphChoice, choose_graph
 
 log = logging.getLogger("cloze")
 

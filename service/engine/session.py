@@ -35,7 +35,7 @@ from cloze.model_store.processor import (
 )
 from cloze.service.core import StartupError
 from cloze.service.engine.cpu_places import of_this_system, started_since, thread_ids
-from cloze.service.freed_memory import return_freed_memory
+from cloze.service.engine.freed_memory import return_freed_memory
 
 log = logging.getLogger("cloze")
 

@@ -16,8 +16,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from cloze.model_store.error_lines import received
-from cloze.service.abandonment import check_awaited, run_on_thread
 from cloze.service.core import InvalidRequest, Location, MalformedRequest, RequestTooLarge
+from cloze.service.threads import check_awaited, run_on_thread
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
 from cloze.service.http.keys import Key, Keys, Permission
 from cloze.service.http.memory_limit import Hold, Reader
-from cloze.service.logs import RequestCost
-from cloze.service.tracing import RequestTrace
+from cloze.service.observe.logs import RequestCost
+from cloze.service.observe.tracing import RequestTrace
 
 log = logging.getLogger("cloze")
 

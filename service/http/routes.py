@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloze.service.core import Queue, ServiceError
 from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RECORD, Access, RequestRecord
-from cloze.service.logs import AccessLog, AccessRecord
-from cloze.service.metrics import Metrics
-from cloze.service.tracing import Tracing
+from cloze.service.observe.logs import AccessLog, AccessRecord
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import Tracing
 
 JSON = "application/json"
 RAW = "application/octet-stream"

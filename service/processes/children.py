@@ -20,9 +20,9 @@ import uvloop
 from pydantic import TypeAdapter
 
 from cloze.service.core import StartupError
-from cloze.service.metrics import forget_process, share_folder, write_as
+from cloze.service.observe.processes import forget_process, share_folder, write_as
+from cloze.service.server.startup import begin, memory_problem
 from cloze.service.settings import Settings
-from cloze.service.startup import begin, memory_problem
 
 log = logging.getLogger("cloze")
 

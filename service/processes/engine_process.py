@@ -17,17 +17,17 @@ from concurrent.futures import Future
 from functools import partial
 
 from cloze.service.core import BatchResult, EngineFailed, ServiceError
-from cloze.service.metrics import Metrics
-from cloze.service.processes import frames
-from cloze.service.processes.children import ChildConfig, run_child
-from cloze.service.served_models import (
+from cloze.service.models.served_models import (
     EngineFactory,
     LocalModels,
     ServedModel,
     close_models,
     open_bundles,
 )
-from cloze.service.tracing import make_tracing, with_spans
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import make_tracing, with_spans
+from cloze.service.processes import frames
+from cloze.service.processes.children import ChildConfig, run_child
 
 log = logging.getLogger("cloze")
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cloze.service import server
-from cloze.service.app import DEFAULT_REGISTRIES, Service
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import (
     NO_WAIT,
@@ -32,12 +30,14 @@ from cloze.service.core import (
     ShuttingDown,
     Submission,
 )
-from cloze.service.metrics import Metrics
+from cloze.service.models.served_models import ServedModel, open_bundles
+from cloze.service.observe.metrics import Metrics
+from cloze.service.observe.tracing import make_tracing
 from cloze.service.processes import frames
 from cloze.service.processes.children import ChildConfig, run_child
 from cloze.service.protocols.operations import QUIET_ROUTES
-from cloze.service.served_models import ServedModel, open_bundles
-from cloze.service.tracing import make_tracing
+from cloze.service.server.process import answer_http
+from cloze.service.service import DEFAULT_REGISTRIES, Service
 
 _ENGINE_WAIT_S = 5.0
 """Longest time that a front end waits for an engine before it accepts connections.
@@ -322,7 +322,7 @@ async def run_front_end(config: ChildConfig) -> None:
         connections = [tasks.create_task(link.run()) for link in links]
         with suppress(TimeoutError):
             await asyncio.wait_for(up.wait(), _ENGINE_WAIT_S)
-        await server.answer_http(
+        await answer_http(
             service,
             config.settings,
             socket.socket(fileno=config.listener),

@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from cloze.service.core import NEEDS_ROLL, Device, StartupError
-from cloze.service.metrics import count_restarts
+from cloze.service.models.served_models import open_bundles
+from cloze.service.observe.processes import count_restarts
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     FRONTEND_COMMAND,
@@ -25,10 +26,9 @@ from cloze.service.processes.children import (
     end_all,
     listen_for_front_ends,
 )
-from cloze.service.served_models import open_bundles
+from cloze.service.server.listen import bind, listen
+from cloze.service.server.startup import begin, warn_of_unknown_variables
 from cloze.service.settings import Settings
-from cloze.service.sockets import bind, listen
-from cloze.service.startup import begin, warn_of_unknown_variables
 
 log = logging.getLogger("cloze")
 

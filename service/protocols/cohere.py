@@ -20,7 +20,7 @@ from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import TaskResult
+from cloze.service.models.pipeline import TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,

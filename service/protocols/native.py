@@ -23,7 +23,7 @@ from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Models, TaskResult
+from cloze.service.models.pipeline import Models, TaskResult
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (
     TIMING_HEADERS,

@@ -24,7 +24,7 @@ from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline, TaskResult
+from cloze.service.models.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     TIMING_HEADERS,

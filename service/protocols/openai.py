@@ -14,7 +14,7 @@ from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.models.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     Names,

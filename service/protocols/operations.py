@@ -18,12 +18,11 @@ from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Manifest, Role
 from cloze.service import core
-from cloze.service.abandonment import run_on_thread
-from cloze.service.adapters import AdapterBundle
 from cloze.service.http.pages import PAGE_HEADERS, page_handler
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline
+from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     ErrorBody,
     ProtocolContext,
@@ -33,6 +32,7 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import embed, late_interaction, rerank, similarity
 from cloze.service.tasks.task import ScoreKind
+from cloze.service.threads import run_on_thread
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
 

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.abandonment import check_awaited, run_on_thread
 from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
@@ -24,11 +23,12 @@ from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.record import RequestRecord
 from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import RequestWatch
-from cloze.service.logs import RequestCost
-from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline, TaskResult
+from cloze.service.models.pipeline import Models, Pipeline, TaskResult
+from cloze.service.observe.logs import RequestCost
+from cloze.service.observe.metrics import Metrics
 from cloze.service.tasks import Task, TaskCall
 from cloze.service.tasks.wire import WireModel
+from cloze.service.threads import check_awaited, run_on_thread
 
 _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""

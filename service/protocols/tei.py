@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Models, Pipeline, TaskResult
+from cloze.service.models.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.protocol import (
     ErrorBody,
     LenientModel,

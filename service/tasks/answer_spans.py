@@ -18,11 +18,11 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from cloze.service.abandonment import check_awaited
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.parameters import LongText
 from cloze.service.tasks.texts import Bounds
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
+from cloze.service.threads import check_awaited
 
 _SPAN_BYTES: Final = 256
 """Memory of a span besides its text."""

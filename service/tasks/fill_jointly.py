@@ -20,7 +20,7 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import UP_TO, Input, Outputs, PreparedRequest, TaskContext
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
 

@@ -19,7 +19,7 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 _MOST_RANKED: Final = 64
 """Most texts of a request whose original tokens are ranked, for each needs V numbers."""

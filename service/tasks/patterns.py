@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
-from cloze.service.abandonment import check_awaited
+from cloze.service.threads import check_awaited
 
 Pattern = Literal["EMAIL", "PHONE", "IBAN", "CARD"]
 

@@ -30,7 +30,7 @@ from cloze.service.tasks.task import (
 )
 from cloze.service.tasks.texts import EncodedText, TextEncoder, centred
 from cloze.service.tasks.wire import Text, Texts
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.manifest import Role
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask, quoted
 from cloze.service.tasks.wire import WireModel
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""

@@ -12,7 +12,7 @@ from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks.parameters import LongTextRule
 from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
-from cloze.service.tokenizer import Spans, Tokenizer
+from cloze.service.text.tokenizer import Spans, Tokenizer
 
 Bounds = tuple[int, int]
 """The first token of a part of a text, and the token after its last."""

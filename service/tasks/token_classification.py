@@ -28,7 +28,7 @@ from cloze.service.tasks.task import (
 )
 from cloze.service.tasks.texts import Bounds, TextEncoder
 from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
-from cloze.service.tokenizer import NO_WORD, Spans, Tokenizer
+from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
 

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.service.abandonment import check_awaited
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import INPUTS, UP_TO, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds, WireModel
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
+from cloze.service.threads import check_awaited
 
 _MOST_ID = 2**32 - 1
 """Largest id that the tokenizers library reads; it skips those outside the vocabulary."""

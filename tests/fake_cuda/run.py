@@ -29,7 +29,7 @@ from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.service.core import MAX_PADDING_FACTOR
 from cloze.service.engine import session
 from cloze.service.engine.session import DeviceSession, cuda_session
-from cloze.service.served_models import batch_tokens
+from cloze.service.models.served_models import batch_tokens
 from cloze.service.settings import Settings
 from tests.encodings import encoding
 from tests.fake_engine import FakeEngine

@@ -27,7 +27,7 @@ from cloze.service.core import ServiceError
 from cloze.service.http.json_bodies import BodyLimits, parse
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS, TaskContext, TaskLimits
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.fuzz.damage import damaged_bytes, json_values
 from tests.fuzz.search import Target
 

@@ -18,8 +18,8 @@ from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import input_files, make_plan
 from cloze.bulk.work import BulkWorker
 from cloze.model_store.batch import Encoding
-from cloze.service.pipeline import Pipeline, task_limits
-from cloze.service.served_models import LocalModels, ServedModel
+from cloze.service.models.pipeline import Pipeline, task_limits
+from cloze.service.models.served_models import LocalModels, ServedModel
 from cloze.service.settings import Settings
 from tests.fake_engine import FakeEngine
 from tests.unit.service.tasks.model import CLS, ID, SEP, bundle

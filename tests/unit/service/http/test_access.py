@@ -15,9 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded
-from cloze.service.http import acceptor as acceptor_module
 from cloze.service.http import gate as starts_module
-from cloze.service.http.acceptor import Acceptor, Probes
 from cloze.service.http.gate import Starts
 from cloze.service.http.keys import Keys, Permission
 from cloze.service.http.record import (
@@ -28,6 +26,8 @@ from cloze.service.http.record import (
     is_loopback,
 )
 from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse, DirectRoutes
+from cloze.service.server import acceptor as acceptor_module
+from cloze.service.server.acceptor import Acceptor, Probes
 from tests.records import connected, recorded, scope_of
 
 # ---- hosts -------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import Callers, RequestRecord
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import Recorder
-from cloze.service.logs import AccessLog, RequestCost
-from cloze.service.metrics import Metrics
+from cloze.service.observe.logs import AccessLog, RequestCost
+from cloze.service.observe.metrics import Metrics
 from tests.records import Open, connected, pairs
 
 

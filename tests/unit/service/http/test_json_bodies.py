@@ -7,9 +7,9 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
-from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.core import InvalidRequest, MalformedRequest, RequestTooLarge
 from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
+from cloze.service.threads import Abandoned, run_on_thread
 
 FREE = BodyLimits(10**9, 10**9, 10**9)
 SIZES = (2, 3, 4, 5, 7, 9, 20)

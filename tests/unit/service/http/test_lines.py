@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Timings
-from cloze.service.http.acceptor import Probes
-from cloze.service.logs import AccessLog, AccessRecord, RequestCost, _line
+from cloze.service.observe.logs import AccessLog, AccessRecord, RequestCost, _line
+from cloze.service.server.acceptor import Probes
 
 TIMINGS = Timings(tokenize_s=0.001, queue_s=0.002, inference_s=0.003)
 COST = RequestCost(2, 30, TIMINGS)

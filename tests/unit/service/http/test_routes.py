@@ -13,9 +13,9 @@ from cloze.service.http import routes as routes_module
 from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from cloze.service.http.record import RECORD, Access
 from cloze.service.http.routes import OTHER_ROUTE, DirectRoutes, Recorder
-from cloze.service.http.server_protocol import OneWrite
-from cloze.service.logs import AccessLog, AccessRecord, RequestCost
-from cloze.service.metrics import Metrics
+from cloze.service.observe.logs import AccessLog, AccessRecord, RequestCost
+from cloze.service.observe.metrics import Metrics
+from cloze.service.server.connection import OneWrite
 from tests.records import recorded, scope_of
 
 OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())

@@ -37,7 +37,7 @@ from cloze.service.http.json_bodies import (
 from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch, WatchedRequest
-from cloze.service.tracing import RequestTrace
+from cloze.service.observe.tracing import RequestTrace
 from tests.leaping_loop import LeapingLoop
 from tests.records import recorded, scope_of
 

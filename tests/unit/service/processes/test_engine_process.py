@@ -31,14 +31,13 @@ from cloze.service.core import (
     StartupError,
     Submission,
 )
-from cloze.service.metrics import Metrics
-from cloze.service.metrics.metrics import model_labels
+from cloze.service.models.served_models import ServedModel
+from cloze.service.observe.metrics import Metrics, model_labels
 from cloze.service.processes import engine_process, frames
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frames import MAX_UNSENT_BYTES
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
-from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
 from tests.encodings import submit

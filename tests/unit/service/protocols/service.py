@@ -33,10 +33,10 @@ from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
-from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline
+from cloze.service.models.pipeline import Models, Pipeline
+from cloze.service.models.served_models import ServedModel
+from cloze.service.observe.metrics import Metrics
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
-from cloze.service.served_models import ServedModel
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
 

@@ -12,7 +12,7 @@ from cloze.model_store import Bundle, Manifest
 from cloze.model_store.heads import HEADS
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import PreparedRequest, TaskContext, TaskLimits
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
 from tests.vocabulary import vocabulary
 
 VOCABULARY = vocabulary()

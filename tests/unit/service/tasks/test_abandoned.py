@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
 from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
+from cloze.service.threads import Abandoned, run_on_thread
 from tests.unit.service.tasks.model import CONTEXT, ids
 
 READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)

@@ -18,7 +18,7 @@ from cloze.service.tasks.answer_spans import (
     first_ends,
 )
 from cloze.service.tasks.texts import Bounds
-from cloze.service.tokenizer import Spans
+from cloze.service.text.tokenizer import Spans
 
 
 def spans(offsets: list[tuple[int, int]], words: list[int]) -> Spans:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,9 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store import Bundle
-from cloze.service.application import PAGES, Snapshot, create_app, return_memory_later
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.core import (
     BUSY,
@@ -25,31 +25,27 @@ from cloze.service.core import (
     Changes,
     EngineDead,
     Overloaded,
+    QueueState,
     ReloadRefused,
     ServiceError,
     ShuttingDown,
     StartupError,
 )
+from cloze.service.engine.freed_memory import return_freed_memory
+from cloze.service.http.certificate import Certificate
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Refusal, Starts
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.keys import Keys, read_entries
+from cloze.service.http.keys import Keys, Permission, read_entries
 from cloze.service.http.memory_limit import MemoryLimit, Reader, UnreadAnswers
-from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.record import RECORD, Access, Callers, accepted_hosts
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import Recorder
+from cloze.service.http.routes import Recorder, Route
+from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
 from cloze.service.http.watch import RequestWatch
-from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models, Pipeline, task_limits
-from cloze.service.protocols import (
-    PROTOCOLS,
-    ErrorResponder,
-    ProtocolContext,
-    WireProtocol,
-    operations,
-)
-from cloze.service.served_models import (
+from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.pipeline import Models, Pipeline, task_limits
+from cloze.service.models.served_models import (
     EngineFactory,
     LocalModels,
     ServedModel,
@@ -57,11 +53,19 @@ from cloze.service.served_models import (
     kept_reasons,
     open_bundles,
 )
+from cloze.service.observe.logs import AccessLog
+from cloze.service.observe.metrics import Metrics, ModelInfo
+from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
+from cloze.service.protocols import (
+    PROTOCOLS,
+    ErrorResponder,
+    ProtocolContext,
+    WireProtocol,
+    operations,
+)
 from cloze.service.settings import Settings
-from cloze.service.sockets import Certificate
 from cloze.service.tasks import TASKS, Task
-from cloze.service.tokenizer import Tokenizer
-from cloze.service.tracing import Tracing, make_tracing, with_spans
+from cloze.service.text.tokenizer import Tokenizer
 
 log = logging.getLogger("cloze")
 
@@ -111,6 +115,89 @@ def single_process(
     except BaseException:
         close_models(models)
         raise
+
+
+MOST_ADAPTER_SERIES = 32
+"""Most adapters with metrics of their own: each has about a hundred series."""
+
+_COLLECT_AFTER_S = 1.0
+"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
+
+A full collection is short, since `server.process` has frozen most other objects.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The models of one state of the store, and what follows from them.
+
+    Attributes:
+        routes: the routes of all protocols, which `app` answers besides `PAGES`.
+        paths: the paths of the routes and of `PAGES`.
+        running: number of requests that `app` has not answered.
+    """
+
+    models: Models
+    gate: Gate
+    app: ASGIApp
+    routes: Sequence[Route]
+    paths: Paths
+    running: int = 0
+
+    @property
+    def by_name(self) -> dict[str, ServedModel]:
+        """The served models by their full names."""
+        return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
+
+    def metric_names(self) -> dict[str, str]:
+        """Return the model in the metrics of each served model, by its full name.
+
+        Further adapters than `MOST_ADAPTER_SERIES` count as their base.
+        """
+        names, adapters = {}, 0
+        for pipeline in self.models.pipelines:
+            bundle, name = pipeline.model.bundle, pipeline.reference
+            if isinstance(bundle, AdapterBundle):
+                adapters += 1
+                if adapters > MOST_ADAPTER_SERIES:
+                    name = bundle.base.manifest.reference
+            names[pipeline.reference] = name
+        return names
+
+    def model_infos(self) -> list[ModelInfo]:
+        """Return the labels of each served model that never change."""
+        infos, names = [], self.metric_names()
+        for pipeline in self.models.pipelines:
+            if names[pipeline.reference] != pipeline.reference:
+                continue
+            labels = {
+                "family": pipeline.manifest.architecture.family,
+                "precision": pipeline.model.precision(),
+                "tasks": ",".join(self.models.tasks_of(pipeline)),
+            }
+            infos.append(ModelInfo(pipeline.manifest.reference, labels))
+        return infos
+
+    def queues(self) -> dict[str, QueueState]:
+        """Return the state of the queue of each model, by its full name."""
+        names = self.metric_names()
+        return {n: model.queue.state for n, model in self.by_name.items() if names[n] == n}
+
+    def close_unused(self, other: "Snapshot") -> None:
+        """Close the models that another snapshot does not use."""
+        used = {id(model) for model in other.by_name.values()}
+        close_models(model for model in self.by_name.values() if id(model) not in used)
+
+
+def return_memory_later() -> None:
+    """Return the memory of an old snapshot when its last connections are gone."""
+    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+
+
+def _return_memory() -> None:
+    """Return the memory of an old snapshot to the operating system."""
+    gc.collect()
+    return_freed_memory()
 
 
 class Service:
@@ -217,7 +304,14 @@ class Service:
             returns=self.returns,
             recorder=self._recorder,
         )
-        app = create_app(routes, settings, self._respond, needs_keys=has_keys)
+        access = Access(
+            needs_keys=has_keys,
+            open_routes=operations.PROBES | OPEN_PAGES,
+            permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
+            hosts=accepted_hosts(settings.host, settings.allowed_hosts),
+            by_address=operations.QUIET_ROUTES,
+        )
+        app = create_app(routes, access, self._respond, settings.cors_origins)
         paths = Paths([*PAGES, *(route.path for route in routes)])
         return Snapshot(models, gate, app, routes, paths)
 

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
-from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.http.gate import Refusal, Starts
 from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.returns import Returns
-from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
+from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
+from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
 
 LIMITS = ConnectionLimits(header_timeout_s=10.0, idle_timeout_s=60.0, max_connections=100)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cloze.service.core import StartupError
-from cloze.service.sockets import Certificate
+from cloze.service.http.certificate import Certificate
 from tests.certificates import make_certificate
 
 

@@ -26,9 +26,9 @@ from cloze.model_store.limits import MAX_TOKENIZER_BYTES
 from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.sequences import without_space
-from cloze.service.abandonment import check_awaited
 from cloze.service.core import StartupError
-from cloze.service.pieces import SPACE_OR_PUNCTUATION, Boundary, Piece, find_boundary, groups
+from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Boundary, Piece, find_boundary, groups
+from cloze.service.threads import check_awaited
 
 _LONGEST_FORM = "\ufdfa"
 """The character whose compatibility form is longest: 18 characters. Source: Unicode, UAX 15."""

@@ -15,11 +15,11 @@ from typing import NoReturn
 
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import first_line
-from cloze.service.adapters import adapter_bytes, with_engines
 from cloze.service.core import Device, Engine, RequestedPrecision
-from cloze.service.graph_choice import check_memory, memory_limit
-from cloze.service.logs import start_logging
-from cloze.service.served_models import EngineFactory
+from cloze.service.engine.graph_choice import check_memory, memory_limit
+from cloze.service.models.adapters import adapter_bytes, with_engines
+from cloze.service.models.served_models import EngineFactory
+from cloze.service.observe.logs import start_logging
 from cloze.service.settings import Settings, unknown_variables
 
 log = logging.getLogger("cloze")

@@ -3,8 +3,8 @@
 from typing import Any
 
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection, Timings
-from cloze.service.logs import AccessRecord, RequestCost
-from cloze.service.metrics import Metrics
+from cloze.service.observe.logs import AccessRecord, RequestCost
+from cloze.service.observe.metrics import Metrics
 
 TIMINGS = Timings(0.25, 0.5, 0.75, began=1234.0)
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.service.core import BatchReport, StartupError
-from cloze.service.logs import AccessRecord
+from cloze.service.observe.logs import AccessRecord
 from cloze.service.settings import Settings
 
 if TYPE_CHECKING:

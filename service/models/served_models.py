@@ -12,13 +12,6 @@ from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.service.adapters import (
-    AdapterBundle,
-    AdapterQueue,
-    adapter_bytes,
-    open_adapters,
-    with_engines,
-)
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler
@@ -31,7 +24,14 @@ from cloze.service.core import (
     RequestedPrecision,
     StartupError,
 )
-from cloze.service.graph_choice import check_memory, memory_limit
+from cloze.service.engine.graph_choice import check_memory, memory_limit
+from cloze.service.models.adapters import (
+    AdapterBundle,
+    AdapterQueue,
+    adapter_bytes,
+    open_adapters,
+    with_engines,
+)
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
 
 log = logging.getLogger("cloze")
@@ -268,7 +268,7 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
     """
     try:
         # Front ends import this module too, and use less memory without onnxruntime.
-        from cloze.service.engine import OnnxEngine, SessionOptions
+        from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
     except ModuleNotFoundError as error:
         raise StartupError(
             f"{error.name} is not installed; install it with: {install_command('cpu')} "

@@ -15,7 +15,7 @@ from typing import Final
 
 from cloze.service.http.memory_limit import Reader
 from cloze.service.http.record import is_accepted, is_address
-from cloze.service.logs import LineLimit
+from cloze.service.observe.logs import LineLimit
 
 log = logging.getLogger("cloze")
 

@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
-from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
@@ -28,11 +27,12 @@ from cloze.service.core import (
     WrongTask,
     quoted,
 )
-from cloze.service.served_models import ServedModel
+from cloze.service.models.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tasks.task import TextUsage
-from cloze.service.tokenizer import Tokenizer
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import run_on_thread
 
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.

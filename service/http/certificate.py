@@ -1,73 +1,17 @@
-"""The sockets on which a server listens, and the certificate of its connections."""
+"""The certificate of the connections, which is read again when its files change."""
 
-import logging
 import os
-import socket
 import ssl
 from pathlib import Path
 
 from cloze.service.core import StartupError
-from cloze.service.http.record import is_loopback
 from cloze.service.http.watched_files import WatchedFiles
-from cloze.service.logs import announce
-from cloze.service.settings import Settings
-
-log = logging.getLogger("cloze")
-
-BACKLOG = 2048
-"""Length of the operating system's queue of connections that are not yet accepted."""
 
 _TLS_1_2_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """The cipher suites of TLS 1.2 with forward secrecy and authenticated encryption.
 
 Source: RFC 9325, section 4.2. TLS 1.3 has no others.
 """
-
-
-def bind(settings: Settings) -> socket.socket:
-    """Bind the address and return the socket; call `listen` to accept connections.
-
-    Binding before models are loaded makes a start on a used port fail at once.
-
-    Raises:
-        StartupError: the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(settings, error) from error
-    return listener
-
-
-def listen(listener: socket.socket, settings: Settings) -> None:
-    """Start to accept connections, and log the address.
-
-    Raises:
-        StartupError: another program listens on the address, or the log cannot be written.
-    """
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise _cannot_listen(settings, error) from error
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.tls_certificate else "http"
-    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    announce(f"listening on {address}")
-    if not (is_loopback(settings.host) or settings.keys_file or settings.allow_anonymous):
-        log.warning(
-            "others reach this address, and no key is needed: set CLOZE_KEYS_FILE, or "
-            "CLOZE_ALLOW_ANONYMOUS=1 if that is intended"
-        )
-    log.info("a page to try it: %s/, documentation: %s/docs", address, address)
-    log.info("metrics: %s/metrics", address)
-
-
-def _cannot_listen(settings: Settings, error: OSError) -> StartupError:
-    return StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}")
 
 
 class Certificate:

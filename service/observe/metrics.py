@@ -32,9 +32,9 @@ from prometheus_client.samples import Exemplar
 
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
-from cloze.service.graph_choice import memory_state
-from cloze.service.logs import AccessRecord
-from cloze.service.metrics.usage import used_by_all
+from cloze.service.engine.graph_choice import memory_state
+from cloze.service.observe.logs import AccessRecord
+from cloze.service.observe.usage import used_by_all
 
 # Two samples per series less; Prometheus does not need them.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -16,16 +16,16 @@ import uvicorn
 import uvloop
 
 from cloze.model_store import Bundle
-from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
-from cloze.service.freed_memory import return_freed_memory
-from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
+from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.http.record import accepted_hosts
-from cloze.service.http.server_protocol import ServerProtocol
+from cloze.service.models.served_models import EngineFactory
 from cloze.service.protocols import operations
-from cloze.service.served_models import EngineFactory
+from cloze.service.server.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
+from cloze.service.server.connection import ServerProtocol
+from cloze.service.server.listen import BACKLOG, bind, listen
+from cloze.service.server.startup import exit_on_signal
+from cloze.service.service import DEFAULT_REGISTRIES, Registries, Service, single_process
 from cloze.service.settings import Settings
-from cloze.service.sockets import BACKLOG, bind, listen
-from cloze.service.startup import exit_on_signal
 
 log = logging.getLogger("cloze")
 

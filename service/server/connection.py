@@ -24,12 +24,12 @@ import httptools
 import orjson
 from starlette.types import Scope
 
-from cloze.service.http.acceptor import ConnectionTable
 from cloze.service.http.gate import Refusal, Starts
 from cloze.service.http.memory_limit import Reader, UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.returns import Returns
-from cloze.service.http.uvicorn_internals import (
+from cloze.service.server.acceptor import ConnectionTable
+from cloze.service.server.uvicorn_internals import (
     ASGI3Application,
     FlowControl,
     HttpToolsProtocol,

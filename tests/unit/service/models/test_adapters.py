@@ -16,11 +16,11 @@ from cloze.model_store.adapter_section import AdapterHead
 from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Manifest
 from cloze.model_store.peft import AdapterError
-from cloze.service import adapters
-from cloze.service.adapters import AdapterBundle, AdapterQueue
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import AdapterUnavailable, EngineDead, QueueState
+from cloze.service.models import adapters
+from cloze.service.models.adapters import AdapterBundle, AdapterQueue
 from tests.encodings import encoding, submit
 from tests.fake_engine import FakeEngine
 from tests.unit.service.tasks.model import bundle

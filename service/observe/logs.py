@@ -16,13 +16,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Hashable
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
-from cloze.service.core import Rejection, StartupError, Timings
-
-LogFormat = Literal["text", "json"]
+from cloze.service.core import LogFormat, Rejection, StartupError, Timings
 
 _STDERR = 2
 _CHUNK_BYTES = 4096

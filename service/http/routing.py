@@ -1,0 +1,117 @@
+"""The application of a set of routes: who may ask, the router, and the documentation."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Final
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from cloze.model_store.installation import DISTRIBUTION
+from cloze.service.core import ServiceError
+from cloze.service.http.pages import (
+    ASSETS,
+    answer_headers,
+    docs_handler,
+    docs_paths,
+    document,
+    part_handlers,
+)
+from cloze.service.http.record import Access
+from cloze.service.http.routes import JSON, DirectRoutes, Handler, Respond, Route
+
+_TITLE: Final = "Cloze"
+_DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
+
+PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
+"""Paths that the application answers besides the routes of protocols."""
+
+OPEN_PAGES: Final = frozenset({"/", "/openapi.json", *docs_paths(), *part_handlers()})
+"""Paths of pages without data, which need no key."""
+
+
+def create_app(
+    routes: Sequence[Route], access: Access, respond: Respond, cors_origins: Sequence[str]
+) -> ASGIApp:
+    """Return the application that answers the routes and the pages to those who may ask.
+
+    `respond` writes the response to an error.
+    """
+    direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
+    app: ASGIApp = DirectRoutes(_router(routes, respond), direct, access, respond)
+    if not cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # clients have headers of their own, for example openai's
+        expose_headers=answer_headers([route for route in routes if route.models is not None]),
+    )
+
+
+def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
+    """Return the application that answers the routes and the pages, by their paths."""
+    app = FastAPI(
+        title=_TITLE,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,  # FastAPI's own route would write the document again for each request
+        redirect_slashes=False,  # its address would lack a proxy's scheme and path
+        # By default, FastAPI checks at every request whether each kind of telemetry is installed.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    by_path: dict[str, dict[str, Handler]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, {})[route.method] = route.handler
+    pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(routes)}
+    for path, handler in (part_handlers() | pages).items():
+        by_path[path] = {"GET": handler}
+    for path, handlers in by_path.items():
+        app.add_route(path, _by_method(handlers), methods=list(handlers))
+    for path, handlers in by_path.items():
+        if path != "/":
+            app.add_route(f"{path}/", _without_slash, methods=list(handlers))
+    app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))
+    for error_type in (ServiceError, HTTPException, Exception):
+        app.add_exception_handler(error_type, respond)
+    return app
+
+
+async def _without_slash(request: Request) -> Response:
+    """Redirect to the same path without the slash at its end, by a relative address."""
+    path, query = request.scope["path"], request.scope["query_string"].decode("latin-1")
+    address = "../" + path.removesuffix("/").rpartition("/")[2]
+    return RedirectResponse(f"{address}?{query}" if query else address)
+
+
+def _by_method(handlers: Mapping[str, Handler]) -> Handler:
+    """Return the handler of a path. One route per path, so that ``Allow`` names every method."""
+    if len(handlers) == 1:
+        return next(iter(handlers.values()))
+
+    async def answer(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return answer
+
+
+def _openapi_handler(routes: Sequence[Route]) -> Handler:
+    """Return the handler of the OpenAPI document, which is written once, on a thread."""
+
+    @lru_cache(1)
+    def written() -> bytes:
+        return orjson.dumps(document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes))
+
+    async def answer(_: Request) -> Response:
+        return Response(await asyncio.to_thread(written), media_type=JSON)
+
+    return answer

@@ -1,0 +1,1 @@
+"""The served models, and how a task call runs on one."""

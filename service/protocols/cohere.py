@@ -30,7 +30,7 @@ from cloze.service.protocols.protocol import (
     json_response,
 )
 from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.parameters import ROLE_WORDS, Truncate, truncation_of
+from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
 _PATH: Final = "/v2/embed"

@@ -24,7 +24,7 @@ from cloze.service.protocols.protocol import (
     json_response,
 )
 from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.parameters import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
+from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"

@@ -22,9 +22,8 @@ from cloze.service.server.startup import begin
 from cloze.service.service import Registries
 from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.parameters import LongTextRule
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import encode_texts
+from cloze.service.tasks.texts import LongTextRule, encode_texts
 from cloze.service.tasks.wire import NoParameters
 from tests.serving import Server, running_server
 from tests.waiting import wait_until

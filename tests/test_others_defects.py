@@ -22,7 +22,7 @@ from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS, rerank
-from cloze.service.tasks.parameters import TruncationParameters
+from cloze.service.tasks.texts import TruncationParameters
 from tests import late_models, tiny
 
 MODEL_TOKENS, DOCUMENT_TOKENS = 160, 20

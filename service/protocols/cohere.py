@@ -28,8 +28,8 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
-from cloze.service.tasks.parameters import ROLE_WORDS, Truncate, truncation_of
 from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
 _PATH: Final = "/v2/embed"

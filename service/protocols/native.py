@@ -41,8 +41,8 @@ from cloze.service.tasks import (
     text_classification,
     token_classification,
 )
-from cloze.service.tasks.parameters import UsageParameters
 from cloze.service.tasks.task import INPUTS, TextUsage
+from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.wire import NoParameters, NotEmpty, NotEmptyText, WireModel
 
 ModelName = Annotated[

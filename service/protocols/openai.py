@@ -24,8 +24,8 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
-from cloze.service.tasks.parameters import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
 from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"

@@ -35,9 +35,9 @@ from cloze.service.tasks import (
     text_classification,
     token_ids,
 )
-from cloze.service.tasks.parameters import TruncationParameters
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
+from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds
 
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")

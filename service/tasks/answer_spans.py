@@ -19,8 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.parameters import LongText
-from cloze.service.tasks.texts import Bounds
+from cloze.service.tasks.texts import Bounds, LongText
 from cloze.service.text.tokenizer import Spans
 from cloze.service.threads import check_awaited
 

@@ -19,9 +19,15 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
-from cloze.service.tasks.parameters import EmbedInputs, LongText, TextParameters
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import Bounds, TextEncoder, encode_texts
+from cloze.service.tasks.texts import (
+    Bounds,
+    EmbedInputs,
+    LongText,
+    TextEncoder,
+    TextParameters,
+    encode_texts,
+)
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
 PoolingChoice = Literal["cls", "mean", "max"]

@@ -17,9 +17,8 @@ from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
-from cloze.service.tasks.parameters import CutTextParameters, EmbedInputs
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import Offsets, encode_texts
+from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, Offsets, encode_texts
 
 _REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 

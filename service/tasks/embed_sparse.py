@@ -19,9 +19,8 @@ from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.parameters import CutTextParameters, EmbedInputs
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import encode_texts
+from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
 from cloze.service.tasks.wire import Count, check_range
 
 _WORDS_PER_RESULT = 16

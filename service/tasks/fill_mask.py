@@ -14,9 +14,16 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
-from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
-from cloze.service.tasks.texts import Bounds, EncodedText, TextEncoder, centred
+from cloze.service.tasks.texts import (
+    Bounds,
+    EncodedText,
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    UsageParameters,
+    centred,
+)
 from cloze.service.tasks.wire import Count, Text, Texts, check_range
 
 _WRITTEN_TOKENS = 4

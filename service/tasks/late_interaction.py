@@ -16,9 +16,8 @@ from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
-from cloze.service.tasks.parameters import LongTextRule
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
-from cloze.service.tasks.texts import EncodedText, Offsets, TextEncoder, own_ids
+from cloze.service.tasks.texts import EncodedText, LongTextRule, Offsets, TextEncoder, own_ids
 
 Kept = NDArray[np.bool_]
 """Whether the vector of each token of a text counts: bool [S]."""

@@ -19,7 +19,6 @@ from cloze.service.tasks.answer_spans import (
     best_answers,
     first_ends,
 )
-from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -30,7 +29,13 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder
+from cloze.service.tasks.texts import (
+    EncodedText,
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    UsageParameters,
+)
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}

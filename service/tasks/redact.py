@@ -16,9 +16,9 @@ from cloze.model_store.heads import token_classification as head
 from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
-from cloze.service.tasks.parameters import UsageParameters
 from cloze.service.tasks.patterns import Pattern, find, regions
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
+from cloze.service.tasks.texts import UsageParameters
 from cloze.service.tasks.token_classification import (
     LabelledSpan,
     TaggedTexts,

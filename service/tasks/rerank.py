@@ -19,12 +19,6 @@ from cloze.model_store.manifest import Role
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
 from cloze.service.tasks.late_interaction import Kept
-from cloze.service.tasks.parameters import (
-    LongText,
-    LongTextRule,
-    TruncationParameters,
-    UsageParameters,
-)
 from cloze.service.tasks.similarity import VECTORS
 from cloze.service.tasks.task import (
     Input,
@@ -35,7 +29,15 @@ from cloze.service.tasks.task import (
     TaskContext,
     TextUsage,
 )
-from cloze.service.tasks.texts import TextEncoder, encode_pairs, encode_texts
+from cloze.service.tasks.texts import (
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    TruncationParameters,
+    UsageParameters,
+    encode_pairs,
+    encode_texts,
+)
 from cloze.service.tasks.wire import Text, Texts, WireModel
 
 

@@ -19,7 +19,6 @@ from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -28,7 +27,14 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder, centred
+from cloze.service.tasks.texts import (
+    EncodedText,
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    UsageParameters,
+    centred,
+)
 from cloze.service.tasks.wire import Text, Texts
 from cloze.service.text.tokenizer import Spans
 

@@ -11,9 +11,8 @@ from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, embedding, token_embedding
 from cloze.service.core import Float32
-from cloze.service.tasks.parameters import CutTextParameters
 from cloze.service.tasks.task import INPUTS, Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import Offsets, encode_texts
+from cloze.service.tasks.texts import CutTextParameters, Offsets, encode_texts
 from cloze.service.tasks.wire import Text, Texts, WireModel
 
 

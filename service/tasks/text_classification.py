@@ -15,7 +15,6 @@ from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 from cloze.service.core import Float32, Location
-from cloze.service.tasks.parameters import LongText, TruncationParameters, UsageParameters
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -25,7 +24,7 @@ from cloze.service.tasks.task import (
     TaskContext,
     softmax,
 )
-from cloze.service.tasks.texts import encode_pairs
+from cloze.service.tasks.texts import LongText, TruncationParameters, UsageParameters, encode_pairs
 from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel, check_range
 
 Function = Literal["sigmoid", "softmax", "none"]

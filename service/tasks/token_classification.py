@@ -17,7 +17,6 @@ from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.sequences import without_space
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.parameters import LongText, LongTextRule, UsageParameters
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -26,7 +25,7 @@ from cloze.service.tasks.task import (
     check_has_tokens,
     softmax,
 )
-from cloze.service.tasks.texts import Bounds, TextEncoder
+from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 

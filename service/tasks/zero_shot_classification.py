@@ -15,7 +15,6 @@ from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
-from cloze.service.tasks.parameters import LongText, TruncationParameters, UsageParameters
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -32,7 +31,13 @@ from cloze.service.tasks.text_classification import (
     means,
     sequence_labels,
 )
-from cloze.service.tasks.texts import EncodedText, TextEncoder
+from cloze.service.tasks.texts import (
+    EncodedText,
+    LongText,
+    TextEncoder,
+    TruncationParameters,
+    UsageParameters,
+)
 from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."

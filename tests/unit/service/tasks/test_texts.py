@@ -3,8 +3,8 @@
 import pytest
 
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks.parameters import TruncationParameters
 from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import check_range
 from tests.unit.service.tasks.model import LIMITS
 

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.parameters import LongText, LongTextRule, TruncationParameters
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import TextEncoder, centred
+from cloze.service.tasks.texts import (
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    TruncationParameters,
+    centred,
+)
 from tests.unit.service.tasks.model import CONTEXT, context, limited, manifest
 
 WIDE = limited(max_request_tokens=10_000)

@@ -7,8 +7,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cloze.service.tasks import rerank
 from cloze.service.tasks.embed import EmbedParameters
-from cloze.service.tasks.parameters import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs
+from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import (
     Count,
     CountOrZero,

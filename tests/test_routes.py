@@ -221,7 +221,7 @@ def test_tokens_of_an_answer_are_limited(every_task: Server) -> None:
     limit = Settings().max_request_results
     for inputs, start in (
         ("a " * 40_000, r"inputs has at least \d+ tokens; "),
-        (["a " * 10_000] * 60, r"the texts up to inputs\[3\] have at least 40008 tokens; "),
+        (["a " * 10_000] * 60, r"the texts up to inputs\[3\] have at least \d+ tokens; "),
     ):
         refused = post(every_task, "/tokenize", inputs=inputs)
         assert refused.status_code == 422

@@ -30,6 +30,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import HEAD
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, RequestedPrecision
+from cloze.service.observe.logs import start_logging
 from cloze.service.service import single_process
 from cloze.service.settings import Settings
 
@@ -126,6 +127,7 @@ async def _print_profile(app: ASGIApp) -> None:
 
 async def main(*, profile: bool) -> None:
     """Print the time per request, and a profile if asked for."""
+    start_logging("info", "text")
     with tempfile.TemporaryDirectory() as folder:
         keys_file = Path(folder, "keys.toml")
         hashes = (hashlib.sha256(key.encode()).hexdigest() for key in KEYS)

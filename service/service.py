@@ -6,7 +6,6 @@
 import asyncio
 import gc
 import logging
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,25 +19,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store import Bundle
 from cloze.service.batching.admission import WaitLimits
+from cloze.service.batching.fair_queue import QueueState
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BUSY,
     NEEDS_ROLL,
     Changes,
     EngineDead,
     Overloaded,
-    QueueState,
     ReloadRefused,
     ServiceError,
     ShuttingDown,
     StartupError,
 )
 from cloze.service.engine.freed_memory import return_freed_memory
-from cloze.service.http.body import RequestLimits
+from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.certificate import Certificate
 from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import STATUSES_FROM_ZERO
-from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys, Permission, read_entries
 from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
 from cloze.service.http.returns import Returns
@@ -216,11 +215,12 @@ class Service:
         opener: opens engines in this process; None: other processes have the engines, and a
             supervisor restarts them.
         tracing: makes the spans of requests; None: there are none.
+        clock: tells the time.
 
     Attributes:
         snapshot: answers new requests.
         certificate: the server's certificate, which a reload reads again.
-        reopens: whether this process can open engines, and so reload.
+        has_engines: whether the engines are in this process, which so can reload.
 
     Raises:
         StartupError: the keys or a tokenizer cannot be read, or a setting does not fit the models.
@@ -235,14 +235,16 @@ class Service:
         *,
         opener: LocalModels | None = None,
         tracing: Tracing | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self._settings, self._registries, self._metrics = settings, registries, metrics
-        self._opener, self._tracing = opener, tracing
+        self._opener, self._tracing, self._clock = opener, tracing, clock
         keys = Keys(settings.keys_file) if settings.keys_file else None
         self._callers = Callers(
             keys,
             settings.max_timeout_s,
             settings.request_timeout_ms / 1000,
+            clock,
         )
         self._access_log = AccessLog(
             settings.log_format,
@@ -254,15 +256,22 @@ class Service:
         self._limits = RequestLimits(
             ByteBudget("bodies", settings.max_bodies_bytes, self._waits.longest_s),
             ByteBudget("unread answers", settings.max_answers_bytes),
+            clock,
         )
-        self._starts, self._returns = Starts(), Returns(max(1, settings.frontends))
+        self._starts, self._returns = Starts(clock), Returns(max(1, settings.frontends))
         self._responder = ErrorResponder(registries.protocols, settings.request_timeout_ms / 1000)
         self._recorder = Recorder(
-            metrics, self._access_log, tracing, self._limits, self._respond, lambda: self.draining
+            metrics,
+            self._access_log,
+            tracing,
+            self._limits,
+            self._respond,
+            lambda: self.draining,
+            clock,
         )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
-        self.reopens = opener is not None
+        self.has_engines = opener is not None
         self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
         self._alone.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -281,7 +290,7 @@ class Service:
         tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
         for model in served:
             limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
-            pipelines.append(Pipeline(model, limits, tokenizers.get(path)))
+            pipelines.append(Pipeline(model, limits, tokenizers.get(path), self._clock))
             tokenizers[path] = pipelines[-1].context.tokenizer
         models = Models(pipelines, registries.tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
@@ -312,6 +321,7 @@ class Service:
             permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
             hosts=accepted_hosts(settings.host, settings.allowed_hosts),
             by_address=operations.QUIET_ROUTES,
+            clock=self._clock,
         )
         app = create_app(routes, access, gate, self._respond, settings.cors_origins)
         paths = Paths([*PAGES, *(route.path for route in routes)])
@@ -353,7 +363,7 @@ class Service:
 
     def connection_closed(self, connection: Connection) -> None:
         """Forget a connection."""
-        self._returns.closed(connection, time.monotonic())
+        self._returns.closed(connection, self._clock.monotonic())
 
     # ---- begin and end --------------------------------------------------------------------------
 
@@ -370,9 +380,9 @@ class Service:
 
     def begin(self) -> None:
         """Begin to write the metrics; call this once, before any request."""
-        self._metrics.unready_reason = self.unready
+        self._metrics.unready_reason = self.why_unready
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
-        if self.reopens:
+        if self.has_engines:
             self._metrics.queues = lambda: self.snapshot.queues()
         if (keys := self._callers.keys) is not None:
             self._metrics.keys_readable = lambda: not keys.file.problem
@@ -400,20 +410,20 @@ class Service:
     # ---- state ----------------------------------------------------------------------------------
 
     @property
-    def dead(self) -> str | None:
+    def dead_reason(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
         reasons = (p.model.queue.dead_reason for p in self.snapshot.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def unready(self) -> ServiceError | None:
+    def why_unready(self) -> ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
-        if (reason := self.dead) is not None:
+        if (reason := self.dead_reason) is not None:
             return EngineDead(f"the engine is dead: {reason}")
         return ShuttingDown("the server is shutting down") if self.draining else None
 
-    def broken(self) -> EngineDead | None:
+    def why_restart(self) -> EngineDead | None:
         """Return why the process should be restarted; None if it should not."""
-        error = self.unready() if self.reopens else None
+        error = self.why_unready() if self.has_engines else None
         return error if isinstance(error, EngineDead) else None
 
     def look_at_files(self) -> None:
@@ -445,7 +455,7 @@ class Service:
                 reload has not ended; or the engines are in other processes.
             ShuttingDown: the server drains.
         """
-        if not self.reopens:
+        if not self.has_engines:
             raise ReloadRefused(NEEDS_ROLL)
         if not self._alone.is_set():
             raise ReloadRefused(BUSY)

@@ -8,7 +8,7 @@ import numpy as np
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.service.core import Queue, Submission, Terms
+from cloze.service.batching.fair_queue import Queue, Submission, Terms
 
 
 def encoding(

@@ -16,14 +16,13 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import LineKey, Submission
 from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
-    LineKey,
     ServiceError,
     ShuttingDown,
-    Submission,
 )
 from tests import encodings
 from tests.fake_engine import FakeEngine

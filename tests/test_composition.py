@@ -38,7 +38,7 @@ def test_the_series_of_models_begin_with_the_service(tiny_store: Path) -> None:
     assert series not in exposition("")[0].decode()
     with TestClient(service, base_url="http://localhost") as client:
         assert f"{series} 0.0" in client.get("/metrics").text
-    assert service.unready() is not None, "the end of the application ends the service"
+    assert service.why_unready() is not None, "the end of the application ends the service"
 
 
 def test_the_limits_of_bodies_are_those_of_the_settings(tiny_store: Path) -> None:

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.service.batching.admission import SchedulerLimits, WaitLimits
-from cloze.service.batching.fair_queue import Demand, FairQueue
-from cloze.service.core import (
-    BatchResult,
-    DeadlineExceeded,
-    LineKey,
-    Overloaded,
-    Submission,
-    Terms,
-)
+from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey, Submission, Terms
+from cloze.service.core import BatchResult, DeadlineExceeded, Overloaded
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.stepped import SteppedScheduler

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cloze.service.core import ExpectedWait, Overloaded, Rejection
+from cloze.service.batching.fair_queue import ExpectedWait
+from cloze.service.core import Overloaded, Rejection
 from cloze.service.processes import frames
 
 

@@ -673,7 +673,7 @@ def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
             assert client.get(probe).status_code == 200
         assert client.post("/embed", json={"inputs": "a"}).status_code in (500, 503)
         deadline = time.monotonic() + 5
-        while service.dead is None:
+        while service.dead_reason is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         for probe in ("/healthz", "/readyz", "/health"):

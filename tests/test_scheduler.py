@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchFill,
@@ -27,7 +28,6 @@ from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
-    LineKey,
     Overloaded,
     ShuttingDown,
 )

@@ -23,13 +23,9 @@ from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import (
-    BatchResult,
-    Device,
-    Submission,
-    Terms,
-)
+from cloze.service.core import BatchResult, Device
 from cloze.service.processes import frames
 
 REQUESTS, TEXTS, ROUNDS = 200, 32, 5

@@ -11,8 +11,14 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-from cloze.service.batching.fair_queue import BULK_SHARE, FairQueue
-from cloze.service.core import ExpectedWait, LineKey, Overloaded, Rejection, Submission
+from cloze.service.batching.fair_queue import (
+    BULK_SHARE,
+    ExpectedWait,
+    FairQueue,
+    LineKey,
+    Submission,
+)
+from cloze.service.core import Overloaded, Rejection
 
 _MIN_WINDOW_S = 0.25
 """Shortest time over which a rate is measured; a batch takes about 20 ms."""
@@ -235,7 +241,7 @@ class Admission:
     def expected_wait(
         self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
-        """Return the wait of a request that arrives now; see `core.Queue`."""
+        """Return the wait of a request that arrives now; see `fair_queue.Queue`."""
         rate, queue = self._rate_of(is_bulk=line.is_bulk), self._queue
         requests = self._activity.requests[client]
         ahead, lines, clients = queue.share(client, line)

@@ -13,17 +13,175 @@ Bulk requests take what the others leave, and a share of the tokens in any case:
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from cloze.model_store.batch import Encoding
-from cloze.service.core import (
-    MAX_BATCH_VOCABULARY_ROWS,
-    MAX_PADDING_FACTOR,
-    BatchFill,
-    LineKey,
-    Submission,
-)
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill, BatchResult
+
+
+class LineKey(NamedTuple):
+    """Which line of its client a request waits in: requests alike wait for each other only.
+
+    Example: a client sends two questions of 12 tokens, a document of 3,000 tokens, and a question
+    of 12 tokens that states a time limit of 2.5 s. Their keys are ``(0, 0)`` twice, ``(2, 0)`` and
+    ``(0, 3)``, so the client has three lines.
+
+    Attributes:
+        size: the class of size: 0 below 128 tokens, 1 below 1,024, else 2; -1: a later round of a
+            request, which goes before the first ones.
+        patience: the class of the stated time limit: 0 states none, 1 is below 1 s, 2 below 2 s, 3
+            below 4 s, and so on.
+        is_bulk: whether the line has the bulk requests of the client.
+    """
+
+    size: int
+    patience: int
+    is_bulk: bool = False
+
+    @classmethod
+    def of(cls, tokens: int, timeout_s: float | None, *, is_bulk: bool = False) -> "LineKey":
+        """Return the line of a request with so many tokens that states a time limit, or none."""
+        patience = 0 if timeout_s is None else 1 + int(timeout_s).bit_length()
+        return cls((tokens >= 128) + (tokens >= 1024), patience, is_bulk)
+
+
+class Terms(NamedTuple):
+    """The terms on which a request submits encodings to a queue.
+
+    Attributes:
+        deadline: `Clock.monotonic` time after which nothing of the request starts.
+        timeout_s: the time limit that the request states, if any.
+        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
+        is_bulk: whether the request takes only what other requests leave.
+        later_round: whether the request was admitted in an earlier round; then a full queue does
+            not refuse it.
+    """
+
+    deadline: float
+    client: str = ""
+    timeout_s: float | None = None
+    trace: str = ""
+    is_bulk: bool = False
+    later_round: bool = False
+
+
+class Submission(Future[BatchResult]):
+    """Encodings that a request submits to a queue, and the future of their results.
+
+    Args:
+        terms: may change until the encodings wait in a queue.
+        encodings: at least one.
+
+    Attributes:
+        encodings: those that no queue has taken; a queue frees each one when it has run.
+        tokens: number of tokens of all encodings.
+        key: the line of a request like this one in its first round.
+        outputs: one element per encoding; empty until the encoding has run.
+        missing: number of encodings that have not run.
+        queued_tokens: number of tokens that wait; 0 when the request has ended.
+        submitted, due: times of admission, and by which the request is to end; see `Demand`.
+        started: the time at which a worker took the first encoding; None: none was taken.
+    """
+
+    def __init__(self, terms: Terms, encodings: Sequence[Encoding]) -> None:
+        super().__init__()
+        self.terms = terms
+        self.encodings = encodings
+        self.tokens = sum([len(encoding.input_ids) for encoding in encodings])
+        self.key = LineKey.of(self.tokens, terms.timeout_s, is_bulk=terms.is_bulk)
+        self.missing = len(encodings)
+        self.outputs: list[HeadOutputs] = [{}] * self.missing
+        self.queued_tokens = 0
+        self.submitted = self.due = 0.0
+        self.started: float | None = None
+
+    def end(self, outcome: BatchResult | BaseException) -> None:
+        """End the request with its result or an error, unless it has ended."""
+        with suppress(InvalidStateError):  # another thread has cancelled or failed it meanwhile
+            if isinstance(outcome, BatchResult):
+                self.set_result(outcome)
+            else:
+                self.set_exception(outcome)
+
+
+class ExpectedWait(NamedTuple):
+    """The wait of a request that arrives now.
+
+    Attributes:
+        seconds: seconds until its first batch starts.
+        per_request_s: seconds by which each such request delays the next one.
+        requests: number of the client's requests in the process that have not ended.
+        ahead: number of tokens that wait in its line.
+    """
+
+    seconds: float
+    per_request_s: float
+    requests: int = 0
+    ahead: int = 0
+
+
+class QueueState(NamedTuple):
+    """The tokens that wait, bulk requests apart, and the seconds in which they start.
+
+    Bulk requests wait for all others, so that theirs is no sign of a full server.
+    """
+
+    tokens: int
+    backlog_s: float
+
+
+NO_WAIT: Final = ExpectedWait(0.0, 0.0)
+
+
+class Queue(Protocol):
+    """The queue of one model's requests, before an engine in this or in another process."""
+
+    @property
+    def state(self) -> QueueState:
+        """What waits."""
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why no engine runs; None while one runs."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether requests that come from now on are to be refused; `submit` does not ask."""
+
+    def submit(self, submission: Submission) -> None:
+        """Admit all encodings of a request or none.
+
+        An admitted submission always ends: with a result, or with a `ServiceError`. To cancel the
+        submission drops the encodings that have not run.
+
+        Raises:
+            Overloaded: the request would wait for too long, or the queue is full.
+            ShuttingDown: the queue is closed.
+            EngineDead: no engine runs.
+        """
+
+    def expected_wait(
+        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        """Return the expected wait of a request that arrives now.
+
+        Args:
+            client: the client of the request.
+            line: its line, by its tokens or an estimate.
+            tokens: number of its tokens, or an estimate.
+            unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
+        """
+
+    def drain(self) -> None:
+        """Set `draining`; admitted requests still run."""
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fail pending requests with `ShuttingDown` and end the threads within ``timeout_s``."""
+
 
 _STEP_S = 0.1
 """Due times are rounded down to such steps."""

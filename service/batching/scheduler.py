@@ -22,7 +22,15 @@ from functools import partial
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.service.batching.admission import Activity, Admission, SchedulerLimits
-from cloze.service.batching.fair_queue import Batch, FairQueue, QueuedEncoding
+from cloze.service.batching.fair_queue import (
+    Batch,
+    ExpectedWait,
+    FairQueue,
+    LineKey,
+    QueuedEncoding,
+    QueueState,
+    Submission,
+)
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BatchFill,
@@ -32,12 +40,8 @@ from cloze.service.core import (
     Engine,
     EngineDead,
     EngineFailed,
-    ExpectedWait,
-    LineKey,
-    QueueState,
     ServiceError,
     ShuttingDown,
-    Submission,
 )
 
 _WORKER_NICE = 4
@@ -68,7 +72,7 @@ class Scheduler:
         clock: tells the time.
 
     Attributes:
-        draining: see `core.Queue`.
+        draining: see `fair_queue.Queue`.
         dead_reason: why the engine is dead; None while the engine works.
     """
 
@@ -129,7 +133,7 @@ class Scheduler:
         return QueueState(tokens, tokens / rate if rate else 0.0)
 
     def submit(self, submission: Submission) -> None:
-        """Admit all encodings of a request or none; see `core.Queue`."""
+        """Admit all encodings of a request or none; see `fair_queue.Queue`."""
         terms, now = submission.terms, self._clock.monotonic()
         submission.submitted = now
         # What follows the engine takes time too. No deadline of a bulk request delays others.
@@ -153,17 +157,18 @@ class Scheduler:
     def expected_wait(
         self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
-        """Return the expected wait of a request that arrives now; see `core.Queue`."""
-        if not self._queue.tokens + unsubmitted:
-            return ExpectedWait(0.0, 0.0, self._activity.requests[client])
-        return self._admission.expected_wait(client, line, tokens, unsubmitted)
+        """Return the expected wait of a request that arrives now; see `fair_queue.Queue`."""
+        if line.is_bulk or self._queue.tokens or unsubmitted:
+            return self._admission.expected_wait(client, line, tokens, unsubmitted)
+        rate, requests = self._admission.rate, self._activity.requests[client]
+        return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
 
     def drain(self) -> None:
         """Set `draining`; admitted requests still run."""
         self.draining = True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Fail pending requests and end the threads; see `core.Queue`."""
+        """Fail pending requests and end the threads; see `fair_queue.Queue`."""
         self.drain()
         self._end(lambda: ShuttingDown("the server shut down before this request was answered"))
         if self.dead_reason is None:  # the threads of a dead engine may never end

@@ -1,33 +1,51 @@
 """The bodies of requests and of answers, within limits of time and of memory.
 
 A request ends early that takes too long, or whose client leaves.
+
+A parser in C holds the interpreter until it returns, so all other threads, the event loop included,
+wait meanwhile. So a scan in front of the parser counts what a large body would become, and refuses
+too many values.
 """
 
 import asyncio
-import time
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import orjson
 from anyio import CancelScope
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
     InvalidRequest,
+    Location,
+    MalformedRequest,
     RequestTooLarge,
     ServiceError,
     SlowRequest,
     UnsupportedEncoding,
 )
+from cloze.service.http.body_errors import describe, malformed, not_utf8
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
 from cloze.service.http.routes import RECORD, Connection
 from cloze.service.request import ServedRequest
-from cloze.service.threads import run_on_thread
+from cloze.service.threads import check_awaited, run_on_thread
+
+SHORT_BYTES = 65_536
+"""Most bytes of a body that is parsed on the event loop; it stays below all limits of values."""
+
+_BODY = Location()
+
+B = TypeVar("B", bound=BaseModel)
 
 _QUICKLY_S = 0.05
 """A body that arrives within this time leaves the request's time limit as it is."""
@@ -56,11 +74,13 @@ class RequestLimits:
     Attributes:
         bodies: the bytes of the bodies of requests that have not ended.
         answers: the bytes of the answers that are written, or that clients have not read.
+        clock: tells the time; timers follow the event loop.
         writers: the turns to decode and write a large answer; one client has two of three.
     """
 
     bodies: ByteBudget
     answers: ByteBudget
+    clock: Clock = CLOCK
     writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", _WRITERS))
 
     @contextmanager
@@ -77,7 +97,7 @@ class RequestLimits:
         connection: Connection | None = record.connection
         if record.terms_problem:
             raise InvalidRequest(record.terms_problem)
-        left_s = record.deadline - time.monotonic()
+        left_s = record.deadline - self.clock.monotonic()
         scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
         if connection is not None:
             if connection.is_lost:
@@ -116,7 +136,7 @@ class RequestLimits:
         if encoding not in (b"identity", b"gzip"):
             shown = ascii(encoding.decode("latin-1"))[:60]
             raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
-        began, received, more = time.monotonic(), 0, True
+        began, received, more = self.clock.monotonic(), 0, True
         chunks: list[bytes] = []
         while more and received <= limit * _DISCARD_FACTOR:
             message = await request.receive()
@@ -136,7 +156,7 @@ class RequestLimits:
         if received > limit:
             raise RequestTooLarge(f"the body has at least {received} bytes; the limit is {limit}")
         record.received = None
-        if (now := time.monotonic()) - began > _QUICKLY_S and record.scope is not None:
+        if (now := self.clock.monotonic()) - began > _QUICKLY_S and record.scope is not None:
             record.deadline = now + record.limit_s
             record.scope.deadline = asyncio.get_running_loop().time() + record.limit_s
         data = b"".join(chunks)
@@ -154,18 +174,18 @@ class RequestLimits:
         """Wait until the body of a request may hold so many bytes, within its time."""
         hold: Hold = record.body or Hold(record.client)
         record.body = hold
-        await self.bodies.grow(hold, size, record.deadline - time.monotonic())
+        await self.bodies.grow(hold, size, record.deadline - self.clock.monotonic())
         return hold
 
     async def begin_answer(self, record: ServedRequest) -> None:
         """Wait until a large answer may be decoded and written."""
         record.turn = Hold(record.client)
-        await self.writers.grow(record.turn, 1, record.deadline - time.monotonic())
+        await self.writers.grow(record.turn, 1, record.deadline - self.clock.monotonic())
 
     async def hold_answer(self, record: ServedRequest, size: int) -> None:
         """Wait until there is room for the bytes of an answer, and hold them until `sent`."""
         record.answer = Hold(record.client)
-        await self.answers.grow(record.answer, size, record.deadline - time.monotonic())
+        await self.answers.grow(record.answer, size, record.deadline - self.clock.monotonic())
 
     def sent(self, record: ServedRequest) -> None:
         """Release the bytes of an answer, which its client has read, or never will."""
@@ -213,3 +233,101 @@ class BytesResponse(Response):
             part, end = self.body[first : first + SMALL_BYTES], first + SMALL_BYTES
             message = {"body": part, "more_body": end < len(self.body)}
             await send({"type": "http.response.body", **message})
+
+
+# ---- JSON ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The limits of a body.
+
+    Attributes:
+        max_bytes: most bytes, before and after decompression.
+        max_parts: most texts, lists and objects in all, names of fields included.
+        max_values: most JSON values in all, most of which are numbers then.
+    """
+
+    max_bytes: int
+    max_parts: int
+    max_values: int
+
+    @classmethod
+    def of_requests(cls, max_bytes: int, max_texts: int, max_tokens: int) -> "BodyLimits":
+        """Return limits that admit every request within the limits of texts and tokens.
+
+        A text may be one of several in an object, and each token may be a number.
+        """
+        max_parts = max(16 * max_texts, SHORT_BYTES // 2)
+        return cls(max_bytes, max_parts, max_tokens + max_parts)
+
+
+def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
+    """Return a JSON value, which is at a location in the body, as a model.
+
+    Raises:
+        InvalidRequest: the value does not have the shape of the model.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise InvalidRequest(describe(problems, value, at, model)) from None
+
+
+def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:
+    """Return the value of a JSON body. A byte order mark of UTF-8 before it is ignored.
+
+    Args:
+        data: the body.
+        limits: the limits of bodies above ``chunk_bytes``.
+        chunk_bytes: how much is scanned at once; at least 2.
+
+    Raises:
+        MalformedRequest: the body is not JSON.
+        RequestTooLarge: the body has too many values.
+    """
+    if data.startswith(BOM_UTF8):
+        data = b"   " + data[3:]  # spaces, so that offsets in errors are those of the body
+    if b"\0" in data[:4] or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise not_utf8("it begins as UTF-16 or UTF-32, at byte 0")
+    if not data.strip():
+        raise MalformedRequest("the body is empty; send a JSON object")
+    if len(data) > chunk_bytes:
+        _check_counts(data, limits, chunk_bytes)
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise malformed(error, data) from None
+
+
+def _check_counts(data: bytes, limits: BodyLimits, chunk_bytes: int) -> None:
+    """Raise `RequestTooLarge` if a body has too many values; it need not be JSON."""
+    scanned = quotes = brackets = commas = 0
+    while scanned < len(data):
+        check_awaited()
+        chunk = _without_strings(data[scanned : scanned + chunk_bytes], in_string=quotes % 2 == 1)
+        scanned += len(chunk)
+        quotes += chunk.count(b'"')
+        brackets += chunk.count(b"[") + chunk.count(b"{")
+        commas += chunk.count(b",")
+        if brackets + quotes // 2 > limits.max_parts:
+            raise RequestTooLarge(
+                f"the body has over {limits.max_parts} texts, lists and objects, the limit"
+            )
+        if commas + brackets > limits.max_values:
+            raise RequestTooLarge(f"the body has over {limits.max_values} values, the limit")
+
+
+def _without_strings(chunk: bytes, *, in_string: bool) -> bytes:
+    """Return JSON, which may begin in a string, with ``_`` for each byte inside a string.
+
+    The result lacks the last byte if that is a backslash, whose character is in the next chunk.
+    """
+    chunk = chunk.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    if chunk.endswith(b"\\") and len(chunk) > 1:
+        chunk = chunk[:-1]
+    parts = chunk.split(b'"')
+    for index in range(not in_string, len(parts), 2):
+        parts[index] = b"_" * len(parts[index])
+    return b'"'.join(parts)

@@ -8,7 +8,6 @@ A refused request is told when to come back; see `Returns`.
 """
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,14 +17,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.service.batching.admission import DrainRate, WaitLimits
-from cloze.service.core import (
-    ExpectedWait,
-    LineKey,
-    Overloaded,
-    Rejection,
-    ServiceError,
-    ShuttingDown,
-)
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey
+from cloze.service.clock import CLOCK, Clock
+from cloze.service.core import Overloaded, Rejection, ServiceError, ShuttingDown
 from cloze.service.http.record import Access
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import RECORD, GateModel, Handler, Respond
@@ -60,7 +54,8 @@ class Starts:
         waiting: number of requests that wait for a later turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self.clock = clock
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
         self.requests: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
@@ -94,7 +89,7 @@ class Starts:
     def expected_wait_s(self, client: str) -> float:
         """Return the seconds until a request of a client that arrives now starts."""
         rate = self._rate.per_s
-        if not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
+        if not rate or self.clock.monotonic() - self._measured > _RATE_LASTS_S:
             return 0.0
         own = len(self._lines.get(client, ())) + 1
         clients = len(self._lines) + (own == 1)
@@ -115,7 +110,7 @@ class Starts:
             self._started += 1
             if not turn.done():
                 turn.set_result(None)
-        self._measured = time.monotonic()
+        self._measured = self.clock.monotonic()
         self._rate.count(self._measured, self._started, waiting=self.waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
 
@@ -200,7 +195,7 @@ class Gate:
         """Set when a refused request may come back, and hold its refusal."""
         line = _refused_line(request, request.model, error.reason)
         after_s, hold_s = self._returns.refuse(
-            request, line, time.monotonic(), error.retry_after_s, error.each_s
+            request, line, self._starts.clock.monotonic(), error.retry_after_s, error.each_s
         )
         error.retry_after_s = after_s - hold_s
         if hold_s:

@@ -4,7 +4,6 @@ import ipaddress
 import logging
 import random
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import Forbidden, InvalidRequest, Unauthorized
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.keys import Key, Keys, Permission
@@ -63,8 +63,9 @@ class Callers:
         keys: Keys | None = None,
         max_timeout_s: float = 300.0,
         timeout_s: float = 30.0,
+        clock: Clock = CLOCK,
     ) -> None:
-        self.keys = keys
+        self.keys, self.clock = keys, clock
         self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
         self._told: set[str] = set()
 
@@ -92,7 +93,7 @@ class Callers:
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
-        arrived, limit_s = time.monotonic(), self._timeout_s if stated_s is None else stated_s
+        arrived, limit_s = self.clock.monotonic(), self._timeout_s if stated_s is None else stated_s
         return ServedRequest(
             method=scope["method"],
             path=scope["path"],
@@ -190,7 +191,9 @@ class Recorder:
         limits: RequestLimits,
         respond: Respond,
         is_ending: Callable[[], bool],
+        clock: Clock = CLOCK,
     ) -> None:
+        self._clock = clock
         self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
         self._limits, self._respond, self._is_ending = limits, respond, is_ending
 
@@ -223,15 +226,16 @@ class Recorder:
                 await response(scope, receive, send_with_id)
             raise  # so that uvicorn logs the traceback
         finally:
+            clock = self._clock
             self._metrics.in_flight -= 1
             if record.answer is not None:
                 self._limits.sent(record)
             if record.tokens and not record.texts:  # without a result it costs its key no tokens
                 if record.key is not None:
-                    record.key.take_tokens(-record.tokens, time.monotonic())
+                    record.key.take_tokens(-record.tokens, clock.monotonic())
                 record.tokens = 0
             record.status = record.status or 500
-            record.ended, record.seconds = time.time(), time.monotonic() - record.arrived
+            record.ended, record.seconds = clock.wall(), clock.monotonic() - record.arrived
             self._metrics.observe_request(record)
             if record.trace is not None:
                 record.trace.end(record)
@@ -263,6 +267,7 @@ class Access:
     permissions: Sequence[tuple[str, Permission]]
     hosts: frozenset[bytes]
     by_address: frozenset[str] = frozenset()
+    clock: Clock = CLOCK
 
     def check(self, request: ServedRequest) -> None:
         """Raise unless a request may go on, and count it for its key.
@@ -291,7 +296,7 @@ class Access:
             raise Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
         if needed not in key.entry.scopes:
             raise Forbidden(f"the key {key.name} lacks the scope {needed}")
-        key.count(time.monotonic())
+        key.count(self.clock.monotonic())
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Queue
+from cloze.service.batching.fair_queue import Queue
 
 JSON = "application/json"
 RAW = "application/octet-stream"

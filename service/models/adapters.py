@@ -20,16 +20,8 @@ from cloze.model_store.manifest import NAME_PATTERN
 from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
-from cloze.service.core import (
-    AdapterRegistry,
-    ExpectedWait,
-    LineKey,
-    Queue,
-    QueueState,
-    ServiceError,
-    StartupError,
-    Submission,
-)
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey, Queue, QueueState, Submission
+from cloze.service.core import AdapterRegistry, ServiceError, StartupError
 
 _MOST_LABELS = 10_000
 

@@ -5,7 +5,6 @@ pipeline of a request. The module depends neither on HTTP nor on a particular ta
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,14 +14,14 @@ from typing import Any, TypeVar
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
+from cloze.service.batching.fair_queue import Submission, Terms
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
     ServiceError,
     ShuttingDown,
     StartupError,
-    Submission,
-    Terms,
     UnknownModel,
     WrongTask,
     quoted,
@@ -136,8 +135,9 @@ class Pipeline:
         model: ServedModel,
         limits: TaskLimits,
         tokenizer: Tokenizer | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
-        self.model = model
+        self.model, self._clock = model, clock
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
         self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
@@ -170,10 +170,10 @@ class Pipeline:
         """
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
-        request.began = time.monotonic()
+        request.began = self._clock.monotonic()
         inline = request.body_bytes <= _INLINE_BYTES and not task.needs_thread(parameters)
         prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
-        request.tokenize_s = time.monotonic() - request.began
+        request.tokenize_s = self._clock.monotonic() - request.began
         if request.expected_space is not None and self.model.precision():
             self._check_space(prepared.vectors, request.expected_space)
         terms = Terms(
@@ -189,7 +189,7 @@ class Pipeline:
             rows += last.answer_rows
             request.tokens += submission.tokens
             if request.key is not None:
-                request.key.take_tokens(submission.tokens, time.monotonic())
+                request.key.take_tokens(submission.tokens, self._clock.monotonic())
             outputs: Outputs = []
             if submission.tokens:  # a task without the engine has none
                 self.model.queue.submit(submission)

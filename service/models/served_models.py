@@ -1,7 +1,6 @@
 """The served models of a process: each bundle with the queue of its engine."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.cost import largest_batch, measure_cost
+from cloze.service.batching.fair_queue import Queue
 from cloze.service.batching.scheduler import Scheduler
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
     AdapterRegistry,
     BatchReport,
     Device,
     Engine,
-    Queue,
     RequestedPrecision,
     StartupError,
 )
@@ -57,14 +57,14 @@ class ServedModel:
     adapters: AdapterRegistry | None = None
 
 
-def close_models(models: Iterable[ServedModel]) -> None:
+def close_models(models: Iterable[ServedModel], clock: Clock = CLOCK) -> None:
     """Fail the pending requests of models, and end the threads of their engines.
 
     Threads that still run after `_JOIN_TIMEOUT_S` are abandoned.
     """
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    deadline = clock.monotonic() + _JOIN_TIMEOUT_S
     for model in models:
-        model.queue.close(max(0.0, deadline - time.monotonic()))
+        model.queue.close(max(0.0, deadline - clock.monotonic()))
 
 
 def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> Opened[Bundle]:

@@ -7,13 +7,14 @@ instead of 5 to 10 µs.
 Sources: Prometheus's text format 0.0.4; OpenMetrics 1.0.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Final
 
 from prometheus_client import Metric
 from prometheus_client.utils import floatToGoString
+
+from cloze.service.clock import CLOCK
 
 _MOST_SERIES: Final = 32_768
 """Most lines whose beginnings are kept."""
@@ -31,7 +32,7 @@ def encode(metrics: Iterable[Metric], *, openmetrics: bool) -> bytes:
     text: list[str] = []
     for metric in metrics:
         text += _lines(metric, openmetrics=openmetrics)
-        time.sleep(0)
+        CLOCK.sleep(0)
     if openmetrics:
         text.append("# EOF\n")
     return "".join(text).encode()

@@ -4,7 +4,6 @@ The access log has one line per answered request, never its content. The event l
 request; a thread formats the lines and writes them in batches.
 """
 
-import atexit
 import logging
 import os
 import random
@@ -70,9 +69,8 @@ class LineWriter(logging.Handler):
         self._written = threading.Condition()
 
     def begin(self) -> None:
-        """Begin to write what waits, until the process ends."""
+        """Begin to write what waits, until the process ends. logging calls `flush` at the end."""
         threading.Thread(target=self._write, name="log", daemon=True).start()
-        atexit.register(self.flush)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record, and let the thread write it at once."""

@@ -9,7 +9,6 @@ import functools
 import itertools
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Exemplar
 
 from cloze.model_store.installation import build
-from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
+from cloze.service.batching.fair_queue import QueueState
+from cloze.service.clock import CLOCK
+from cloze.service.core import BatchFill, BatchReport, Rejection
 from cloze.service.engine.graph_choice import memory_state
 from cloze.service.observe.exposition import encode
 from cloze.service.observe.usage import used_by_all
@@ -51,10 +52,6 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 MODEL = ("model", "version")
 """Labels of a served model: its name, and its version in the store."""
-
-_RELOAD_RESULTS = {True: "ok", False: "failed"}
-
-_CLASSES = {False: "none", True: "bulk"}
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
@@ -117,7 +114,7 @@ class Families:
         )
         self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
         classes = counter("cloze_request_classes", "Answered requests, by their class.", ("class",))
-        self.classes = {is_bulk: classes.labels(name) for is_bulk, name in _CLASSES.items()}
+        self.classes = {True: classes.labels("bulk"), False: classes.labels("none")}
         self.key_requests = counter(
             "cloze_key_requests", "Answered requests, by the name of their key.", ("key", "status")
         )
@@ -125,7 +122,7 @@ class Families:
             "cloze_key_tokens", "Tokens of results, by the name of their key.", ("key",)
         )
         reloads = counter("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
-        self.reloads = {ok: reloads.labels(name) for ok, name in _RELOAD_RESULTS.items()}
+        self.reloads = {True: reloads.labels("ok"), False: reloads.labels("failed")}
         self.parts = histogram(
             "cloze_request_part_duration_seconds",
             "Parts of a request's time: tokenize, queue, inference.",
@@ -232,10 +229,9 @@ class Metrics:
                 series(families.parts, model, part)
             for fill in BatchFill:
                 series(families.batches, model, fill)
-            for family in (families.batch_sequences, families.batch_tokens, families.batch_seconds):
+            sizes = (families.batch_sequences, families.batch_tokens, families.batch_seconds)
+            for family in (*sizes, families.tokens, families.truncated):
                 series(family, model)
-            for counter in (families.tokens, families.truncated):
-                series(counter, model)
 
     def forget_models(self, models: Iterable[str]) -> None:
         """Remove the series of models that are served no more, by their full names.
@@ -377,7 +373,7 @@ class Metrics:
 
     def _write_often(self) -> None:
         while True:
-            time.sleep(_WRITE_EVERY_S)
+            CLOCK.sleep(_WRITE_EVERY_S)
             self._write()
 
     def _write(self) -> None:
@@ -409,7 +405,7 @@ class Metrics:
             if identity:
                 # As `Histogram.observe` does with an exemplar.
                 bucket = int(np.searchsorted(series._upper_bounds, value))
-                exemplar = Exemplar({_LABEL: identity}, value, time.time())
+                exemplar = Exemplar({_LABEL: identity}, value, CLOCK.wall())
                 series._buckets[bucket].set_exemplar(exemplar)
 
 

@@ -11,13 +11,13 @@ Sources: W3C Trace Context; OpenTelemetry's semantic conventions for HTTP server
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from cloze.model_store.installation import DISTRIBUTION, install_command
+from cloze.service.clock import CLOCK
 from cloze.service.core import BatchReport, StartupError
 from cloze.service.request import ServedRequest
 from cloze.service.settings import Settings
@@ -172,7 +172,7 @@ class Tracing:
         contexts = [
             self._propagator.extract({"traceparent": trace}, Context()) for trace in report.traces
         ]
-        now = time.monotonic()
+        now = CLOCK.monotonic()
         span = self._batches.start_span(
             "batch",
             Context(),
@@ -229,7 +229,7 @@ def _exporter(endpoint: str) -> Any:
 
         def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
             result = super().export(spans)
-            now = time.monotonic()
+            now = CLOCK.monotonic()
             if result is not SpanExportResult.SUCCESS and now - self.warned >= _WARN_EVERY_S:
                 self.warned = now
                 log.warning("spans are lost: the collector at %s does not take them", endpoint)
@@ -247,4 +247,4 @@ def _context_of(span: "Span") -> Any:
 
 def _epoch_ns(monotonic_s: float) -> int:
     """Return a time since the epoch in nanoseconds."""
-    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)
+    return round((CLOCK.wall() - CLOCK.monotonic() + monotonic_s) * 1e9)

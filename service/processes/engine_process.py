@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from cloze.service.core import BatchResult, EngineFailed, Queue, ServiceError, Submission
+from cloze.service.batching.fair_queue import Queue, Submission
+from cloze.service.core import BatchResult, EngineFailed, ServiceError
 from cloze.service.models.served_models import (
     EngineFactory,
     LocalModels,

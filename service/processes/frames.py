@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.service import core
-from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError, Terms
+from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, Terms
+from cloze.service.core import BatchResult, ServiceError
 
 log = logging.getLogger("cloze")
 
@@ -98,15 +99,19 @@ class _Run(msgspec.Struct, tag="run", array_like=True, gc=False):
     encodings: _Encodings
 
 
-class _Column(msgspec.Struct, array_like=True, gc=False):
+class _Arrays(msgspec.Struct, array_like=True, gc=False):
     """One field of one head's results: an array per encoding that has a result."""
 
-    head: str
-    field: str
     dtype: str
-    encodings: list[_Index]
     shapes: list[list[_Index]]  # a single one if all arrays have one shape
     data: memoryview
+
+
+class _Results(msgspec.Struct, array_like=True, gc=False):
+    """The results of one head: which encodings have one, and the fields, in order."""
+
+    encodings: list[_Index]
+    fields: list[_Arrays]
 
 
 class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
@@ -114,7 +119,7 @@ class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     queue_s: float
     inference_s: float
     encodings: _Length
-    columns: list[_Column]
+    heads: dict[str, _Results]
     wait: ExpectedWait
 
 
@@ -155,14 +160,15 @@ def encode_answer(answer: Answer) -> bytes:
         return _encoder.encode(
             _Fail(number, kind, str(outcome), retry_after_s, reason, each_s, answer.wait)
         )
-    columns: list[_Column] = []
+    heads: dict[str, _Results] = {}
     for head, names in _FIELDS.items():
         asked = [index for index, output in enumerate(outcome.outputs) if head in output]
-        for name in names if asked else ():
-            values = [getattr(outcome.outputs[index][head], name) for index in asked]
-            columns.append(_join(head, name, asked, values))
+        if asked:
+            results = [outcome.outputs[index][head] for index in asked]
+            fields = [_join([getattr(result, name) for result in results]) for name in names]
+            heads[head] = _Results(asked, fields)
     count = len(outcome.outputs)
-    done = _Done(number, outcome.queue_s, outcome.inference_s, count, columns, answer.wait)
+    done = _Done(number, outcome.queue_s, outcome.inference_s, count, heads, answer.wait)
     return _encoder.encode(done)
 
 
@@ -218,41 +224,35 @@ def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
 
 def _result(decoded: _Done) -> BatchResult:
     outputs: list[dict[str, Any]] = [{} for _ in range(decoded.encodings)]
-    columns: dict[str, tuple[list[int], list[Sequence[NDArray[Any]]]]] = {}
-    for column in decoded.columns:
-        encodings, values = columns.setdefault(column.head, (column.encodings, []))
-        if column.field != _FIELDS[column.head][len(values)] or column.encodings != encodings:
-            raise ValueError(f"the columns of {column.head} are not its fields")
-        values.append(_split(column))
-    for head, (encodings, values) in columns.items():
-        make = HEADS[head].result
-        for index, row in zip(encodings, zip(*values, strict=True), strict=True):
+    for head, results in decoded.heads.items():
+        make, count = HEADS[head].result, len(results.encodings)
+        rows = zip(*[_split(field, count) for field in results.fields], strict=True)
+        for index, row in zip(results.encodings, rows, strict=True):
             outputs[index][head] = make(*row)
     done: list[HeadOutputs] = list(outputs)
     return BatchResult(done, decoded.queue_s, decoded.inference_s)
 
 
-def _join(head: str, name: str, asked: list[int], values: list[NDArray[Any]]) -> _Column:
-    """Return a field's arrays as one column."""
+def _join(values: list[NDArray[Any]]) -> _Arrays:
     shapes = [list(value.shape) for value in values]
     if all(shape == shapes[0] for shape in shapes):
         shapes = shapes[:1]
     data = memoryview(b"".join([value.tobytes() for value in values]))
-    return _Column(head, name, values[0].dtype.name, asked, shapes, data)
+    return _Arrays(values[0].dtype.name, shapes, data)
 
 
-def _split(column: _Column) -> Sequence[NDArray[Any]]:
-    """Return the column's array of each encoding, without copying."""
-    array = np.frombuffer(column.data, _DTYPES[column.dtype])
-    if len(column.shapes) == 1:
-        return list(array.reshape(len(column.encodings), *column.shapes[0]))
-    sizes = list(map(math.prod, column.shapes))
+def _split(field: _Arrays, count: int) -> Sequence[NDArray[Any]]:
+    """Return the array of each encoding, without copying."""
+    array = np.frombuffer(field.data, _DTYPES[field.dtype])
+    if len(field.shapes) == 1:
+        return list(array.reshape(count, *field.shapes[0]))
+    sizes = list(map(math.prod, field.shapes))
     if sum(sizes) != len(array):
-        raise ValueError(f"{len(array)} numbers do not have the shapes {column.shapes[:4]}")
+        raise ValueError(f"{len(array)} numbers do not have the shapes {field.shapes[:4]}")
     bounds = pairwise(accumulate(sizes, initial=0))
     return [
         array[first:end].reshape(shape)
-        for (first, end), shape in zip(bounds, column.shapes, strict=True)
+        for (first, end), shape in zip(bounds, field.shapes, strict=True)
     ]
 
 

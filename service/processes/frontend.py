@@ -18,17 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, LineKey, QueueState, Submission
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
-    NO_WAIT,
-    BatchResult,
-    EngineDead,
-    ExpectedWait,
-    LineKey,
-    QueueState,
-    ShuttingDown,
-    Submission,
-)
+from cloze.service.core import BatchResult, EngineDead, ShuttingDown
 from cloze.service.models.served_models import ServedModel, open_bundles
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import make_tracing
@@ -112,7 +104,7 @@ class EngineLink(frames.Channel):
                 self.close()
 
     def submit(self, model: int, submission: Submission) -> None:
-        """Send a request; see `core.Queue`."""
+        """Send a request; see `fair_queue.Queue`."""
         if self._closed:
             raise ShuttingDown("the server is shutting down")
         if self.dead_reason is not None and (
@@ -208,7 +200,7 @@ class EngineLink(frames.Channel):
 
 
 class RemoteQueue:
-    """A model's queue in the engine processes; see `core.Queue`.
+    """A model's queue in the engine processes; see `fair_queue.Queue`.
 
     Call `submit` on the event loop that created the queue; any thread may call the other methods.
 
@@ -238,7 +230,7 @@ class RemoteQueue:
         return None if None in reasons else "; ".join(filter(None, reasons))
 
     def submit(self, submission: Submission) -> None:
-        """Send a request to the running engine with the fewest tokens; see `core.Queue`.
+        """Send a request to the running engine with the fewest tokens; see `fair_queue.Queue`.
 
         The engine bounds its queue: the request fails with `Overloaded` if the queue is full.
         """
@@ -254,7 +246,7 @@ class RemoteQueue:
         tokens: int,  # noqa: ARG002
         unsubmitted: int = 0,  # noqa: ARG002
     ) -> ExpectedWait:
-        """Return the shortest wait that an engine process reported; see `core.Queue`."""
+        """Return the shortest wait that an engine process reported; see `fair_queue.Queue`."""
         running = [link for link in self._links if link.dead_reason is None]
         waits = (link.expected_wait(self._model, client, line) for link in running)
         return min(waits, default=NO_WAIT)

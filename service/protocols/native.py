@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
-from cloze.service.http.body import BytesResponse
-from cloze.service.http.json_bodies import load, validate
+from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import operations

@@ -20,9 +20,8 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
-from cloze.service.http.body import BytesResponse
+from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.routes import RAW, RECORD, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -300,7 +299,7 @@ class _Server:
     async def model_ready(self, request: Request) -> Response:
         model, pipeline = self._find(request)
         answer = {"name": f"{pipeline.manifest.name}.{model.task.name}", "ready": True}
-        return await answer_probe(self._context.state.unready, answer, request)
+        return await answer_probe(self._context.state.why_unready, answer, request)
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for any model."""
@@ -317,8 +316,8 @@ def _names(models: Models) -> list[str]:
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes of the protocol."""
     server, state = _Server(context), context.state
-    live = partial(answer_probe, state.broken, {"live": True})
-    ready = partial(answer_probe, state.unready, {"ready": True})
+    live = partial(answer_probe, state.why_restart, {"live": True})
+    ready = partial(answer_probe, state.why_unready, {"ready": True})
     found = [
         _get("/v2", server.server, "The server and its extensions", _SERVER),
         _get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),

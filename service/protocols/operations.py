@@ -56,16 +56,16 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
     The function returns None if the answer has another status.
     """
     return {
-        b"/healthz": lambda: orjson.dumps(_ALIVE) if state.broken() is None else None,
-        b"/readyz": lambda: orjson.dumps(_READY) if state.unready() is None else None,
+        b"/healthz": lambda: orjson.dumps(_ALIVE) if state.why_restart() is None else None,
+        b"/readyz": lambda: orjson.dumps(_READY) if state.why_unready() is None else None,
     }
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for operators."""
     operations, state = _Operations(context), context.state
-    alive = partial(answer_probe, state.broken, _ALIVE)
-    ready = partial(answer_probe, state.unready, _READY)
+    alive = partial(answer_probe, state.why_restart, _ALIVE)
+    ready = partial(answer_probe, state.why_unready, _READY)
     page = _doc("A page on which people try the tasks", None, media_types=(HTML,))
     changes = "Serve what the store, the keys and the certificate hold now"
     healthz = _doc("Liveness: 503 once an engine is dead", Status, 503)
@@ -78,7 +78,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         Route("GET", "/", page_handler(), replace(page, headers=PAGE_HEADERS)),
         Route("GET", "/healthz", alive, healthz),
         Route("GET", "/readyz", ready, readyz),
-        Route("GET", "/health", partial(answer_probe, state.unready, None), health),
+        Route("GET", "/health", partial(answer_probe, state.why_unready, None), health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
         Route("POST", "/admin/reload", operations.reload, reload),
@@ -114,7 +114,7 @@ class _Operations:
         Without keys, no request may reload: a connection from loopback may be one of a proxy, and
         so of anybody.
         """
-        if self._context.state.reopens and not self._context.has_keys:
+        if self._context.state.has_engines and not self._context.has_keys:
             raise core.Forbidden(
                 "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
                 "reload it by a key with the scope admin"

@@ -6,6 +6,7 @@ Each protocol module of the package defines its protocol as `PROTOCOL`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
+from io import BytesIO
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -15,10 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
-from cloze.service.http.body import BytesResponse, RequestLimits
+from cloze.service.http.body import (
+    SHORT_BYTES,
+    BodyLimits,
+    BytesResponse,
+    RequestLimits,
+    load,
+    validate,
+)
 from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.http.routes import GateModel, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
@@ -38,16 +45,16 @@ class ServerState(Protocol):
     """The state of the server that probes report.
 
     Attributes:
-        reopens: whether the process can open engines, and so reload.
+        has_engines: whether the engines are in this process, which so can reload.
     """
 
-    reopens: bool
+    has_engines: bool
 
-    def broken(self) -> ServiceError | None:
+    def why_restart(self) -> ServiceError | None:
         """Return why the process should be restarted; None if it should not."""
         ...
 
-    def unready(self) -> ServiceError | None:
+    def why_unready(self) -> ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
         ...
 
@@ -109,16 +116,18 @@ class WireProtocol:
 def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
     """Return a value as JSON; it may have dataclasses and arrays.
 
-    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, so
-    that a large value is written in parts.
+    The interpreter runs no other thread while orjson writes a value, 0.8 s for 32,768 vectors, nor
+    while parts are joined, so that a large value is written to a buffer in parts.
     """
-    if in_parts:
-        return BytesResponse(b"".join(json_parts(value)))
-    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    if not in_parts:
+        return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    content = BytesIO()
+    content.writelines(json_parts(value))
+    return BytesResponse(content.getvalue())
 
 
 def json_parts(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield the JSON of a value: arrays in parts, and each element of a list by itself."""
+    """Yield the JSON of a value: arrays in parts, and each field and element by itself."""
     check_awaited()
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -134,20 +143,13 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
             yield memoryview(_json(value[first : first + rows]))[1:-1]
         yield b"]"
     elif isinstance(value, list) and value:
-        is_divided = _has_array(value[0])  # as all of them
+        is_divided = isinstance(value[0], dict | np.ndarray) or is_dataclass(value[0])  # as all
         for number, item in enumerate(value):
             yield b"," if number else b"["
             yield from json_parts(item) if is_divided else (_json(item),)
         yield b"]"
     else:
         yield _json(value)
-
-
-def _has_array(value: Any) -> bool:
-    """Whether a value may be long: an array, an object, or a dataclass with an array."""
-    if is_dataclass(value):
-        return any(isinstance(getattr(value, each.name), np.ndarray) for each in fields(value))
-    return isinstance(value, dict | np.ndarray)
 
 
 def _json(value: Any) -> bytes:

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from random import getrandbits
 from ssl import SSLContext
 from typing import Final
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.http.record import is_accepted, is_address
 from cloze.service.http.routes import Connection
 from cloze.service.observe.logs import LineLimit
@@ -70,8 +70,8 @@ class ConnectionTable:
         idle: the connections without a request; the one that is idle for longest is first.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: ConnectionLimits, clock: Clock = CLOCK) -> None:
+        self.limits, self._clock = limits, clock
         self._refusals = LineLimit()
         self.is_draining = False
         self.closed_count = 0
@@ -86,7 +86,7 @@ class ConnectionTable:
         """
         reason = self._refusal(connection)
         if reason is not None:
-            left_out = self._refusals.left_out("connection", time.monotonic())
+            left_out = self._refusals.left_out("connection", self._clock.monotonic())
             if left_out is not None:
                 others = f"; {left_out} others have no line" if left_out else ""
                 log.warning("a connection was refused: %s%s", reason, others)

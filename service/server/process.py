@@ -77,7 +77,7 @@ def serve_in_one_process(
     service = single_process(settings, make_engine, registries, bundles)
     listen(listener, settings)
     uvloop.run(answer_http(service, settings, listener))
-    if service.dead is None:
+    if service.dead_reason is None:
         return 0
     logging.shutdown()
     os._exit(1)  # the threads of a dead engine may hang, so none is joined
@@ -212,7 +212,7 @@ class _Server(uvicorn.Server):
         has_tls = certificate.context is not None
         tls = (lambda: certificate.context) if has_tls else None
         acceptors = [Acceptor(each, make_protocol, tls, self._probes) for each in sockets or ()]
-        if service.reopens:
+        if service.has_engines:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
         self._watching = asyncio.create_task(self._watch())
         self._before_accepting()
@@ -259,7 +259,7 @@ class _Server(uvicorn.Server):
         service = self._service
         while not self.should_exit:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if service.reopens and service.dead is not None:
+            if service.has_engines and service.dead_reason is not None:
                 # A client that sends its request more slowly gets no answer.
                 self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
                 self.should_exit = True

@@ -217,8 +217,12 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
     else:
         rows = [result.array.ravel() for result in results]  # of layers: their vectors, joined
     if state.windows is not None:
-        rest = iter(rows)  # the mean of each text's windows, weighted by their tokens
-        rows = [np.average([next(rest) for _ in sizes], 0, sizes) for sizes in state.windows]
+        rest = iter(rows)
+        parts = [[next(rest) for _ in sizes] for sizes in state.windows]
+        rows = [  # the mean of each text's windows, weighted by their tokens
+            part[0] if len(part) == 1 else np.average(part, 0, sizes).astype(np.float32)
+            for part, sizes in zip(parts, state.windows, strict=True)
+        ]
     # The array of a single vector is that of the engine; `np.array` would take 2 us.
     vectors = rows[0][None] if len(rows) == 1 else np.array(rows, np.float32)
     if state.recipe.dimensions < vectors.shape[1]:

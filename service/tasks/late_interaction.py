@@ -30,11 +30,7 @@ def interaction(manifest: Manifest) -> LateInteraction | None:
 
 
 def role_of(prompt_name: str | None) -> Role:
-    """Return the role that a request's ``prompt_name`` names; the default is document.
-
-    Raises:
-        InvalidRequest: it is no role.
-    """
+    """Return the role that a request's ``prompt_name`` names; the default is document."""
     if prompt_name is None:
         return Role.DOCUMENT
     if prompt_name not in [role.value for role in Role]:

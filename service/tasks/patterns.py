@@ -55,10 +55,8 @@ def regions() -> frozenset[str]:
 def find(text: str, pattern: Pattern, region: str | None = None) -> Iterator[Place]:
     """Yield the places of a text that have a form.
 
-    Args:
-        text: the text.
-        pattern: the form.
-        region: the country of telephone numbers without ``+``; None: these are not found.
+    The region is the country of telephone numbers without ``+``; without a region, these are not
+    found.
     """
     if pattern == "EMAIL":
         yield from _emails(text)

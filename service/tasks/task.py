@@ -33,7 +33,7 @@ S = TypeVar("S")
 
 
 _SHOWN_TOKENS: Final = 16
-"""Tokens of a filled text whose decoding takes about as long as the rest of its prediction."""
+"""Tokens of a text whose decoding takes about as long as the rest of its prediction."""
 
 Input = tuple[Location, T]
 """The place of an input of a call, ``inputs`` or ``inputs[3]``, and the input."""
@@ -67,13 +67,8 @@ class TaskLimits:
         """Return one value or a list of values, each with its place; check their number and texts.
 
         A list of token ids is one value. For example, ``["a", [5, 6]]`` has an element at
-        ``inputs[0]`` and one at ``inputs[1]``.
-
-        Args:
-            values: the value or the values.
-            at: the place of the values.
-            kind: what a value is, for the error.
-            others: number of texts that the request has besides.
+        ``inputs[0]`` and one at ``inputs[1]``. The kind is what an error calls a value, and others
+        is the number of texts that the request has besides.
         """
         if not isinstance(values, list) or (values and isinstance(values[0], int)):
             located = [(at, values)]
@@ -201,7 +196,8 @@ class PreparedRequest(NamedTuple, Generic[S]):
             follows; None if there is one round.
         texts: number of texts, pairs or questions of the request.
         vectors: how the result's vectors are made; None: the result has no vectors.
-        others: rows of the answer that are no rows of a head's results, such as spans of a context.
+        others: rows of the answer besides those of the heads' results, such as one per token of
+            `/tokenize`.
     """
 
     encodings: list[Encoding]
@@ -218,8 +214,9 @@ class PreparedRequest(NamedTuple, Generic[S]):
     def answer_rows(self) -> int:
         """The rows that the answer is made of; decoding one takes up to 10 us.
 
-        A row of a sequence, such as a prediction of a mask, may be shown with the text of the
-        sequence. With 320 tokens, such a row counts as 20.
+        A row is one vector, one label or one prediction. It counts once per 16 tokens of its
+        sequence, whose text may be shown with the row: 3 predictions for the mask of a text of 320
+        tokens are 3 x 20 = 60 rows.
         """
         rows = self.others
         for encoding in self.encodings:

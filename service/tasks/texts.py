@@ -66,11 +66,7 @@ class TextEncoder:
         return (self.rule.side or self.context.tokenizer.truncation_side) == "left"
 
     def room(self, at: Location, around: int) -> int:
-        """Return the most tokens of a text in a sequence that has ``around`` other tokens.
-
-        Raises:
-            InvalidRequest: there is no room.
-        """
+        """Return the most tokens of a text in a sequence that has ``around`` other tokens."""
         if (room := self.max_tokens - around) < 1:
             problem = f"leaves no room for a text beside {around} tokens"
             raise InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
@@ -81,11 +77,8 @@ class TextEncoder:
     ) -> list[Bounds]:
         """Return the bounds of the parts of a text that the model reads, one per sequence.
 
-        Args:
-            at: the place of the text.
-            tokens: number of tokens of the text.
-            around: tokens of each sequence besides those of the text, such as special tokens.
-            stride: tokens that neighbouring windows share; None: those of the rule.
+        A sequence has ``around`` tokens besides those of the text, such as special tokens.
+        Neighbouring windows share ``stride`` tokens, or as many as the rule says.
 
         Raises:
             InvalidRequest: the text is too long and the rule refuses such texts, or the windows so
@@ -105,11 +98,7 @@ class TextEncoder:
         return [(first, min(first + room, tokens)) for first in firsts]
 
     def count(self, at: Location, tokens: int) -> None:
-        """Add tokens to those of all windows.
-
-        Raises:
-            InvalidRequest: a request may have fewer.
-        """
+        """Add tokens to those of all windows; raise `InvalidRequest` above the limit."""
         self.window_tokens += tokens
         self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
 

@@ -81,21 +81,15 @@ class _State(NamedTuple):
     windows: list[int]
 
 
-def entailment(labels: Sequence[str]) -> int | None:
-    """Return the label of entailment, which transformers' pipeline would take; None: none is one.
-
-    Args:
-        labels: the labels of a classifier, in the order of its logits.
-    """
-    is_one = (label.lower().startswith("entail") for label in labels)
-    return next((number for number, found in enumerate(is_one) if found), None)
-
-
 def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
-    """Return the label of entailment of the first label set that has one, and the set's logits."""
+    """Return the label of entailment of the first label set that has one, and the set's logits.
+
+    The label is the one that transformers' pipeline takes.
+    """
     for chosen, columns in sequence_labels(manifest).columns():
-        if (found := entailment(chosen.labels)) is not None:
-            return found, columns
+        for number, label in enumerate(chosen.labels):
+            if label.lower().startswith("entail"):
+                return number, columns
     return None
 
 

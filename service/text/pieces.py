@@ -48,11 +48,7 @@ class Piece(NamedTuple):
 def find_boundary(parts: Mapping[str, Any]) -> Boundary | None:
     """Return where a text may be divided so that its pieces have the tokens of the whole text.
 
-    Args:
-        parts: the tokenizer, in the format of the tokenizers library.
-
-    Returns:
-        None if no boundaries are known for the tokenizer.
+    The parts are those of the tokenizer's file. None: no boundaries are known for the tokenizer.
     """
     boundary = _boundary_of(parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {})
     if boundary is None:
@@ -109,10 +105,7 @@ def groups(
 ) -> Iterator[list[Piece]]:
     """Yield the pieces of texts in order, in groups that are tokenized at once.
 
-    Args:
-        texts: the texts.
-        boundary: see `find_boundary`.
-        expands: whether the tokenizer replaces characters by their compatibility forms.
+    A tokenizer expands texts if it replaces characters by their compatibility forms.
 
     Raises:
         InvalidRequest: a long piece becomes too many characters.

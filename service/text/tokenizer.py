@@ -112,12 +112,9 @@ class Spans:
     words: "array[int]" = field(default_factory=_numbers)
 
     def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
-        """Add the tokens of the next piece of a text.
+        """Add the tokens of the next piece of a text, which starts at a character.
 
-        Args:
-            encoding: the piece.
-            start: the first character of the piece.
-            marked: the text if its tokens include the space before them, which is left out.
+        The text is marked if its tokens include the space before them, which is left out.
         """
         next_word = self.words[-1] + 1 if self.words else 0
         offsets = encoding.offsets

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HEADS, Pooling
 from cloze.service import core
+from cloze.service.batching import fair_queue
 from cloze.service.core import BatchResult, ServiceError
 from cloze.service.processes import frames
 from cloze.service.processes.frames import MALFORMED, Answer, Cancel, Greeting
@@ -98,10 +99,10 @@ errors = st.builds(core.Overloaded, names, numbers) | st.builds(
     names,
 )
 terms = st.builds(
-    core.Terms, seconds, names, st.none() | seconds, names, st.booleans(), st.booleans()
+    fair_queue.Terms, seconds, names, st.none() | seconds, names, st.booleans(), st.booleans()
 )
 runs = st.builds(frames.Run, numbers, numbers, terms, encodings())
-waits = st.builds(core.ExpectedWait, seconds, seconds, numbers, numbers)
+waits = st.builds(fair_queue.ExpectedWait, seconds, seconds, numbers, numbers)
 done = st.builds(Answer, numbers, results(), waits)
 failed = st.builds(Answer, numbers, errors, waits)
 greetings = st.builds(Greeting, st.dictionaries(names, names, max_size=3))

@@ -24,7 +24,7 @@ from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.core import ServiceError
-from cloze.service.http.json_bodies import BodyLimits, load, validate
+from cloze.service.http.body import BodyLimits, load, validate
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS, TaskContext, TaskLimits
 from cloze.service.text.tokenizer import Tokenizer

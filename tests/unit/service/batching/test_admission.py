@@ -11,8 +11,8 @@ from cloze.service.batching.admission import (
     SchedulerLimits,
     WaitLimits,
 )
-from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.core import ExpectedWait, LineKey, Overloaded, Rejection, Submission, Terms
+from cloze.service.batching.fair_queue import ExpectedWait, FairQueue, LineKey, Submission, Terms
+from cloze.service.core import Overloaded, Rejection
 from tests.encodings import encoding
 
 INFINITY = float("inf")

@@ -13,6 +13,7 @@ import pytest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import (
@@ -22,8 +23,6 @@ from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
-    ExpectedWait,
-    LineKey,
     Overloaded,
     ShuttingDown,
 )
@@ -340,6 +339,16 @@ def test_an_empty_queue_admits_any_request() -> None:
     submit(made, [sized(1000)], later(0.0))
     with pytest.raises(Overloaded):
         submit(made, [sized(1)], later())
+
+
+def test_the_wait_of_an_empty_queue_is_that_of_the_rule() -> None:
+    made = stepped()
+    for rate in (0.0, 10.0):
+        made._admission.tokens_per_s = rate
+        for is_bulk in (False, True):
+            asked = ("a", LineKey(0, 0, is_bulk), 5)
+            assert made.expected_wait(*asked) == made._admission.expected_wait(*asked)
+    assert made.expected_wait("a", LineKey(0, 0), 5) == ExpectedWait(0.0, 0.5, 0)
 
 
 def test_requests_are_counted_by_client_until_they_end() -> None:

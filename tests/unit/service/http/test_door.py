@@ -1,7 +1,6 @@
 """Which requests the door refuses before their bodies, what it says, and which ones start first."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message
 
 from cloze.service.batching.admission import WaitLimits
-from cloze.service.core import (
-    ExpectedWait,
-    LineKey,
-    Overloaded,
-    QueueState,
-    Rejection,
-    ServiceError,
-    ShuttingDown,
-)
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState
+from cloze.service.clock import Clock
+from cloze.service.core import Overloaded, Rejection, ServiceError, ShuttingDown
 from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import describe_error
 from cloze.service.http.record import Access, Callers, Paths
@@ -30,18 +23,17 @@ from cloze.service.http.routing import create_app
 from cloze.service.request import ServedRequest
 from tests.leaping_loop import LeapingLoop
 from tests.records import Open, pairs, scope_of
+from tests.virtual_time import LOOP_CLOCK, VirtualClock
 
 OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
 CLOSED = Access(needs_keys=True, open_routes=frozenset(), permissions=(), hosts=frozenset())
-CALLERS = Callers(max_timeout_s=60.0)
+CALLERS = Callers(max_timeout_s=60.0, clock=LOOP_CLOCK)
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def play() -> Iterator[Any]:
     """Return a function that runs a coroutine; the clock leaps to the next timer."""
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        loop = runner.get_loop()
-        monkeypatch.setattr(time, "monotonic", loop.time)
         yield runner.run
 
 
@@ -78,7 +70,11 @@ class Gated:
         self.queues = queues or (Waiting(),)
         models = [GateModel(f"m@{n}", queue) for n, queue in enumerate(self.queues, 1)]
         routes = {"/embed": models, "/of/{name}": models, "/none": []}
-        self.paths, self.limits, self.starts = Paths(routes), WaitLimits(max_wait_s), Starts()
+        self.paths, self.limits, self.starts = (
+            Paths(routes),
+            WaitLimits(max_wait_s),
+            Starts(LOOP_CLOCK),
+        )
         self.gate = self.gate_of(routes)
 
     def gate_of(self, routes: dict[str, list[GateModel]]) -> Gate:
@@ -101,9 +97,9 @@ class Gated:
         try:
             await self.gate.pass_through(request)
         except Overloaded as error:
-            began = time.monotonic()
+            began = LOOP_CLOCK.monotonic()
             await self.gate.refused(request, error)
-            self.held_s = time.monotonic() - began
+            self.held_s = LOOP_CLOCK.monotonic() - began
             return error
         except ShuttingDown as error:
             return error
@@ -272,9 +268,12 @@ def test_refusals_behind_the_door_are_spread_and_held_too(play: Any) -> None:
 
         async def told(connection: Open) -> tuple[float, float]:
             assert await gated.ask(connection=connection) is None
-            error, began = Overloaded("full", 2.0, Rejection.QUEUE_FULL, 0.25), time.monotonic()
+            error, began = (
+                Overloaded("full", 2.0, Rejection.QUEUE_FULL, 0.25),
+                LOOP_CLOCK.monotonic(),
+            )
             await gated.gate.refused(gated.record, error)
-            return error.retry_after_s, time.monotonic() - began
+            return error.retry_after_s, LOOP_CLOCK.monotonic() - began
 
         first, second = Open(), Open()
         assert await told(first) == (pytest.approx(2.0), 0.0)
@@ -368,8 +367,8 @@ async def turns(count: int) -> None:
 class Starting:
     """Requests that wait for their turn, and those that have started."""
 
-    def __init__(self) -> None:
-        self.starts, self.started = Starts(), list[str]()
+    def __init__(self, clock: Clock = LOOP_CLOCK) -> None:
+        self.starts, self.started = Starts(clock), list[str]()
 
     def ask(self, client: str, tokens: int = 1) -> asyncio.Task[None]:
         async def wait() -> None:
@@ -443,25 +442,23 @@ def test_requests_that_wait_to_start_count_for_those_that_come(play: Any) -> Non
     play(run())
 
 
-def test_the_wait_to_start_is_part_of_the_expected_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
     """If four requests take 0.4 s, a client waits for that, and another one for less."""
 
     async def run() -> None:
-        now = [0.0]
-        monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        starting = Starting()
+        starting = Starting(clock := VirtualClock())
         for _ in range(100):
             starting.ask("heavy")
         await turns(1)
         assert starting.starts.expected_wait_s("heavy") == 0.0, "nothing is measured yet"
         for _ in range(8):
-            now[0] += 0.4
+            clock.now += 0.4
             await turns(1)
         left = 100 - len(starting.started)
         assert left > 50
         assert starting.starts.expected_wait_s("heavy") == pytest.approx(left / 10, rel=0.2)
         assert starting.starts.expected_wait_s("light") == pytest.approx(2 / 10, rel=0.2)
-        now[0] += 10.0
+        clock.now += 10.0
         assert starting.starts.expected_wait_s("heavy") == 0.0, "the rate is too old"
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ from anyio import CancelScope
 from pydantic import BaseModel, ConfigDict
 
 from cloze.service.core import InvalidRequest, MalformedRequest, RequestTooLarge
-from cloze.service.http.json_bodies import SHORT_BYTES, BodyLimits, load, validate
+from cloze.service.http.body import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.threads import run_on_thread
 
 FREE = BodyLimits(10**9, 10**9, 10**9)

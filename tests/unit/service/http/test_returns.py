@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cloze.service.batching.admission import WaitLimits
-from cloze.service.core import ExpectedWait, Rejection
+from cloze.service.batching.fair_queue import ExpectedWait
+from cloze.service.core import Rejection
 from cloze.service.http import returns as returns_module
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.request import ServedRequest

@@ -9,8 +9,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import Rejection
-from cloze.service.http import record as record_module
 from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.record import Recorder
@@ -20,27 +20,20 @@ from cloze.service.observe.metrics import Metrics
 from cloze.service.request import OTHER_ROUTE, ServedRequest
 from cloze.service.server.connection import _OneWrite
 from tests.records import recorded, scope_of
-
-
-class Lines(LineWriter):
-    """A writer of the access log that keeps what it gets."""
-
-    @property
-    def lines(self) -> list[str]:
-        return [each if isinstance(each, str) else _line(*each) for each in self.waiting]
+from tests.virtual_time import VirtualClock
 
 
 class World:
     """A `Recorder` with an application, and what it has recorded."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, clock: Clock = CLOCK) -> None:
         self.app = app
-        self.metrics, self.written, self.is_ending = Metrics(["m@1"]), Lines(), False
+        self.metrics, self.written, self.is_ending = Metrics(["m@1"]), LineWriter(), False
         self.limits = RequestLimits(ByteBudget("bodies", 10**6), ByteBudget("answers", 10**6))
         log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)
         self.log = log
         self.recorder = Recorder(
-            self.metrics, log, None, self.limits, self._respond, lambda: self.is_ending
+            self.metrics, log, None, self.limits, self._respond, lambda: self.is_ending, clock
         )
         self.sent: list[Any] = []
 
@@ -63,6 +56,11 @@ class World:
             self.sent.append(message)
 
         await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
+
+    @property
+    def lines(self) -> list[str]:
+        """The log lines that wait."""
+        return [line if isinstance(line, str) else _line(*line) for line in self.written.waiting]
 
     @property
     def headers(self) -> dict[bytes, bytes]:
@@ -91,7 +89,7 @@ def test_an_answer_has_an_id_and_its_model() -> None:
     assert [message["type"] for message in world.sent] == [
         "http.response.start", "http.response.body",
     ]  # fmt: skip
-    [line] = world.written.lines
+    [line] = world.lines
     for part in ('"id":"mine"', '"method":"POST"', '"route":"/embed"', '"status":200',
                  '"model":"m@1"', '"texts":2', '"tokens":7'):  # fmt: skip
         assert part in line
@@ -124,11 +122,11 @@ def test_routes_are_those_that_are_known() -> None:
     for path, route in (("/of/a", "/of/{x}"), ("/secret", None)):
         world.sent.clear()
         asyncio.run(world.ask(path, route))
-        assert f'"route":"{route or OTHER_ROUTE}"' in world.written.lines[-1]
+        assert f'"route":"{route or OTHER_ROUTE}"' in world.lines[-1]
         assert b"x-model" not in world.headers
-        assert '"model"' not in world.written.lines[-1]
+        assert '"model"' not in world.lines[-1]
     assert OTHER_ROUTE == "other"
-    assert not any("secret" in line for line in (*world.series(), *world.written.lines))
+    assert not any("secret" in line for line in (*world.series(), *world.lines))
 
 
 def test_a_bug_is_answered_with_an_id_and_raised() -> None:
@@ -142,7 +140,7 @@ def test_a_bug_is_answered_with_an_id_and_raised() -> None:
     assert world.sent[0]["status"] == 500
     assert world.headers[b"x-request-id"] == b"mine"
     assert world.sent[1]["body"] == b"ValueError"
-    [line] = world.written.lines
+    [line] = world.lines
     assert '"status":500' in line
     assert '"error":"ValueError"' in line
     assert any('reason="memory"' in line for line in world.series())
@@ -158,7 +156,7 @@ def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         asyncio.run(world.ask())
     assert len(world.sent) == 1
-    assert '"status":200' in world.written.lines[0]
+    assert '"status":200' in world.lines[0]
 
 
 def test_a_request_without_an_answer_counts_as_an_error() -> None:
@@ -167,7 +165,7 @@ def test_a_request_without_an_answer_counts_as_an_error() -> None:
 
     world = World(leaves)
     asyncio.run(world.ask())
-    assert '"status":500' in world.written.lines[0]
+    assert '"status":500' in world.lines[0]
 
 
 def test_a_request_without_a_result_costs_its_key_no_tokens() -> None:
@@ -189,13 +187,12 @@ def test_a_request_without_a_result_costs_its_key_no_tokens() -> None:
         assert (world.record.connection, world.record.trace) == (None, None)
 
 
-def test_the_time_of_a_request_begins_when_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_module.time, "monotonic", lambda: 10.0)
-    world = World(answers)
+def test_the_time_of_a_request_begins_when_it_arrived() -> None:
+    world = World(answers, VirtualClock(10.0))
     asyncio.run(world.ask(arrived=8.0))
-    assert '"total":2000' in world.written.lines[0]
+    assert '"total":2000' in world.lines[0]
     asyncio.run(world.ask(arrived=10.0))
-    assert '"total":0' in world.written.lines[1]
+    assert '"total":0' in world.lines[1]
 
 
 def test_the_bytes_of_an_answer_are_released_however_it_ends() -> None:

@@ -1,13 +1,16 @@
 """What the pipeline submits of a request, and what it notes in the request."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloze.service.core import EngineFailed, Submission, Terms
+from cloze.service.batching.fair_queue import Submission, Terms
+from cloze.service.core import EngineFailed
+from cloze.service.models.pipeline import run_anywhere
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from tests.unit.service.protocols.service import Service
@@ -71,3 +74,14 @@ def test_a_request_that_fails_has_no_texts(tmp_path: Path) -> None:
     with Service(tmp_path) as service, pytest.raises(EngineFailed):
         run(service, "war", request)
     assert (request.texts, request.tokens, key.taken) == (0, 3, 3)
+
+
+def test_what_takes_long_runs_on_a_thread() -> None:
+    async def run() -> None:
+        own = threading.get_ident()
+        assert await run_anywhere(True, threading.get_ident) == own
+        assert await run_anywhere(False, threading.get_ident) != own
+        assert await run_anywhere(True, max, 3, 4) == 4
+        assert await run_anywhere(False, max, 3, 4) == 4
+
+    asyncio.run(run())

@@ -7,7 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
+from cloze.service.batching.fair_queue import QueueState
+from cloze.service.core import BatchFill, BatchReport, Rejection
 from cloze.service.observe.exposition import encode
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest

@@ -17,19 +17,15 @@ import pytest
 
 from cloze.model_store import Bundle
 from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState, Submission, Terms
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchFill,
     BatchReport,
     EngineFailed,
-    ExpectedWait,
-    LineKey,
     Overloaded,
-    QueueState,
     Rejection,
     StartupError,
-    Submission,
-    Terms,
 )
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics, model_labels

@@ -5,6 +5,7 @@ import logging
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service import core
+from cloze.service.batching import fair_queue
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from cloze.service.processes import frames
 from cloze.service.processes.frames import (
@@ -51,7 +53,7 @@ def arrived(run: Run) -> Run:
     return decoded
 
 
-WAIT = core.ExpectedWait(2.5, 0.25)
+WAIT = fair_queue.ExpectedWait(2.5, 0.25)
 
 
 def answered(answer: Answer) -> Answer:
@@ -61,7 +63,7 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    terms = core.Terms(12.5, "someone", 4.5, "00-ab-cd-01", True, True)
+    terms = fair_queue.Terms(12.5, "someone", 4.5, "00-ab-cd-01", True, True)
     assert not [value for value in terms[1:] if value in terms._field_defaults.values()]
     decoded = arrived(Run(11, 3, terms, ENCODINGS))
     assert (decoded.number, decoded.model, decoded.terms) == (11, 3, terms)
@@ -72,12 +74,12 @@ def test_every_field_of_a_run_arrives() -> None:
 
 
 def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
-    terms = arrived(Run(1, 0, core.Terms(2.0), ENCODINGS[:1])).terms
-    assert terms == core.Terms(2.0, "", None, "", is_bulk=False, later_round=False)
+    terms = arrived(Run(1, 0, fair_queue.Terms(2.0), ENCODINGS[:1])).terms
+    assert terms == fair_queue.Terms(2.0, "", None, "", is_bulk=False, later_round=False)
 
 
 def test_shared_requests_are_sent_once() -> None:
-    first, second, third = arrived(Run(1, 0, core.Terms(2.0), ENCODINGS)).encodings
+    first, second, third = arrived(Run(1, 0, fair_queue.Terms(2.0), ENCODINGS)).encodings
     assert first.requests is third.requests
     assert first.requests is not second.requests
 
@@ -155,7 +157,7 @@ def changed(message: bytes, old: object, new: object) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-RUN = encode_run(Run(1, 77, core.Terms(2.0), ENCODINGS[:2]))
+RUN = encode_run(Run(1, 77, fair_queue.Terms(2.0), ENCODINGS[:2]))
 MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
 IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
 TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
@@ -201,22 +203,38 @@ def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
         decode_answer(changed(message, 99, size + 1))
 
 
-def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
+def with_results(message: bytes, head: str, results: object) -> bytes:
+    """Return the message of an answer with other results of a head."""
+    fields = msgspec.msgpack.decode(message)
+    (heads,) = [field for field in fields if isinstance(field, dict)]
+    return changed(message, heads, {head: results})
+
+
+def results_of(message: bytes, head: str) -> list[Any]:
+    """Return the encodings of a head, and its fields as [dtype, shapes, data]."""
+    (heads,) = [each for each in msgspec.msgpack.decode(message) if isinstance(each, dict)]
+    return heads[head]  # type: ignore[no-any-return]
+
+
+def test_results_must_be_those_of_the_head() -> None:
     outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    columns = next(
-        field
-        for field in msgspec.msgpack.decode(message)
-        if isinstance(field, list) and isinstance(field[0], list)
-    )
-    (column,) = columns
-    for place, value in ((1, "logits"), (3, [0]), (4, [[2, 1], [3, 1]]), (2, "float31")):
-        wrong = [*column]
+    encodings, [field] = results_of(message, "token_embedding")
+    for place, value in ((1, [[2, 1], [3, 1]]), (0, "float31")):
+        wrong = [*field]
         wrong[place] = value
         with pytest.raises(MALFORMED):
-            decode_answer(changed(message, columns, [wrong]))
-    with pytest.raises(MALFORMED):
-        decode_answer(changed(message, columns, [column, column]))
+            decode_answer(with_results(message, "token_embedding", [encodings, [wrong]]))
+    for results in (
+        [[0], [field]],
+        [[0, 2], [field]],
+        [encodings, [field, field]],
+        [encodings, []],
+    ):
+        with pytest.raises(MALFORMED):
+            decode_answer(with_results(message, "token_embedding", results))
+    with pytest.raises(KeyError, match="no_head"):
+        decode_answer(with_results(message, "no_head", [encodings, [field]]))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +273,11 @@ def test_a_head_that_does_not_exist_is_malformed() -> None:
 def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str | None) -> None:
     outputs = [{"token_embedding": ArrayResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    fields = msgspec.msgpack.decode(message)
-    columns = next(each for each in fields if isinstance(each, list) and each[0][0])
-    (column,) = columns
-    wrong = [shapes if each == [[2, 1]] else each for each in column]
-    assert wrong != column
+    encodings, [[dtype, sent, data]] = results_of(message, "token_embedding")
+    assert sent == [[2, 1]]
+    wrong = [encodings, [[dtype, shapes, data]]]
     with pytest.raises(MALFORMED, match=reason):
-        decode_answer(changed(message, columns, [wrong]))
+        decode_answer(with_results(message, "token_embedding", wrong))
 
 
 def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
@@ -287,10 +303,9 @@ def test_every_field_of_a_result_must_be_there() -> None:
         np.array([[0.5]], np.float32),
     )
     message = encode_answer(Answer(1, BatchResult([{"masked_lm": masks}], 0.0, 0.0)))
-    fields = msgspec.msgpack.decode(message)
-    columns = next(each for each in fields if isinstance(each, list) and isinstance(each[0], list))
+    encodings, fields = results_of(message, "masked_lm")
     with pytest.raises(TypeError):
-        decode_answer(changed(message, columns, columns[:-1]))
+        decode_answer(with_results(message, "masked_lm", [encodings, fields[:-1]]))
 
 
 def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:

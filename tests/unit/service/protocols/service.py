@@ -28,9 +28,8 @@ from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
-from cloze.service.http.body import RequestLimits
+from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
-from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Models, Pipeline
@@ -115,16 +114,16 @@ class State:
     dead: str | None = None
     draining: bool = False
     restarts_engines: bool = False
-    reopens: bool = True
+    has_engines: bool = True
     changes: Changes = field(default_factory=lambda: Changes(["a@2"], ["a@1"], []))
 
-    def unready(self) -> ServiceError | None:
+    def why_unready(self) -> ServiceError | None:
         if self.dead is not None:
             return EngineDead(f"the engine is dead: {self.dead}")
         return ShuttingDown("the server is shutting down") if self.draining else None
 
-    def broken(self) -> ServiceError | None:
-        return None if self.dead is None or self.restarts_engines else self.unready()
+    def why_restart(self) -> ServiceError | None:
+        return None if self.dead is None or self.restarts_engines else self.why_unready()
 
     async def reload(self) -> Changes:
         return self.changes

@@ -156,7 +156,7 @@ def test_who_may_reload(tmp_path: Path, service: Service) -> None:
     assert response.status_code == 403
     assert "is reloaded by SIGHUP only" in response.json()["error"]
     assert service.seen.error == Forbidden.__name__
-    service.state.reopens = False
+    service.state.has_engines = False
     assert service.ask("POST", "/admin/reload").json() == changes, "the state refuses on its own"
     digest = hashlib.sha256(b"secret").hexdigest()
     (tmp_path / "keys").write_text(f'[a]\nsha256 = "{digest}"\nscopes = ["admin"]\n')

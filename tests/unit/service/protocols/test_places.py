@@ -3,7 +3,7 @@
 import pytest
 
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.http.json_bodies import validate
+from cloze.service.http.body import validate
 from cloze.service.protocols.native import body_type
 from cloze.service.protocols.tei import _Decode
 from cloze.service.tasks import TASKS

@@ -157,6 +157,9 @@ def test_windows_have_the_mean_vector_by_their_tokens() -> None:
     result = decoded("embed", request, vectors([1, 2, 3, 4], [9, 0, 0, 0], [0, 9, 0, 0]))
     np.testing.assert_allclose(result, [[1, 2, 3, 4], [5, 4, 0, 0]], rtol=1e-6)
     assert result.dtype == np.float32
+    assert result[0].tolist() == [1, 2, 3, 4], "exactly that of the only window"
+    alone = prepared("embed", f"{NINE} j k l", long_text="window", normalize=False)
+    assert decoded("embed", alone, vectors([9, 0, 0, 0], [0, 9, 0, 0])).dtype == np.float32
 
 
 def test_windows_begin_with_the_prompt() -> None:

@@ -129,3 +129,14 @@ def send(client: socket.socket, part: bytes) -> None:
     """Send a part of a body, which a server that has answered may not read."""
     with suppress(OSError):
         client.sendall(part)
+
+
+def test_a_refused_client_that_asks_whether_to_send_its_body_is_closed(server: Server) -> None:
+    """It may send its body or not, so nobody knows where its next request would begin."""
+    refused = head(f"content-length: {2 * MB}", "expect: 100-continue")
+    with senders(server, 1, refused) as [client]:
+        answer = b""
+        while part := client.recv(65_536):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert answer.count(b"\r\nconnection: close\r\n") == 1

@@ -73,6 +73,14 @@ class PackedBatch:
         return list(results)
 
 
+def placement_of(layout: Layout, lengths: Sequence[int] | Int32) -> Placement:
+    """Return the placement of sequences with these lengths."""
+    sizes = np.asarray(lengths, np.int32)
+    starts = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=starts[1:])
+    return Placement(layout, sizes, starts)
+
+
 class BatchCodec:
     """Packs encodings into one graph's inputs.
 
@@ -86,12 +94,12 @@ class BatchCodec:
     def __init__(self, graph: GraphSpec) -> None:
         self._graph = graph
         self.heads = [HEADS[name] for name in graph.heads]
-        nothing = Placement.of(graph.layout, [])
+        nothing = placement_of(graph.layout, [])
         self._unasked = {head.name: head.pack([], nothing, graph) for head in self.heads}
 
     def pack(self, batch: Sequence[Encoding]) -> PackedBatch:
         """Return the graph's inputs for a batch of at least one encoding."""
-        placement = Placement.of(self._graph.layout, [len(e.input_ids) for e in batch])
+        placement = placement_of(self._graph.layout, [len(e.input_ids) for e in batch])
         is_packed = placement.layout is Layout.PACKED
         join: Callable[[Sequence[Int32]], Int32] = np.concatenate if is_packed else np.array
         feeds: Feeds = {tensors.INPUT_IDS.name: join([e.input_ids for e in batch])}

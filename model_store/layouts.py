@@ -6,7 +6,6 @@ sequences of a batch have one length S, so ``T = B * S``, and token ``i`` of seq
 ``b`` has the rows ``starts[b]`` to ``starts[b + 1] - 1``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -44,14 +43,6 @@ class Placement:
     layout: Layout
     lengths: Int32
     starts: Int32
-
-    @classmethod
-    def of(cls, layout: Layout, lengths: Sequence[int] | Int32) -> "Placement":
-        """Return the placement of sequences with these lengths."""
-        sizes = np.asarray(lengths, np.int32)
-        starts = np.zeros(len(sizes) + 1, np.int32)
-        np.cumsum(sizes, out=starts[1:])
-        return cls(layout, sizes, starts)
 
     def feeds(self) -> Feeds:
         """Return the inputs that describe a packed placement; the dense layout has none."""

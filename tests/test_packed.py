@@ -27,6 +27,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.export.session import CUDA, Session, open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, tensors
+from cloze.model_store.batch import placement_of
 from cloze.model_store.heads import (
     Pooling,
     embedding,
@@ -35,7 +36,7 @@ from cloze.model_store.heads import (
     token_embedding,
 )
 from cloze.model_store.heads.embedding import pool
-from cloze.model_store.layouts import Feeds, Layout, Placement
+from cloze.model_store.layouts import Feeds, Layout
 from cloze.model_store.manifest import Precision, Weights
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
@@ -58,7 +59,7 @@ def open_packed(file: Path, cuda: bool) -> Session:
 
 
 def place(lengths: Sequence[int] | np.ndarray) -> Feeds:
-    return Placement.of(Layout.PACKED, lengths).feeds()
+    return placement_of(Layout.PACKED, lengths).feeds()
 
 
 def writer_of(checkpoint: Checkpoint, folder: Path) -> GraphWriter:
@@ -113,7 +114,7 @@ def test_folding_biases_is_exact(
     if model.config.type_vocab_size:
         feeds[tensors.TOKEN_TYPE_IDS.name] = types
     hidden = open_packed(tmp_path / "g.onnx", on_cuda).run(["hidden"], feeds)[0]
-    for begin, end in pairwise(Placement.of(Layout.PACKED, lengths).starts):
+    for begin, end in pairwise(placement_of(Layout.PACKED, lengths).starts):
         one, its_types = (torch.from_numpy(array[begin:end])[None] for array in (ids, types))
         np.testing.assert_allclose(hidden[begin:end], model(one, its_types)[0].numpy(), atol=2e-5)
 
@@ -174,7 +175,7 @@ def test_what_is_pooled_is_the_sequence(
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(sum(lengths), 5)).astype(np.float32)
     chosen = rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]
-    sizes, starts = np.array(lengths, np.int32), Placement.of(Layout.PACKED, lengths).starts
+    sizes, starts = np.array(lengths, np.int32), placement_of(Layout.PACKED, lengths).starts
     firsts = rng.integers(0, sizes[chosen]).astype(np.int32) if leaves_out else None
     feeds = pool(starts[chosen], sizes[chosen], pooling, firsts)
     rows = hidden[feeds[embedding.POOL_ROWS.name]]
@@ -282,11 +283,11 @@ def test_all_tasks_are_in_one_packed_batch(bert: Checkpoint, on_cuda: bool, tmp_
     session = open_packed(tmp_path / graph.file, on_cuda)
     rng = np.random.default_rng(3)
     lengths = np.array([5, 33, 12, 7], np.int32)
-    starts = Placement.of(Layout.PACKED, lengths).starts
+    starts = placement_of(Layout.PACKED, lengths).starts
     ids = rng.integers(0, bert.tokenizer.size, starts[-1], dtype=np.int32)
 
     def run(ids: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-        starts = Placement.of(Layout.PACKED, lengths).starts[:-1]
+        starts = placement_of(Layout.PACKED, lengths).starts[:-1]
         feeds = {
             tensors.INPUT_IDS.name: ids,
             tensors.TOKEN_TYPE_IDS.name: np.zeros_like(ids),

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from cloze.model_store.batch import BatchCodec, Encoding
+from cloze.model_store.batch import BatchCodec, Encoding, placement_of
 from cloze.model_store.heads import GraphSpec, HeadRequest
 from cloze.model_store.heads.head import Pooling
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 
 HEADS = ("masked_lm", "next_sentence", "embedding")
 
@@ -21,18 +21,18 @@ def encoding(*ids: int, **requests: object) -> Encoding:
 
 
 def test_starts_are_the_sums_of_the_lengths() -> None:
-    starts = [Placement.of(Layout.PACKED, lengths).starts for lengths in ([3, 2, 4], [], [1])]
+    starts = [placement_of(Layout.PACKED, lengths).starts for lengths in ([3, 2, 4], [], [1])]
     assert [each.tolist() for each in starts] == [[0, 3, 5, 9], [0], [0, 1]]
     assert starts[2].dtype == np.int32
 
 
 def test_a_packed_placement_counts_positions_per_sequence() -> None:
-    feeds = Placement.of(Layout.PACKED, [3, 1]).feeds()
+    feeds = placement_of(Layout.PACKED, [3, 1]).feeds()
     assert feeds["position_ids"].tolist() == [0, 1, 2, 0]
     assert feeds["cu_seqlens"].tolist() == [0, 3, 4]
     # The cells of the padded batch [2, 3]: those of tokens first, then the padding.
     assert feeds["token_offset"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert Placement.of(Layout.PACKED, [1, 3]).feeds()["token_offset"].tolist() == [
+    assert placement_of(Layout.PACKED, [1, 3]).feeds()["token_offset"].tolist() == [
         [0, 3, 4],
         [5, 1, 2],
     ]
@@ -65,7 +65,7 @@ def test_a_head_that_nobody_asks_gets_no_rows() -> None:
         asked = made.pack([encoding(5, 6, masked_lm=MaskedLMRequest([1], 2))])
         assert list(asked.requests) == ["masked_lm"]
         for head in made.heads:
-            placement = Placement.of(layout, [2])
+            placement = placement_of(layout, [2])
             feeds = head.pack([None], placement, GraphSpec(layout, HEADS, True, Pooling.MEAN))
             for name, array in feeds.items():
                 if head.name != "masked_lm":

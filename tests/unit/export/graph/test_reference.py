@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 
 from cloze.export.graph.builder import FUSED, GraphBuilder
 from cloze.export.graph.reference import ReferenceSession
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.batch import placement_of
+from cloze.model_store.layouts import Layout
 
 Array = Any
 RNG = np.random.default_rng(0)
@@ -47,7 +48,7 @@ def drawn(*shape: int, dtype: Any = np.float32) -> Array:
 def test_attention_is_within_each_sequence(dtype: Any, heads: int, tmp_path: Path) -> None:
     lengths = [3, 1, 5]
     query, key, value = (drawn(9, 8, dtype=dtype) for _ in range(3))
-    feeds = Placement.of(Layout.PACKED, lengths).feeds()
+    feeds = placement_of(Layout.PACKED, lengths).feeds()
     places = [feeds["token_offset"], feeds["cu_seqlens"]]
     inputs = [query, key, value, None, *places]
     result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=heads)
@@ -67,7 +68,7 @@ def test_attention_is_within_each_sequence(dtype: Any, heads: int, tmp_path: Pat
 
 def test_large_scores_do_not_overflow(tmp_path: Path) -> None:
     query = np.full((2, 8), 100, np.float32)
-    feeds = Placement.of(Layout.PACKED, [2]).feeds()
+    feeds = placement_of(Layout.PACKED, [2]).feeds()
     inputs = [query, query, drawn(2, 8), None, feeds["token_offset"], feeds["cu_seqlens"]]
     result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
     np.testing.assert_allclose(result[0], inputs[2].mean(0), atol=1e-6)
@@ -97,7 +98,7 @@ def test_wrong_places_are_refused(offsets: list[list[int]], message: str, tmp_pa
 
 
 def test_keys_have_no_bias(tmp_path: Path) -> None:
-    x, feeds = drawn(2, 8), Placement.of(Layout.PACKED, [2]).feeds()
+    x, feeds = drawn(2, 8), placement_of(Layout.PACKED, [2]).feeds()
     inputs = [x, x, x, drawn(24), feeds["token_offset"], feeds["cu_seqlens"]]
     with pytest.raises(AssertionError):
         run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)

@@ -14,18 +14,18 @@ from cloze.export.heads.sequence_classification import EXPORT_HEAD
 from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.model import head_module
 from cloze.export.verify import pass_gate
-from cloze.model_store.batch import Encoding
+from cloze.model_store.batch import Encoding, placement_of
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import read_options
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 from tests.unit.export.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
 TEXTS = gate_texts(max_tokens=64)
 COUNT = len(TEXTS.sentences())
-PLACEMENT = Placement.of(Layout.PACKED, [3, 2, 4])
+PLACEMENT = placement_of(Layout.PACKED, [3, 2, 4])
 
 
 def measured(

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloze.model_store.batch import placement_of
 from cloze.model_store.heads import (
     HEADS,
     ArrayResult,
@@ -21,10 +22,10 @@ from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, sequence_rows
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 
 # Three sequences: rows 0 to 2, 3 to 4 and 5 to 8 of `hidden`.
-PLACEMENT = Placement.of(Layout.PACKED, [3, 2, 4])
+PLACEMENT = placement_of(Layout.PACKED, [3, 2, 4])
 GRAPH = GraphSpec(Layout.PACKED, tuple(HEADS), True, Pooling.MEAN, layers=2)
 DENSE = GraphSpec(Layout.DENSE, tuple(HEADS), True, Pooling.MEAN, layers=2)
 

@@ -12,13 +12,12 @@ from anyio import CancelScope
 from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
 from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
-from cloze.service.text.tokenizer import Spans
 from cloze.service.threads import run_on_thread
 from tests.unit.service.tasks.model import CONTEXT, ids
 
 READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
 DECODING = DECODE.prepare(ids("the door"), DecodeParameters(), CONTEXT)
-QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)], np.arange(1))
+QUESTION = Question("red", CONTEXT.tokenizer.spans("red"), 1, [(0, 1)], np.arange(1))
 
 
 @pytest.mark.parametrize(

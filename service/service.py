@@ -345,12 +345,15 @@ class Service:
             return
         scope["path"] = scope["raw_path"].decode("ascii")  # never decoded; see `Paths`
         snapshot = self.snapshot
-        scope[RECORD] = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        scope[RECORD] = record
         snapshot.running += 1
         try:
             await self._recorder.answer(snapshot.app, scope, receive, send)
-            snapshot.gate.answered(scope[RECORD])
+            snapshot.gate.answered(record)
         finally:
+            # The access log keeps 20,000 records if nobody reads it; a client may send 64 KB.
+            record.path, record.headers, record.first, record.expected_space = "", (), {}, None
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from cloze.service.core import Rejection
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.request import ServedRequest
 from tests.serving import Server, running_server
+from tests.test_body_bounds import status_kb
 from tests.waiting import wait_until
 
 COST: dict[str, Any] = {
@@ -193,8 +195,13 @@ def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store:
         url = re.search(rb"listening on (\S+)", text)
         assert url
         with httpx.Client(base_url=url[1].decode(), timeout=20) as client:
-            for _ in range(1500):  # 200 kB of lines; a pipe holds 64 kB
-                assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+            for number in range(1500):  # 200 kB of lines; a pipe holds 64 kB
+                answer = client.post("/embed", json={"inputs": "a"}, headers={"x-a": 60_000 * "a"})
+                assert answer.status_code == 200
+                if number == 500:
+                    before_kb = status_kb(process.pid, "VmRSS")
+        grown_kb = status_kb(process.pid, "VmRSS") - before_kb
+        assert grown_kb < 30_000, "what waits has no headers"
         process.terminate()
         assert process.wait(25) == 0
     finally:
@@ -205,13 +212,52 @@ def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store:
 
 def test_the_oldest_lines_without_room_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     writer = LineWriter(most_waiting=2)
-    writer.waiting.extend(f"{number}\n" for number in range(5))
+    writer.waiting.extend(f"{number}\n" for number in range(4))
     writer.begin()
     writer.flush()
     writer.waiting.append("x" * 10_000 + "\n")
     writer.flush()
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["3 lines are missing: the log was read too slowly", "3", "4", "x" * 10_000]
+    assert lines == ["2 lines are missing: the log was read too slowly", "2", "3", "x" * 10_000]
+
+
+def test_lines_stay_bounded_while_a_write_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process took the room in the pipe after the poll, and nobody reads."""
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write(_: int, data: bytes) -> int:
+        is_writing.set()
+        may_end.wait(20)
+        return len(data)
+
+    writer = LineWriter(most_waiting=100)
+    log = AccessLog("text", logging.INFO, 1, frozenset(), writer)
+    monkeypatch.setattr(os, "write", write)
+    writer.waiting.append("first\n")
+    writer.begin()
+    try:
+        assert is_writing.wait(20)
+        for _ in range(1000):
+            log.add(record())
+        assert len(writer.waiting) <= 200
+    finally:
+        may_end.set()
+        writer.flush()
+
+
+def test_a_signal_handler_may_log_while_its_thread_logs() -> None:
+    code = (
+        "import logging, signal, time; from cloze.service.observe.logs import start_logging; "
+        "start_logging('info', 'text'); log = logging.getLogger('cloze'); "
+        "signal.signal(signal.SIGALRM, lambda *_: log.info('drain')); "
+        "signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003); end = time.monotonic() + 2\n"
+        "while time.monotonic() < end: log.info('refused')\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False, timeout=20
+    )
+    assert done.returncode == 0
 
 
 def test_lines_of_several_processes_do_not_mix() -> None:

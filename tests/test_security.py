@@ -500,6 +500,15 @@ def test_a_wrong_certificate_stops_the_start(
         assert "or its key cannot be used" in line
 
 
+@pytest.mark.slow
+def test_a_wrong_certificate_stops_the_start_of_front_ends(
+    tiny_store: Path, certificate: Certificate, tmp_path: Path
+) -> None:
+    (tmp_path / "x.pem").write_text("nothing")
+    tls = ("--tls-certificate", str(tmp_path / "x.pem"), "--tls-key", str(certificate.private))
+    assert "or its key cannot be used" in failed(tiny_store, *tls, "--frontends", "1")
+
+
 def test_an_open_address_without_keys_is_reported(tiny_store: Path) -> None:
     with running_server(tiny_store, "--model", "bert", CLOZE_HOST="0.0.0.0") as server:
         wait_until(lambda: any("no key is needed" in line for line in server.log))

@@ -14,7 +14,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Hashable
+from contextlib import suppress
 from datetime import UTC, datetime
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import orjson
@@ -62,10 +64,14 @@ class LineWriter(logging.Handler):
 
     def __init__(self, most_waiting: int = _MOST_WAITING) -> None:
         super().__init__()
-        self.waiting: deque[str | tuple[LogFormat, ServedRequest, int]] = deque()
+        # Its bound is for a write that waits, although the poll said that it would not: another
+        # process took the room. What the bound drops is not counted.
+        self.waiting: deque[str | tuple[LogFormat, ServedRequest, int]] = deque(
+            maxlen=2 * most_waiting
+        )
         self._most = most_waiting
         self._chunk = b""  # what is written next
-        self._hurry = threading.Event()
+        self._hurry: SimpleQueue[None] = SimpleQueue()  # an Event would block a signal handler
         self._written = threading.Condition()
 
     def begin(self) -> None:
@@ -75,14 +81,18 @@ class LineWriter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record, and let the thread write it at once."""
         self.waiting.append(f"{self.format(record)}\n")
-        self._hurry.set()
+        self._wake()
 
     def flush(self) -> None:
         """Wait until all lines are written, or until nothing is read for `_LAST_WAIT_S`."""
-        self._hurry.set()
+        self._wake()
         with self._written:
             while (self.waiting or self._chunk) and self._written.wait(_LAST_WAIT_S):
                 pass
+
+    def _wake(self) -> None:
+        if self._hurry.empty():
+            self._hurry.put(None)
 
     def _write(self) -> None:
         waiting, poll = self.waiting, select.poll()
@@ -90,8 +100,8 @@ class LineWriter(logging.Handler):
         missing = 0
         while True:
             if not waiting and not self._chunk:
-                self._hurry.wait(_WRITE_EVERY_S)
-                self._hurry.clear()
+                with suppress(Empty):
+                    self._hurry.get(timeout=_WRITE_EVERY_S)
                 continue
             for _ in range(len(waiting) - self._most):
                 waiting.popleft()

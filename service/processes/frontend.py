@@ -291,6 +291,7 @@ async def run_front_end(config: ChildConfig) -> None:
         models,
         tracing=make_tracing(config.settings, QUIET_ROUTES),
     )
+    service.certificate.check()  # an error in the group would be no `StartupError`
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in links]
         with suppress(TimeoutError):

@@ -84,7 +84,12 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     The message for a bug does not contain the exception.
     """
     if isinstance(error, core.ServiceError):
-        return describe_service_error(error)
+        status, kind = STATUS[type(error)]
+        headers = dict(_HEADERS.get(type(error), {}))
+        if isinstance(error, core.Overloaded):
+            for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
+                headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
+        return ErrorInfo(status, kind, str(error), error, headers)
     if isinstance(error, HTTPException):
         messages = {
             404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
@@ -99,13 +104,3 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
 def rejection(error: Exception) -> core.Rejection | None:
     """Return why the server's own state lets a request fail; None if it is not its state."""
     return error.reason if isinstance(error, core.Overloaded) else _REJECTIONS.get(type(error))
-
-
-def describe_service_error(error: core.ServiceError) -> ErrorInfo:
-    """Return the response values of an error of the service."""
-    status, kind = STATUS[type(error)]
-    headers = dict(_HEADERS.get(type(error), {}))
-    if isinstance(error, core.Overloaded):
-        for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
-            headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
-    return ErrorInfo(status, kind, str(error), error, headers)

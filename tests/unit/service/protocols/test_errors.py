@@ -1,15 +1,18 @@
 """Errors in the shapes of the protocols."""
 
+import asyncio
 import json
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from cloze.service.core import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
 from cloze.service.protocols.protocol import ErrorBody
+from tests.records import recorded, scope_of
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,9 @@ def test_the_protocol_of_a_path_writes_its_errors() -> None:
     responder = ErrorResponder(PROTOCOLS, 30.0)
 
     def shape(path: str) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(responder.body(path, InvalidRequest("why")))
+        request = Request(scope_of(recorded(path)))
+        response = asyncio.run(responder.respond(request, InvalidRequest("why")))
+        body: dict[str, Any] = json.loads(response.body)
         return body
 
     native = {"error": "why", "error_type": "Validation"}

@@ -135,12 +135,14 @@ class Key:
     def __init__(self, name: str, entry: KeyEntry, before: "Key | None" = None) -> None:
         self.name, self.entry = name, entry
         self._buckets: dict[str, Bucket] = {}
+        old = {} if before is None else before._buckets
         limits = {"requests": entry.requests_per_minute, "tokens": entry.tokens_per_minute}
         for unit, most in limits.items():
-            old = None if before is None else before._buckets.get(unit)
             if most is not None:
-                same = old is not None and old.per_minute == most
-                self._buckets[unit] = old if old is not None and same else Bucket(most)
+                bucket = old.get(unit)
+                self._buckets[unit] = (
+                    bucket if bucket and bucket.per_minute == most else Bucket(most)
+                )
 
     def expires_before(self, moment: datetime) -> bool:
         """Return whether the key is expired at a time."""

@@ -19,17 +19,6 @@ from cloze.service.http.routes import HTML, JSON, NPY, RAW, Handler, Route
 
 _FOLDER: Final = Path(__file__).parents[1] / "page"
 
-_FILES: Final = {
-    "/docs": ("docs.html", HTML),
-    "/page/docs.js": ("docs.js", "text/javascript"),
-    "/page/style.css": ("style.css", "text/css"),
-    "/page/page.js": ("page.js", "text/javascript"),
-    "/page/panels.js": ("panels.js", "text/javascript"),
-    "/page/elements.js": ("elements.js", "text/javascript"),
-    "/page/live.js": ("live.js", "text/javascript"),
-}
-"""File and media type of each path of a page, or of a part of one."""
-
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -70,16 +59,6 @@ _ERROR_HEADERS = {
 }
 
 
-def page_handler() -> Handler:
-    """Return the handler of the page itself."""
-    return _handler("index.html", HTML)
-
-
-def part_handlers() -> dict[str, Handler]:
-    """Return a handler for GET requests per path of `/docs` and of the parts of the pages."""
-    return {path: _handler(*file) for path, file in _FILES.items()}
-
-
 def _handler(name: str, media_type: str) -> Handler:
     content = (_FOLDER / name).read_bytes()
     policy = _SWAGGER_POLICY if name == "docs.html" else _POLICY
@@ -89,6 +68,21 @@ def _handler(name: str, media_type: str) -> Handler:
         return Response(content, headers=headers, media_type=media_type)
 
     return answer
+
+
+PAGE: Final = _handler("index.html", HTML)
+"""The handler of the page itself."""
+
+PARTS: Final = {
+    "/docs": _handler("docs.html", HTML),
+    "/page/docs.js": _handler("docs.js", "text/javascript"),
+    "/page/style.css": _handler("style.css", "text/css"),
+    "/page/page.js": _handler("page.js", "text/javascript"),
+    "/page/panels.js": _handler("panels.js", "text/javascript"),
+    "/page/elements.js": _handler("elements.js", "text/javascript"),
+    "/page/live.js": _handler("live.js", "text/javascript"),
+}
+"""A handler for GET requests per path of a page, or of a part of one."""
 
 
 # ---- the OpenAPI document ------------------------------------------------------------------------
@@ -110,9 +104,8 @@ def document(title: str, version: str, description: str, routes: Sequence[Route]
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version, "description": description},
-        "servers": [
-            {"url": "."}
-        ],  # relative to the document, which may lie below a path of a proxy
+        # Relative to the document, which may lie below a path of a proxy.
+        "servers": [{"url": "."}],
         "paths": paths,
         "components": {"schemas": definitions},
     }

@@ -18,7 +18,7 @@ from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Manifest, Role
 from cloze.service import core
-from cloze.service.http.pages import PAGE_HEADERS, page_handler
+from cloze.service.http.pages import PAGE, PAGE_HEADERS
 from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
@@ -75,7 +75,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     metrics = _doc("Metrics in Prometheus's text format", None, media_types=(TEXT,))
     reload = _doc(changes, core.Changes, 401, 403, 409, 503)
     return [
-        Route("GET", "/", page_handler(), replace(page, headers=PAGE_HEADERS)),
+        Route("GET", "/", PAGE, replace(page, headers=PAGE_HEADERS)),
         Route("GET", "/healthz", alive, healthz),
         Route("GET", "/readyz", ready, readyz),
         Route("GET", "/health", partial(answer_probe, state.why_unready, None), health),

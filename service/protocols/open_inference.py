@@ -22,7 +22,7 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
 from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.routes import RAW, RECORD, Handler, Route, RouteDoc
+from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -33,6 +33,7 @@ from cloze.service.protocols.protocol import (
     answer_probe,
     answer_task,
     gate_models,
+    get_route,
     json_response,
 )
 from cloze.service.protocols.tensors import (
@@ -157,7 +158,7 @@ class _TaskModel(TaskRoute):
         """Return the route, and a body whose tensors have the data that follows the JSON."""
         head, binary = split(data, request.first.get(JSON_LENGTH.encode()))
         body = validate(InferBody, load(head, self.context.body_limits))
-        tensors, start = [], 0
+        tensors = []
         for tensor in body.inputs:
             size = (tensor.parameters or {}).get("binary_data_size")
             if size is not None:
@@ -165,19 +166,17 @@ class _TaskModel(TaskRoute):
                 if not isinstance(size, int):
                     problem = f"has the binary_data_size {quoted(str(size))}, no whole number"
                     raise InvalidRequest(problem, at)
-                if size < 0 or start + size > len(binary):
-                    raise InvalidRequest(
-                        f"has the binary_data_size {size}; {len(binary) - start} bytes are left", at
-                    )
+                if not 0 <= size <= len(binary):
+                    problem = f"has the binary_data_size {size}; {len(binary)} bytes are left"
+                    raise InvalidRequest(problem, at)
                 if tensor.data is not None:
                     raise InvalidRequest("has both data and binary_data_size", at)
-                part = binary[start : start + size]
-                texts = read_texts(part, at, self.context.max_request_texts)
+                texts = read_texts(binary[:size], at, self.context.max_request_texts)
                 tensor = tensor.model_copy(update={"data": texts})
-                start += size
+                binary = binary[size:]
             tensors.append(tensor)
-        if start != len(binary):
-            raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
+        if binary:
+            raise InvalidRequest(f"{len(binary)} bytes after the JSON belong to no tensor")
         return self, body.model_copy(update={"inputs": tensors})
 
     def to_call(self, _: ServedRequest, body: InferBody) -> tuple[Any, Any]:
@@ -316,35 +315,25 @@ def _names(models: Models) -> list[str]:
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes of the protocol."""
     server, state = _Server(context), context.state
+    get = partial(get_route, tag=_TAG, error_body=OpenInferenceErrorBody)
     live = partial(answer_probe, state.why_restart, {"live": True})
     ready = partial(answer_probe, state.why_unready, {"ready": True})
     found = [
-        _get("/v2", server.server, "The server and its extensions", _SERVER),
-        _get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),
-        _get("/v2/health/ready", ready, "Readiness: 503 while draining or dead", _READY, 503),
-        _get("/v2/models", server.models, "The names of the models", _NAMES),
+        get("/v2", server.server, "The server and its extensions", _SERVER),
+        get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),
+        get("/v2/health/ready", ready, "Readiness: 503 while draining or dead", _READY, 503),
+        get("/v2/models", server.models, "The names of the models", _NAMES),
     ]
     every_model = gate_models(context.models.pipelines)
     for path in (_MODEL, f"{_MODEL}/versions/{{version}}"):
         found += [
-            _get(path, server.model, "The tensors of a model", _METADATA, 404),
-            _get(
-                f"{path}/ready",
-                server.model_ready,
-                "Readiness of a model",
-                _MODEL_READY,
-                404,
-                503,
+            get(path, server.model, "The tensors of a model", _METADATA, 404),
+            get(
+                f"{path}/ready", server.model_ready, "Readiness of a model", _MODEL_READY, 404, 503
             ),
             Route("POST", f"{path}/infer", server.infer, _INFER, every_model),
         ]
     return found
-
-
-def _get(path: str, handler: Handler, summary: str, result: Any, *errors: int) -> Route:
-    return Route(
-        "GET", path, handler, RouteDoc(summary, _TAG, result, OpenInferenceErrorBody, errors=errors)
-    )
 
 
 _TWO_TEXTS: Final = {

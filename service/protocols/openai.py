@@ -3,6 +3,7 @@
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    get_route,
     json_response,
 )
 from cloze.service.request import ServedRequest
@@ -216,16 +218,13 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         pipeline = models.named(unquote(request.path_params["model"]))
         return json_response(_row(pipeline))
 
-    doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, OpenAiErrorBody)
-    one = RouteDoc(
-        "A served model, in OpenAI's shape", "OpenAI", ModelRow, OpenAiErrorBody, errors=(404,)
-    )
+    get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
     embeddings = _Embeddings(context)
     return [
         embeddings.bind("/v1/embeddings"),
         embeddings.bind(_ALIAS),
-        Route("GET", "/v1/models", models, doc),
-        Route("GET", "/v1/models/{model}", model, one),
+        get("/v1/models", models, "The served models, in OpenAI's shape", ModelList),
+        get("/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelRow, 404),
     ]
 
 

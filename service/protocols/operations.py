@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
@@ -27,6 +27,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     ServerState,
     answer_probe,
+    get_route,
     json_response,
 )
 from cloze.service.tasks import embed, late_interaction, rerank, similarity
@@ -64,29 +65,22 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for operators."""
     operations, state = _Operations(context), context.state
+    get = partial(get_route, tag="service", error_body=ErrorBody)
     alive = partial(answer_probe, state.why_restart, _ALIVE)
     ready = partial(answer_probe, state.why_unready, _READY)
-    page = _doc("A page on which people try the tasks", None, media_types=(HTML,))
+    health = partial(answer_probe, state.why_unready, None)
+    page, text = {"media_types": (HTML,), "headers": PAGE_HEADERS}, {"media_types": (TEXT,)}
     changes = "Serve what the store, the keys and the certificate hold now"
-    healthz = _doc("Liveness: 503 once an engine is dead", Status, 503)
-    readyz = _doc("Readiness: 503 while draining or dead", Status, 503)
-    health = _doc("Readiness, under the path of text-embeddings-inference", None, 503)
-    info = _doc("The served models and their limits", dict[str, Any])
-    metrics = _doc("Metrics in Prometheus's text format", None, media_types=(TEXT,))
-    reload = _doc(changes, core.Changes, 401, 403, 409, 503)
+    reload = RouteDoc(changes, "service", core.Changes, ErrorBody, errors=(401, 403, 409, 503))
     return [
-        Route("GET", "/", PAGE, replace(page, headers=PAGE_HEADERS)),
-        Route("GET", "/healthz", alive, healthz),
-        Route("GET", "/readyz", ready, readyz),
-        Route("GET", "/health", partial(answer_probe, state.why_unready, None), health),
-        Route("GET", "/info", operations.info, info),
-        Route("GET", "/metrics", operations.metrics, metrics),
+        get("/", PAGE, "A page on which people try the tasks", None, **page),
+        get("/healthz", alive, "Liveness: 503 once an engine is dead", Status, 503),
+        get("/readyz", ready, "Readiness: 503 while draining or dead", Status, 503),
+        get("/health", health, "Readiness, under the path of text-embeddings-inference", None, 503),
+        get("/info", operations.info, "The served models and their limits", dict[str, Any]),
+        get("/metrics", operations.metrics, "Metrics in Prometheus's text format", None, **text),
         Route("POST", "/admin/reload", operations.reload, reload),
     ]
-
-
-def _doc(summary: str, result: Any, *errors: int, media_types: tuple[str, ...] = ()) -> RouteDoc:
-    return RouteDoc(summary, "service", result, ErrorBody, errors=errors, media_types=media_types)
 
 
 class _Operations:

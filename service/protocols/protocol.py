@@ -26,7 +26,7 @@ from cloze.service.http.body import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.routes import GateModel, Route, RouteDoc
+from cloze.service.http.routes import GateModel, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
@@ -154,6 +154,13 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
 
 def _json(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def get_route(
+    path: str, handler: Handler, summary: str, result: Any, *errors: int, **doc: Any
+) -> Route:
+    """Return a route for GET requests; see `RouteDoc` for what documents it."""
+    return Route("GET", path, handler, RouteDoc(summary, result=result, errors=errors, **doc))
 
 
 async def answer_probe(

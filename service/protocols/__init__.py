@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Rejection
-from cloze.service.http.errors import describe_error, rejection
+from cloze.service.http.errors import describe_error, rejection, without_422
 from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
@@ -53,8 +53,8 @@ class ErrorResponder:
             for prefix, protocol in self._by_prefix
             if record.path.startswith(prefix) or prefix == "/"
         )
-        status, body = protocol.error(info)
-        return Response(orjson.dumps(body), status, info.headers, JSON)
+        status = info.status if protocol.has_422 else without_422(info.status)
+        return Response(orjson.dumps(protocol.error_body(info)), status, info.headers, JSON)
 
 
 __all__ = ["PROTOCOLS", "ErrorResponder", "ProtocolContext", "WireProtocol"]

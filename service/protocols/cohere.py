@@ -17,7 +17,6 @@ from pydantic.config import JsonDict
 
 from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.http.body import BytesResponse
-from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -137,11 +136,6 @@ class CohereErrorBody:
     message: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, CohereErrorBody]:
-    """Return the status and the body of an error; Cohere refuses bad values with 400."""
-    return without_422(error.status), CohereErrorBody(error.message)
-
-
 class _Embed(TaskRoute):
     """The route of embeddings."""
 
@@ -207,4 +201,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Embed(context).bind(_PATH)]
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, write_error)
+PROTOCOL: Final = WireProtocol((_PATH,), routes, lambda error: CohereErrorBody(error.message))

@@ -27,8 +27,8 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    error_body,
     json_response,
-    write_error,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
@@ -94,18 +94,16 @@ class _NativeRoute(TaskRoute):
             request.vector_format = vector_format(accept)
         if self.task.name in _PARAMETERS_AT_ROOT:
             return body.inputs, body
-        parameters = getattr(body, "parameters", None) or self.task.parameters()
-        return body.inputs, parameters
+        return body.inputs, getattr(body, "parameters", None) or self.task.parameters()
 
     def respond(self, request: ServedRequest, body: Any, value: Any) -> BytesResponse:
         if isinstance(body.inputs, self.task.alone):
             [value] = value
         if request.usage is not None:
             value = {"result": value, "usage": request.usage}
-            return json_response(value, in_parts=request.is_large)
-        if request.vector_format is None or getattr(body, "return_offsets", None):
-            return json_response(value, in_parts=request.is_large)
-        return vector_bytes(value, *request.vector_format)
+        elif request.vector_format and not getattr(body, "return_offsets", None):
+            return vector_bytes(value, *request.vector_format)
+        return json_response(value, in_parts=request.is_large)
 
 
 def body_type(task: Task) -> type[BaseModel]:
@@ -186,18 +184,17 @@ def vector_format(accept: bytes) -> tuple[str, str] | None:
     """
     if len(accept) > _LONGEST_ACCEPT:
         raise InvalidRequest(f"Accept has {len(accept)} bytes; the limit is {_LONGEST_ACCEPT}")
-    best, best_weight = (JSON, "float32"), 0.0
+    choices = [(0.0, True, JSON, "float32")]
     for item in accept.decode("latin-1").lower().split(","):
         kind, *rest = (part.strip() for part in item.split(";"))
         if kind in ("*/*", "application/*"):
             kind = JSON
-        if kind not in (JSON, RAW, NPY):
-            continue
-        parameters = dict(part.partition("=")[::2] for part in rest)
-        weight = _weight(parameters.get("q", "1"))
-        if weight > best_weight or (weight == best_weight > 0 and kind == JSON):
-            best, best_weight = (kind, parameters.get("dtype", "float32").strip('"')), weight
-    kind, dtype = best
+        if kind in (JSON, RAW, NPY):
+            parameters = dict(part.partition("=")[::2] for part in rest)
+            weight = _weight(parameters.get("q", "1"))
+            dtype = parameters.get("dtype", "float32").strip('"')
+            choices.append((weight, kind == JSON, kind, dtype))
+    *_, kind, dtype = max(choices, key=lambda choice: choice[:2])
     if dtype not in DTYPES:
         raise InvalidRequest(f"Accept asks for dtype {dtype[:40]!a}; there are {', '.join(DTYPES)}")
     return (kind, dtype) if kind != JSON else None
@@ -209,13 +206,7 @@ def _weight(text: str) -> float:
 
 
 def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> BytesResponse:
-    """Return vectors [n, D], or arrays [S, D] one after another, as raw bytes or for NumPy.
-
-    Args:
-        value: the vectors.
-        kind: the media type, `RAW` or `NPY`.
-        dtype: a key of `DTYPES`.
-    """
+    """Return vectors [n, D], or arrays [S, D] one after another, as `RAW` or `NPY`."""
     rows = np.concatenate(value) if isinstance(value, list) else value
     converted, scale = DTYPES[dtype](rows)
     content = io.BytesIO()
@@ -323,4 +314,4 @@ class _Dispatcher(TaskRoute):
         raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)
 
 
-PROTOCOL: Final = WireProtocol(("/",), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/",), routes, error_body, has_422=True)

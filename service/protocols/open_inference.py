@@ -21,7 +21,6 @@ from starlette.responses import Response
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
 from cloze.service.http.body import BytesResponse, load, validate
-from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -130,11 +129,6 @@ _METADATA = _answer_type(
     inputs=list[TensorMetadata],
     outputs=list[TensorMetadata],
 )
-
-
-def write_error(error: ErrorInfo) -> tuple[int, OpenInferenceErrorBody]:
-    """Return the status and the body of an error. The protocol uses status 400 instead of 422."""
-    return without_422(error.status), OpenInferenceErrorBody(error.message)
 
 
 class _TaskModel(TaskRoute):
@@ -355,4 +349,6 @@ _INFER: Final = RouteDoc(
     errors=STATUSES_WITHOUT_422,
 )
 
-PROTOCOL: Final = WireProtocol(("/v2",), routes, write_error)
+PROTOCOL: Final = WireProtocol(
+    ("/v2",), routes, lambda error: OpenInferenceErrorBody(error.message)
+)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cloze.service.core import Location, UnknownModel
 from cloze.service.http.body import BytesResponse
-from cloze.service.http.errors import ErrorInfo, without_422
+from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
@@ -155,13 +155,12 @@ class OpenAiErrorBody:
     detail: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, OpenAiErrorBody]:
-    """Return the status and the body of an error. OpenAI uses status 400 instead of 422."""
-    status = without_422(error.status)
+def error_body(error: ErrorInfo) -> OpenAiErrorBody:
+    """Return the body of an error."""
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
-    kind: ErrorType = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    return status, OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
+    kind: ErrorType = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    return OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
 
 
 class _Embeddings(TaskRoute):
@@ -235,4 +234,4 @@ def _row(pipeline: Pipeline) -> ModelRow:
     return ModelRow(pipeline.reference, "model", created, "cloze", own, spaces)
 
 
-PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, error_body)

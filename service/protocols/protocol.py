@@ -52,11 +52,9 @@ class ServerState(Protocol):
 
     def why_restart(self) -> ServiceError | None:
         """Return why the process should be restarted; None if it should not."""
-        ...
 
     def why_unready(self) -> ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
-        ...
 
     async def reload(self) -> Changes:
         """Serve what the store, the keys and the certificate hold now.
@@ -64,7 +62,6 @@ class ServerState(Protocol):
         Raises:
             ReloadRefused: that cannot be served; what was served before is served on.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +102,14 @@ class WireProtocol:
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
-        error: error -> the HTTP status, and the value that becomes the JSON body.
+        error_body: error -> the value that becomes the JSON body.
+        has_422: whether the protocol has the status 422; else status 400 stands for both.
     """
 
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
-    error: Callable[[ErrorInfo], tuple[int, Any]]
+    error_body: Callable[[ErrorInfo], Any]
+    has_422: bool = False
 
 
 def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
@@ -273,9 +272,7 @@ async def answer_task(
     """Read the body of a request, choose the model, run the task, and return the response.
 
     Args:
-        context: the parts of the service that the route uses.
         parse: (request, data) -> the route that a body is for, and the parsed body.
-        http_request: the request, whose `ServedRequest` is in its scope.
         pipeline: the model to use; None selects the one that the body names, or the default.
 
     Raises:
@@ -339,9 +336,9 @@ class ErrorBody:
     error_type: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, ErrorBody]:
-    """Return the status and the body of an error."""
-    return error.status, ErrorBody(error.message, error.kind)
+def error_body(error: ErrorInfo) -> ErrorBody:
+    """Return the body of an error."""
+    return ErrorBody(error.message, error.kind)
 
 
 class LenientModel(WireModel):

@@ -22,8 +22,8 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    error_body,
     json_response,
-    write_error,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
@@ -167,18 +167,16 @@ class _Rerank(TaskRoute):
     def respond(
         self, request: ServedRequest, body: RerankBody, value: rerank.Ranking
     ) -> BytesResponse:
-        ranks: list[dict[str, Any]] = [
-            {"index": rank.index, "score": rank.score} for rank in value.ranks
-        ]
-        if body.return_text:
-            for row, rank in zip(ranks, value.ranks, strict=True):
+        ranks = []
+        for rank in value.ranks:
+            row: dict[str, Any] = {"index": rank.index, "score": rank.score}
+            if body.return_text:
                 row["text"] = rank.text
-        answer: Any = ranks
-        if request.usage is not None:
-            for row, rank in zip(ranks, value.ranks, strict=True):
+            if request.usage is not None:
                 row["window"] = rank.window
-            answer = {"result": ranks, "usage": request.usage}
-        response = json_response(answer)
+            ranks.append(row)
+        with_usage = {"result": ranks, "usage": request.usage}
+        response = json_response(ranks if request.usage is None else with_usage)
         response.raw_headers.append((b"x-ranked-by", value.by.encode()))
         return response
 
@@ -219,4 +217,6 @@ class _Decode(_TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error)
+_PATHS: Final = ("/predict", "/rerank", "/tokenize", "/decode")
+
+PROTOCOL: Final = WireProtocol(_PATHS, routes, error_body, has_422=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.body import BytesResponse, load, validate
@@ -153,14 +153,12 @@ _ANY = (b"", b"*/*", b"application/json")
 _LONGEST_ACCEPT = 1000
 """Most bytes of ``Accept`` that are parsed."""
 
-_LARGEST_INT8 = 127
-
 Convert = Callable[[Float32], tuple[NDArray[Any], float | None]]
 
 
 def _int8(values: Float32) -> tuple[NDArray[Any], float]:
     """Return integers and their scale: the largest absolute value becomes 127."""
-    scale = float(np.abs(values).max(initial=0.0)) / _LARGEST_INT8 or 1.0
+    scale = float(np.abs(values).max(initial=0.0)) / 127 or 1.0
     return np.rint(values / np.float32(scale)).astype(np.int8), scale
 
 
@@ -191,18 +189,14 @@ def vector_format(accept: bytes) -> tuple[str, str] | None:
             kind = JSON
         if kind in (JSON, RAW, NPY):
             parameters = dict(part.partition("=")[::2] for part in rest)
-            weight = _weight(parameters.get("q", "1"))
+            quality = parameters.get("q", "1")
+            weight = float(quality) if quality.replace(".", "", 1).isdecimal() else 1.0
             dtype = parameters.get("dtype", "float32").strip('"')
             choices.append((weight, kind == JSON, kind, dtype))
     *_, kind, dtype = max(choices, key=lambda choice: choice[:2])
     if dtype not in DTYPES:
         raise InvalidRequest(f"Accept asks for dtype {dtype[:40]!a}; there are {', '.join(DTYPES)}")
     return (kind, dtype) if kind != JSON else None
-
-
-def _weight(text: str) -> float:
-    """Return the value of a weight; 1 if it is no number."""
-    return float(text) if text.replace(".", "", 1).isdecimal() else 1.0
 
 
 def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> BytesResponse:
@@ -229,10 +223,8 @@ _CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
 """Tasks whose bodies look the same."""
 
 
-class DispatchBody(WireModel):
+class DispatchBody(LenientModel):
     """A body of any task that ``POST /`` knows; the route of the task documents its fields."""
-
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     inputs: Annotated[Any, NotEmptyText, NotEmpty] = Field(description="the inputs of the task")
     parameters: dict[str, Any] | None = Field(None, description="its parameters")
@@ -279,11 +271,17 @@ class _Dispatcher(TaskRoute):
 
         A body that fits text and token classification needs exactly one of the two to be served.
         """
+        tasks = self.context.tasks.values()
+        by_field = {field: task for task in tasks for field in task.own_fields}
         texts = body.inputs if isinstance(body.inputs, list) else [body.inputs]
         for item in texts:
             if isinstance(item, dict):
-                return self._task_of_fields(item)
-        for task in self.context.tasks.values():
+                if task := next((by_field[field] for field in by_field if field in item), None):
+                    return task
+                known = ", ".join(by_field)
+                problem = f"has an object that fits no task: it has none of {known}"
+                raise InvalidRequest(problem, INPUTS)
+        for task in tasks:
             if any(name in task.own_parameters for name in body.parameters or ()):
                 return task
         masks = models.default(fill_mask.TASK)
@@ -302,16 +300,6 @@ class _Dispatcher(TaskRoute):
             "served; send the request to the route of its task",
             INPUTS,
         )
-
-    def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
-        """Return the task that inputs with the fields of an object are for."""
-        tasks = self.context.tasks.values()
-        by_field = {field: task for task in tasks for field in task.own_fields}
-        for field, task in by_field.items():
-            if field in item:
-                return task
-        known = ", ".join(by_field)
-        raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)
 
 
 PROTOCOL: Final = WireProtocol(("/",), routes, error_body, has_422=True)

@@ -16,7 +16,7 @@ from cloze.model_store.embedding_space import own_recipe, tokens_recipe
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.model_store.manifest import Manifest, Role
+from cloze.model_store.manifest import Role
 from cloze.service import core
 from cloze.service.http.pages import PAGE, PAGE_HEADERS
 from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
@@ -152,42 +152,35 @@ def _info(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "max_request_bytes": context.body_limits.max_bytes,
         "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
-        "models": [
-            {
-                "name": manifest.name,
-                "version": manifest.version,
-                "tasks": models.tasks_of[pipeline],
-                "scores": _scores(context, pipeline),
-                "family": manifest.architecture.family,
-                "parameters": manifest.architecture.parameters,
-                "precision": pipeline.model.precision(),
-                "max_tokens": manifest.limits.max_tokens,
-                "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
-                "embedding_space": pipeline.own_spaces().get(embed.TASK.name),
-                "embedding_spaces": pipeline.own_spaces(),
-                "roles": _roles(pipeline),
-                "license": manifest.license,
-                "source": manifest.source.model_dump(),
-                **_tags(manifest),
-                **_base(pipeline),
-            }
-            for pipeline in models.pipelines
-            for manifest in (pipeline.manifest,)
-        ],
+        "models": [_model(context, pipeline) for pipeline in models.pipelines],
     }
 
 
-def _tags(manifest: Manifest) -> dict[str, str]:
-    """Return the scheme of the labels of tokens, if it marks the ends of entities."""
+def _model(context: ProtocolContext, pipeline: Pipeline) -> dict[str, Any]:
+    """Return what `/info` says of one model."""
+    manifest, bundle, spaces = pipeline.manifest, pipeline.model.bundle, pipeline.own_spaces()
+    described = {
+        "name": manifest.name,
+        "version": manifest.version,
+        "tasks": context.models.tasks_of[pipeline],
+        "scores": _scores(context, pipeline),
+        "family": manifest.architecture.family,
+        "parameters": manifest.architecture.parameters,
+        "precision": pipeline.model.precision(),
+        "max_tokens": manifest.limits.max_tokens,
+        "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
+        "embedding_space": spaces.get(embed.TASK.name),
+        "embedding_spaces": spaces,
+        "roles": _roles(pipeline),
+        "license": manifest.license,
+        "source": manifest.source.model_dump(),
+    }
     options = manifest.heads.get(token_classification.HEAD.name)
-    scheme = tag_scheme(options.labels) if isinstance(options, TokenLabels) else None
-    return {"tag_scheme": scheme} if scheme else {}
-
-
-def _base(pipeline: Pipeline) -> dict[str, str]:
-    """Return the base of an adapter; nothing for a bundle."""
-    bundle = pipeline.model.bundle
-    return {"base": bundle.base.manifest.reference} if isinstance(bundle, AdapterBundle) else {}
+    if isinstance(options, TokenLabels) and (scheme := tag_scheme(options.labels)):
+        described["tag_scheme"] = scheme  # it marks the ends of entities
+    if isinstance(bundle, AdapterBundle):
+        described["base"] = bundle.base.manifest.reference
+    return described
 
 
 def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:

@@ -53,17 +53,11 @@ _REJECTIONS: dict[type[Exception], core.Rejection] = {
     core.EngineDead: core.Rejection.ENGINE_DEAD,
 }
 
-# Another replica can answer at once, and an engine restarts in about a second.
-_UNAVAILABLE: Final = {"retry-after": "1"}
-
-_HEADERS: Final[dict[type[Exception], dict[str, str]]] = {
-    core.AdapterUnavailable: _UNAVAILABLE,
-    core.ShuttingDown: _UNAVAILABLE,
-    core.EngineDead: _UNAVAILABLE,
-    core.Unauthorized: {"www-authenticate": "Bearer"},
-    core.UnsupportedEncoding: {"accept-encoding": "gzip"},  # RFC 9110, section 12.5.3
-    # Otherwise the server would parse the rest of the body as the next request.
-    core.SlowRequest: {"connection": "close"},
+_HEADERS: Final = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},  # else the rest of the body would be the next request
+    415: {"accept-encoding": "gzip"},  # RFC 9110, section 12.5.3
+    503: {"retry-after": "1"},  # another replica can answer, and an engine restarts
 }
 
 
@@ -85,7 +79,7 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     """
     if isinstance(error, core.ServiceError):
         status, kind = STATUS[type(error)]
-        headers = dict(_HEADERS.get(type(error), {}))
+        headers = dict(_HEADERS.get(status, {}))
         if isinstance(error, core.Overloaded):
             for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
                 headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))

@@ -16,14 +16,12 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from cloze.service.core import Float32, InvalidRequest, Location
-from cloze.service.http.body import BytesResponse
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    json_response,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
@@ -176,18 +174,15 @@ class _Embed(TaskRoute):
         """Return the location in the body, whose texts are in ``texts`` or in ``inputs``."""
         return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
-    def respond(
-        self, request: ServedRequest, body: CohereEmbedBody, value: Float32
-    ) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: CohereEmbedBody, value: Float32) -> Any:
         kinds = dict.fromkeys(body.embedding_types or ("float",))
-        answer = EmbedByTypeResponse(
+        return EmbedByTypeResponse(
             request.identity.decode("ascii"),
             "embeddings_by_type",
             {kind: _NUMBERS[kind](value) for kind in kinds},
             _texts(body),
             Meta(ApiVersion("2"), BilledUnits(request.tokens)),
         )
-        return json_response(answer, in_parts=request.is_large)
 
 
 def _texts(body: CohereEmbedBody) -> list[str]:

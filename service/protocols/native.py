@@ -28,7 +28,6 @@ from cloze.service.protocols.protocol import (
     TaskRoute,
     WireProtocol,
     error_body,
-    json_response,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
@@ -96,14 +95,14 @@ class _NativeRoute(TaskRoute):
             return body.inputs, body
         return body.inputs, getattr(body, "parameters", None) or self.task.parameters()
 
-    def respond(self, request: ServedRequest, body: Any, value: Any) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: Any, value: Any) -> Any:
         if isinstance(body.inputs, self.task.alone):
             [value] = value
         if request.usage is not None:
-            value = {"result": value, "usage": request.usage}
-        elif request.vector_format and not getattr(body, "return_offsets", None):
+            return {"result": value, "usage": request.usage}
+        if request.vector_format and not getattr(body, "return_offsets", None):
             return vector_bytes(value, *request.vector_format)
-        return json_response(value, in_parts=request.is_large)
+        return value
 
 
 def body_type(task: Task) -> type[BaseModel]:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Location, UnknownModel
-from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
@@ -193,16 +192,13 @@ class _Embeddings(TaskRoute):
         )
         return body.input, parameters
 
-    def respond(
-        self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any
-    ) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any) -> Any:
         vectors: Iterable[Any] = value.astype("<f4", copy=False)
         if body.encoding_format == "base64":
             vectors = [b64encode(vector).decode() for vector in vectors]
         rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
         usage = Usage(request.tokens, request.tokens)
-        answer = EmbeddingList("list", rows, body.model, usage)
-        return json_response(answer, in_parts=request.is_large)
+        return EmbeddingList("list", rows, body.model, usage)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

@@ -225,12 +225,9 @@ class TaskRoute:
         """Return the inputs and the parameters of the task that a body asks for."""
         return body.inputs, body
 
-    def respond(self, _: ServedRequest, __: Any, value: Any) -> BytesResponse:
-        """Return the response to a request with a body, without timing headers.
-
-        The value is that of `Task.decode`.
-        """
-        return json_response(value)
+    def respond(self, _: ServedRequest, __: Any, value: Any) -> Any:
+        """Return the response to a request with a body, or its JSON; the value is the task's."""
+        return value
 
     def _serving(self, models: Models) -> Sequence[Pipeline]:
         return models.serving(self.task)
@@ -297,8 +294,7 @@ async def answer_task(
             raise error.moved(error.at and route.in_body(error.at, body)) from None
         if body.model_extra or parameters.model_extra:
             request.warnings = (ignored_fields(body, parameters), *request.warnings)
-        response = await run_anywhere(not request.is_large, route.respond, request, body, value)
-        _add_headers(response, request)
+        response = await run_anywhere(not request.is_large, _respond, route, request, body, value)
         if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
         if len(response.body) > SMALL_BYTES:
@@ -306,7 +302,11 @@ async def answer_task(
         return response
 
 
-def _add_headers(response: BytesResponse, request: ServedRequest) -> None:
+def _respond(route: TaskRoute, request: ServedRequest, body: Any, value: Any) -> BytesResponse:
+    """Return the response to a request, with the headers that all answers of tasks have."""
+    response = route.respond(request, body, value)
+    if not isinstance(response, BytesResponse):
+        response = json_response(response, in_parts=request.is_large)
     total_ms = 1000 * (request.tokenize_s + request.queue_s + request.inference_s)
     # The clients of text-embeddings-inference expect whole numbers.
     response.raw_headers += [
@@ -323,6 +323,7 @@ def _add_headers(response: BytesResponse, request: ServedRequest) -> None:
     if request.warnings:
         warning = "; ".join(request.warnings)[:2000].encode("ascii")
         response.raw_headers.append((b"x-warning", warning))
+    return response
 
 
 # ---- what the native protocol shares with text-embeddings-inference ------------------------------

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from cloze.service.core import Location
-from cloze.service.http.body import BytesResponse
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -121,9 +120,9 @@ class _Predict(TaskRoute):
             return _text_pair(body.inputs), parameters
         return [_text_pair(texts) for texts in body.inputs], parameters
 
-    def respond(self, _: ServedRequest, body: PredictBody, value: Any) -> BytesResponse:
+    def respond(self, _: ServedRequest, body: PredictBody, value: Any) -> Any:
         is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
-        return json_response(value if is_batch else value[0])
+        return value if is_batch else value[0]
 
 
 def _text_pair(texts: Any) -> TextPair:
@@ -164,9 +163,7 @@ class _Rerank(TaskRoute):
     def to_call(self, _: ServedRequest, body: RerankBody) -> tuple[Any, Any]:
         return body, body
 
-    def respond(
-        self, request: ServedRequest, body: RerankBody, value: rerank.Ranking
-    ) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: RerankBody, value: rerank.Ranking) -> Any:
         ranks = []
         for rank in value.ranks:
             row: dict[str, Any] = {"index": rank.index, "score": rank.score}

@@ -129,9 +129,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     doc = route.doc
     headers = {**_common(route), **doc.headers}
     success: dict[str, Any] = {"description": "Success", "headers": _headers(headers)}
-    content: dict[str, Any] = {}
-    if doc.result is not None:
-        content[JSON] = {"schema": schemas[route.path, "result"]}
+    content = {} if doc.result is None else {JSON: {"schema": schemas[route.path, "result"]}}
     for media_type in doc.media_types:
         binary = {"format": "binary"} if media_type in (RAW, NPY) else {}
         content[media_type] = {"schema": {"type": "string"} | binary}
@@ -163,10 +161,9 @@ def _common(route: Route) -> dict[str, tuple[str, str]]:
 
 
 def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    closed = "Client closed its connection"
     return {
-        "description": "Client closed its connection"
-        if status == 499
-        else HTTPStatus(status).phrase,
+        "description": closed if status == 499 else HTTPStatus(status).phrase,
         "headers": _headers(_common(route) | _ERROR_HEADERS.get(status, {})),
         "content": {JSON: {"schema": schemas[route.path, "error"]}},
     }

@@ -23,7 +23,6 @@ from cloze.service.http.pages import ASSET_PATHS, ASSETS, PARTS, answer_headers,
 from cloze.service.http.record import Access
 from cloze.service.http.routes import JSON, Handler, Respond, Route
 
-_TITLE: Final = "Cloze"
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
 PAGES: Final = ("/openapi.json", *PARTS)
@@ -60,7 +59,6 @@ def create_app(
 def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
     """Return the application that answers the routes and the pages, by their paths."""
     app = FastAPI(
-        title=_TITLE,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,  # FastAPI's own route would write the document again for each request
@@ -98,7 +96,7 @@ def _openapi_handler(routes: Sequence[Route]) -> Handler:
 
     @lru_cache(1)
     def written() -> bytes:
-        return orjson.dumps(document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes))
+        return orjson.dumps(document("Cloze", version(DISTRIBUTION), _DESCRIPTION, routes))
 
     async def answer(_: Request) -> Response:
         return Response(await asyncio.to_thread(written), media_type=JSON)

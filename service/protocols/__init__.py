@@ -44,8 +44,7 @@ class ErrorResponder:
         info = describe_error(request, error)
         record: ServedRequest = request.scope[RECORD]
         record.error, reason = type(error).__name__, rejection(error)
-        stated_s = self._timeout_s if record.stated_s is None else record.stated_s
-        if reason is Rejection.TIMEOUT and stated_s < self._timeout_s:
+        if reason is Rejection.TIMEOUT and record.limit_s < self._timeout_s:
             reason = Rejection.STATED_LIMIT
         record.rejection = reason
         protocol = next(

@@ -120,14 +120,9 @@ _LIVE = _answer_type("Live", "/v2/health/live", live=Literal[True])
 _READY = _answer_type("Ready", "/v2/health/ready", ready=Literal[True])
 _NAMES = _answer_type("ModelNames", "/v2/models", models=list[str])
 _MODEL_READY = _answer_type("ModelReady", f"{_MODEL}/ready", name=str, ready=Literal[True])
+_TENSORS = {"inputs": list[TensorMetadata], "outputs": list[TensorMetadata]}
 _METADATA = _answer_type(
-    "ModelMetadata",
-    _MODEL,
-    name=str,
-    versions=list[str],
-    platform=str,
-    inputs=list[TensorMetadata],
-    outputs=list[TensorMetadata],
+    "ModelMetadata", _MODEL, name=str, versions=list[str], platform=str, **_TENSORS
 )
 
 
@@ -208,11 +203,8 @@ class _TaskModel(TaskRoute):
             else:
                 row["data"] = data if isinstance(data, list) else data.reshape(-1)
             rows.append(row)
-        answer: dict[str, Any] = {
-            "model_name": f"{model}.{self.task.name}",
-            "model_version": number,
-            "outputs": rows,
-        }
+        answer: dict[str, Any] = {"model_name": f"{model}.{self.task.name}"}
+        answer |= {"model_version": number, "outputs": rows}
         if body.id is not None:
             answer["id"] = body.id
         head = json_response(answer, in_parts=request.is_large)
@@ -256,10 +248,8 @@ class _Server:
         model = self._tasks.get(task)
         models = self._context.models_of(request.scope[RECORD])
         if model is None or not bundle:
-            raise UnknownModel(
-                f"no model {quoted(name)} is served; a name is <bundle>.<task>, "
-                f"such as {_names(models)[0]}"
-            )
+            example = f"a name is <bundle>.<task>, such as {_names(models)[0]}"
+            raise UnknownModel(f"no model {quoted(name)} is served; {example}")
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
         except WrongTask as error:
@@ -267,10 +257,8 @@ class _Server:
         return model, chosen
 
     async def server(self, _: Request) -> Response:
-        extensions = ["binary_tensor_data"]
-        return json_response(
-            {"name": "cloze", "version": version(DISTRIBUTION), "extensions": extensions}
-        )
+        about = {"name": "cloze", "version": version(DISTRIBUTION)}
+        return json_response(about | {"extensions": ["binary_tensor_data"]})
 
     async def models(self, request: Request) -> Response:
         return json_response({"models": _names(self._context.models_of(request.scope[RECORD]))})

@@ -42,13 +42,10 @@ _PART_NUMBERS = 65_536
 
 
 class ServerState(Protocol):
-    """The state of the server that probes report.
-
-    Attributes:
-        has_engines: whether the engines are in this process, which so can reload.
-    """
+    """The state of the server that probes report."""
 
     has_engines: bool
+    """Whether the engines are in this process, which so can reload."""
 
     def why_restart(self) -> ServiceError | None:
         """Return why the process should be restarted; None if it should not."""

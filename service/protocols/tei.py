@@ -214,6 +214,6 @@ class _Decode(_TokenizerRoute):
         return body.ids, body
 
 
-_PATHS: Final = ("/predict", "/rerank", "/tokenize", "/decode")
-
-PROTOCOL: Final = WireProtocol(_PATHS, routes, error_body, has_422=True)
+PROTOCOL: Final = WireProtocol(
+    ("/predict", "/rerank", "/tokenize", "/decode"), routes, error_body, has_422=True
+)

@@ -71,9 +71,9 @@ class TaskTensors:
         self.outputs = [TensorMetadata("result", "BYTES", [-1])]
         if task.vectors:
             self.outputs = [TensorMetadata("embedding", "FP32", [-1, -1])]
-        if task.vectors or self._columns:
-            self.outputs.append(TensorMetadata("count", "INT64", [-1]))
-        self.outputs += [TensorMetadata(name, kind, [-1]) for name, kind in self._columns.items()]
+        columns = {"count": "INT64"} if task.vectors or self._columns else {}
+        columns |= self._columns
+        self.outputs += [TensorMetadata(name, kind, [-1]) for name, kind in columns.items()]
 
     def to_inputs(self, tensors: Mapping[str, list[str]]) -> Any:
         """Return the inputs of a call of the task; the texts of each tensor are by its name.

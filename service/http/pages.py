@@ -59,9 +59,8 @@ _ERROR_HEADERS = {
 }
 
 
-def _handler(name: str, media_type: str) -> Handler:
+def _handler(name: str, media_type: str, policy: str = _POLICY) -> Handler:
     content = (_FOLDER / name).read_bytes()
-    policy = _SWAGGER_POLICY if name == "docs.html" else _POLICY
     headers = _HEADERS | {"content-security-policy": policy}
 
     async def answer(_: Request) -> Response:
@@ -74,7 +73,7 @@ PAGE: Final = _handler("index.html", HTML)
 """The handler of the page itself."""
 
 PARTS: Final = {
-    "/docs": _handler("docs.html", HTML),
+    "/docs": _handler("docs.html", HTML, _SWAGGER_POLICY),
     "/page/docs.js": _handler("docs.js", "text/javascript"),
     "/page/style.css": _handler("style.css", "text/css"),
     "/page/page.js": _handler("page.js", "text/javascript"),
@@ -147,10 +146,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
             for name in names
         ]
     if doc.body is not None:
-        examples = {title: {"value": body} for title, body in doc.examples.items()}
         body = {"schema": schemas[route.path, "body"]}
-        if examples:
-            body["examples"] = examples
+        if doc.examples:
+            body["examples"] = {title: {"value": one} for title, one in doc.examples.items()}
         operation["requestBody"] = {"required": True, "content": {JSON: body}}
     return operation
 

@@ -41,6 +41,9 @@ _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""
 
 
+_json: Final = partial(orjson.dumps, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 class ServerState(Protocol):
     """The state of the server that probes report."""
 
@@ -116,7 +119,7 @@ def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
     while parts are joined, so that a large value is written to a buffer in parts.
     """
     if not in_parts:
-        return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+        return BytesResponse(_json(value))
     content = BytesIO()
     content.writelines(json_parts(value))
     return BytesResponse(content.getvalue())
@@ -146,10 +149,6 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
         yield b"]"
     else:
         yield _json(value)
-
-
-def _json(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def get_route(

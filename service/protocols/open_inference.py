@@ -318,12 +318,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return found
 
 
-_TWO_TEXTS: Final = {
-    "name": "text",
-    "shape": [2],
-    "datatype": "BYTES",
-    "data": ["What is deep learning?", "A cat sat."],
-}
+_TEXT: Final = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["A cat sat."]}
 
 _INFER: Final = RouteDoc(
     summary="The results of one task of one model, as tensors",
@@ -331,7 +326,7 @@ _INFER: Final = RouteDoc(
     result=InferAnswer,
     error_body=OpenInferenceErrorBody,
     body=InferBody,
-    examples={"Two texts": {"inputs": [_TWO_TEXTS]}},
+    examples={"One text": {"inputs": [_TEXT]}},
     media_types=(RAW,),
     headers={**TIMING_HEADERS, JSON_LENGTH: ("integer", "bytes of the JSON before the tensors")},
     errors=STATUSES_WITHOUT_422,

@@ -174,10 +174,7 @@ STATUSES_WITHOUT_422: Final = tuple(sorted(set(map(without_422, ERROR_STATUSES))
 
 TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
-    "x-total-time": (
-        "integer",
-        "the value of x-compute-time, under the name of text-embeddings-inference",
-    ),
+    "x-total-time": ("integer", "x-compute-time, as text-embeddings-inference names it"),
     "x-tokenization-time": ("integer", "milliseconds of tokenization"),
     "x-queue-time": ("integer", "milliseconds in the queue"),
     "x-inference-time": ("integer", "milliseconds in the engine"),

@@ -112,12 +112,9 @@ class TaskTensors:
         return [make(**dict(zip(tensors, row, strict=True))) for row in rows]
 
     def to_outputs(self, value: Any, asked: Collection[str], inputs: int) -> dict[str, Data]:
-        """Return the data of the output tensors of a result, in the order of `outputs`.
+        """Return the data of the output tensors of the value of `Task.decode` for some inputs.
 
-        Args:
-            value: the return value of `Task.decode` for a list of inputs.
-            asked: names of the tensors to return; none: all, without the columns that no entry has.
-            inputs: number of the inputs.
+        If no names are asked for, the result has all but the columns that no entry has.
         """
         tensors: dict[str, Data]
         if self._task.vectors:  # [m, D] of all inputs, or a list with [S, D] of each input

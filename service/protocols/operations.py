@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -64,11 +64,12 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for operators."""
-    operations, state = _Operations(context), context.state
+    state = context.state
     get = partial(get_route, tag="service", error_body=ErrorBody)
     alive = partial(answer_probe, state.why_restart, _ALIVE)
     ready = partial(answer_probe, state.why_unready, _READY)
     health = partial(answer_probe, state.why_unready, None)
+    metrics = partial(_metrics, context, ThreadPoolExecutor(1, "scrape"))
     page, text = {"media_types": (HTML,), "headers": PAGE_HEADERS}, {"media_types": (TEXT,)}
     changes = "Serve what the store, the keys and the certificate hold now"
     reload = RouteDoc(changes, "service", core.Changes, ErrorBody, errors=(401, 403, 409, 503))
@@ -77,43 +78,38 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         get("/healthz", alive, "Liveness: 503 once an engine is dead", Status, 503),
         get("/readyz", ready, "Readiness: 503 while draining or dead", Status, 503),
         get("/health", health, "Readiness, under the path of text-embeddings-inference", None, 503),
-        get("/info", operations.info, "The served models and their limits", dict[str, Any]),
-        get("/metrics", operations.metrics, "Metrics in Prometheus's text format", None, **text),
-        Route("POST", "/admin/reload", operations.reload, reload),
+        get("/info", partial(_info, context), "The served models and their limits", dict[str, Any]),
+        get("/metrics", metrics, "Metrics in Prometheus's text format", None, **text),
+        Route("POST", "/admin/reload", partial(_reload, context), reload),
     ]
 
 
-class _Operations:
-    """The handlers of the routes."""
+async def _info(context: ProtocolContext, request: Request) -> Response:
+    """Answer on a thread: a thousand adapters take a tenth of a second."""
+    models = context.models_of(request.scope[RECORD])
+    return json_response(await run_on_thread(_describe, context, models))
 
-    def __init__(self, context: ProtocolContext) -> None:
-        self._context = context
-        self._scrapes = ThreadPoolExecutor(1, "scrape")
 
-    async def info(self, request: Request) -> Response:
-        """Answer on a thread: a thousand adapters take a tenth of a second."""
-        models = self._context.models_of(request.scope[RECORD])
-        return json_response(await run_on_thread(_info, self._context, models))
+async def _metrics(context: ProtocolContext, scrapes: Executor, request: Request) -> Response:
+    """Answer on a thread of its own: requests may occupy all threads of the loop."""
+    exposition, accept = context.metrics.exposition, request.headers.get("accept", "")
+    loop = asyncio.get_running_loop()
+    text, content_type = await loop.run_in_executor(scrapes, exposition, accept)
+    return Response(text, headers={"content-type": content_type})
 
-    async def metrics(self, request: Request) -> Response:
-        """Answer on a thread of its own: requests may occupy all threads of the loop."""
-        exposition, accept = self._context.metrics.exposition, request.headers.get("accept", "")
-        loop = asyncio.get_running_loop()
-        text, content_type = await loop.run_in_executor(self._scrapes, exposition, accept)
-        return Response(text, headers={"content-type": content_type})
 
-    async def reload(self, _: Request) -> Response:
-        """Answer what a reload changed.
+async def _reload(context: ProtocolContext, _: Request) -> Response:
+    """Answer what a reload changed.
 
-        Without keys, no request may reload: a connection from loopback may be one of a proxy, and
-        so of anybody.
-        """
-        if self._context.state.has_engines and not self._context.has_keys:
-            raise core.Forbidden(
-                "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
-                "reload it by a key with the scope admin"
-            )
-        return json_response(await self._context.state.reload())
+    Without keys, no request may reload: a connection from loopback may be one of a proxy, and
+    so of anybody.
+    """
+    if context.state.has_engines and not context.has_keys:
+        raise core.Forbidden(
+            "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
+            "reload it by a key with the scope admin"
+        )
+    return json_response(await context.state.reload())
 
 
 def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
@@ -135,7 +131,7 @@ def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
     return {"change_vectors": differ, **described}
 
 
-def _info(context: ProtocolContext, models: Models) -> dict[str, Any]:
+def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the default model, and the models."""
     embeds = context.tasks.get(embed.TASK.name)
     shown = (models.default(embeds) if embeds else None) or models.pipelines[0]

@@ -95,10 +95,9 @@ def malformed(error: orjson.JSONDecodeError, data: bytes) -> MalformedRequest:
     try:
         data.decode()
     except UnicodeDecodeError as wrong:
-        shown = f"byte {wrong.start} is 0x{data[wrong.start]:02x} (Latin-1?)"
-        return not_utf8(shown)
-    surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
-    hint = surrogate if "surrogate" in error.msg else ""
+        return not_utf8(f"byte {wrong.start} is 0x{data[wrong.start]:02x} (Latin-1?)")
+    pairs = "; \\ud800 to \\udfff, surrogates, must come in pairs"
+    hint = pairs if "surrogate" in error.msg else ""
     offset = len(error.doc[: error.pos].encode())
     problem = error.msg.partition(": line")[0]
     return MalformedRequest(f"the body is not JSON: {problem} at byte {offset}{hint}")

@@ -128,15 +128,11 @@ class Key:
 
     def __init__(self, name: str, entry: KeyEntry, before: "Key | None" = None) -> None:
         self.name, self.entry = name, entry
-        self._buckets: dict[str, Bucket] = {}
-        old = {} if before is None else before._buckets
         limits = {"requests": entry.requests_per_minute, "tokens": entry.tokens_per_minute}
-        for unit, most in limits.items():
-            if most is not None:
-                bucket = old.get(unit)
-                self._buckets[unit] = (
-                    bucket if bucket and bucket.per_minute == most else Bucket(most)
-                )
+        self._buckets = {unit: Bucket(most) for unit, most in limits.items() if most is not None}
+        for unit, bucket in (before._buckets if before else {}).items():
+            if limits[unit] == bucket.per_minute:
+                self._buckets[unit] = bucket
 
     def expires_before(self, moment: datetime) -> bool:
         """Return whether the key is expired at a time."""

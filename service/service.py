@@ -102,7 +102,7 @@ def single_process(
     if bundles is None:
         bundles = open_bundles(settings).bundles
     # An error of the operator is found before the models take their time.
-    Certificate(settings.tls_certificate, settings.tls_key).check()
+    Certificate(settings.tls_certificate, settings.tls_key).load()
     if settings.keys_file is not None:
         read_entries(settings.keys_file)
     metrics = Metrics()
@@ -493,7 +493,7 @@ class Service:
             StartupError: the certificate, the keys or a bundle cannot be used.
             ShuttingDown: the server drains.
         """
-        self.certificate.check()
+        self.certificate.load()
         new, refused = await asyncio.to_thread(self._reopened, old)
         try:
             if self.draining:

@@ -1,6 +1,7 @@
 """The status and the type of every error, in every protocol, from a table of this test."""
 
-from dataclasses import asdict
+import asyncio
+import json
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -8,8 +9,8 @@ from starlette.requests import Request
 
 from cloze.service import core
 from cloze.service.http.errors import describe_error
-from cloze.service.protocols import PROTOCOLS
-from cloze.service.protocols.protocol import WireProtocol
+from cloze.service.protocols import PROTOCOLS, ErrorResponder, WireProtocol
+from tests.records import recorded, scope_of
 
 TABLE: dict[type[Exception], tuple[int, str, str]] = {
     core.MalformedRequest: (400, "Validation", "invalid_request_error"),
@@ -61,8 +62,8 @@ def test_an_error_has_its_status_and_its_type(
     kind: type[Exception], protocol: WireProtocol
 ) -> None:
     status, error_type, openai_type = TABLE[kind]
-    info = describe_error(request(), error_of(kind))
-    written, body = protocol.error(info)
+    asked = Request(scope_of(recorded(protocol.prefixes[0])))
+    response = asyncio.run(ErrorResponder(PROTOCOLS, 30.0).respond(asked, error_of(kind)))
     message = "an internal error; it was logged" if kind is RuntimeError else "why"
     only_400 = 400 if status == 422 else status
     expected = {
@@ -82,7 +83,9 @@ def test_an_error_has_its_status_and_its_type(
         "/v2": (only_400, {"error": message}),
     }
     usual = (status, {"error": message, "error_type": error_type})
-    assert (written, asdict(body)) == expected.get(protocol.prefixes[0], usual)
+    assert (response.status_code, json.loads(response.body)) == expected.get(
+        protocol.prefixes[0], usual
+    )
 
 
 @pytest.mark.parametrize("status", [404, 405])

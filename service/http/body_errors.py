@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from functools import cache
 from typing import Any, get_args
 
 import orjson
@@ -67,22 +66,14 @@ def _no_such_field(parts: Sequence[str], at: Location, model: type[BaseModel]) -
     return f"there is no such field (the nearest: {shown})"
 
 
-@cache
-def _field_paths(model: type[BaseModel]) -> tuple[tuple[str, ...], ...]:
-    """Return the path of each field in a model, and in the models of its fields."""
-    paths: list[tuple[str, ...]] = []
-    for name, field in model.model_fields.items():
-        paths.append((field.alias or name,))
-        paths += [(field.alias or name, *path) for path in _paths_in(field.annotation)]
-    return tuple(paths)
-
-
-def _paths_in(annotation: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of fields in the models of a type, such as a union or a list."""
+def _field_paths(annotation: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each field in the models of a type, such as a union or a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield from _field_paths(annotation)
+        for name, field in annotation.model_fields.items():
+            yield (field.alias or name,)
+            yield from ((field.alias or name, *path) for path in _field_paths(field.annotation))
     for part in get_args(annotation):
-        yield from _paths_in(part)
+        yield from _field_paths(part)
 
 
 def _find(problem: Any, value: Any) -> tuple[list[str | int], Any]:
@@ -104,10 +95,9 @@ def malformed(error: orjson.JSONDecodeError, data: bytes) -> MalformedRequest:
     try:
         data.decode()
     except UnicodeDecodeError as wrong:
-        shown = f"byte {wrong.start} is 0x{data[wrong.start]:02x} (Latin-1?)"
-        return not_utf8(shown)
-    surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
-    hint = surrogate if "surrogate" in error.msg else ""
+        return not_utf8(f"byte {wrong.start} is 0x{data[wrong.start]:02x} (Latin-1?)")
+    pairs = "; \\ud800 to \\udfff, surrogates, must come in pairs"
+    hint = pairs if "surrogate" in error.msg else ""
     offset = len(error.doc[: error.pos].encode())
     problem = error.msg.partition(": line")[0]
     return MalformedRequest(f"the body is not JSON: {problem} at byte {offset}{hint}")

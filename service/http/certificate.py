@@ -34,23 +34,18 @@ class Certificate:
         paths = [path for path in (certificate, key) if path is not None]
         self.files = WatchedFiles(paths, self._use, "certificate and key")
 
-    def check(self) -> None:
-        """Read the files without a further effect.
-
-        Raises:
-            StartupError: a file cannot be read, or the key is not the certificate's.
-        """
-        self._loaded()
-
     def _use(self) -> None:
         """Use what the files hold now for the connections that open from now on."""
-        self.context, self.end = self._loaded()
+        self.context, self.end = self.load()
 
-    def _loaded(self) -> tuple[ssl.SSLContext | None, float | None]:
+    def load(self) -> tuple[ssl.SSLContext | None, float | None]:
         """Return a new context with what the files hold now, and when the certificate ends.
 
         The files are read one after another, so another program may replace one in between. A
         context that is in use would be left with half of a pair whose files do not fit.
+
+        Raises:
+            StartupError: a file cannot be read, or the key is not the certificate's.
         """
         if self._certificate is None:
             return None, None

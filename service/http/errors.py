@@ -53,17 +53,11 @@ _REJECTIONS: dict[type[Exception], core.Rejection] = {
     core.EngineDead: core.Rejection.ENGINE_DEAD,
 }
 
-# Another replica can answer at once, and an engine restarts in about a second.
-_UNAVAILABLE: Final = {"retry-after": "1"}
-
-_HEADERS: Final[dict[type[Exception], dict[str, str]]] = {
-    core.AdapterUnavailable: _UNAVAILABLE,
-    core.ShuttingDown: _UNAVAILABLE,
-    core.EngineDead: _UNAVAILABLE,
-    core.Unauthorized: {"www-authenticate": "Bearer"},
-    core.UnsupportedEncoding: {"accept-encoding": "gzip"},  # RFC 9110, section 12.5.3
-    # Otherwise the server would parse the rest of the body as the next request.
-    core.SlowRequest: {"connection": "close"},
+_HEADERS: Final = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},  # else the rest of the body would be the next request
+    415: {"accept-encoding": "gzip"},  # RFC 9110, section 12.5.3
+    503: {"retry-after": "1"},  # another replica can answer, and an engine restarts
 }
 
 
@@ -84,7 +78,12 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     The message for a bug does not contain the exception.
     """
     if isinstance(error, core.ServiceError):
-        return describe_service_error(error)
+        status, kind = STATUS[type(error)]
+        headers = dict(_HEADERS.get(status, {}))
+        if isinstance(error, core.Overloaded):
+            for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
+                headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
+        return ErrorInfo(status, kind, str(error), error, headers)
     if isinstance(error, HTTPException):
         messages = {
             404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
@@ -99,13 +98,3 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
 def rejection(error: Exception) -> core.Rejection | None:
     """Return why the server's own state lets a request fail; None if it is not its state."""
     return error.reason if isinstance(error, core.Overloaded) else _REJECTIONS.get(type(error))
-
-
-def describe_service_error(error: core.ServiceError) -> ErrorInfo:
-    """Return the response values of an error of the service."""
-    status, kind = STATUS[type(error)]
-    headers = dict(_HEADERS.get(type(error), {}))
-    if isinstance(error, core.Overloaded):
-        for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
-            headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
-    return ErrorInfo(status, kind, str(error), error, headers)

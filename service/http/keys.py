@@ -43,13 +43,7 @@ log = logging.getLogger("cloze")
 
 _MAX_FILE_BYTES = 1_000_000
 
-_NO_KEYS = "no_keys"
-"""Name of the file's value which says that the file is meant to have no keys."""
-
 _BEARER = b"bearer "
-
-_WARNED_BEFORE = timedelta(days=14)
-"""How long before a key expires the log warns of it, each time that the file is read."""
 
 
 class Permission(StrEnum):
@@ -134,13 +128,11 @@ class Key:
 
     def __init__(self, name: str, entry: KeyEntry, before: "Key | None" = None) -> None:
         self.name, self.entry = name, entry
-        self._buckets: dict[str, Bucket] = {}
         limits = {"requests": entry.requests_per_minute, "tokens": entry.tokens_per_minute}
-        for unit, most in limits.items():
-            old = None if before is None else before._buckets.get(unit)
-            if most is not None:
-                same = old is not None and old.per_minute == most
-                self._buckets[unit] = old if old is not None and same else Bucket(most)
+        self._buckets = {unit: Bucket(most) for unit, most in limits.items() if most is not None}
+        for unit, bucket in (before._buckets if before else {}).items():
+            if limits[unit] == bucket.per_minute:
+                self._buckets[unit] = bucket
 
     def expires_before(self, moment: datetime) -> bool:
         """Return whether the key is expired at a time."""
@@ -201,7 +193,7 @@ class Keys:
         before = {key.name: key for key in self._keys}
         entries = read_entries(self._path)
         self._keys = [Key(name, entry, before.get(name)) for name, entry in entries.items()]
-        soon = datetime.now(UTC) + _WARNED_BEFORE
+        soon = datetime.now(UTC) + timedelta(days=14)
         expiring = [
             f"{key.name} ({key.entry.expires})" for key in self._keys if key.expires_before(soon)
         ]
@@ -217,9 +209,9 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
         if len(text) > _MAX_FILE_BYTES:
             raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
         tables = tomllib.loads(text)
-        has_none = tables.get(_NO_KEYS) is True
+        has_none = tables.get("no_keys") is True
         if has_none:
-            del tables[_NO_KEYS]
+            del tables["no_keys"]
         keys = {name: KeyEntry.model_validate(table) for name, table in tables.items()}
     except OSError as error:
         raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
@@ -232,10 +224,10 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
     except (ValueError, RecursionError) as error:  # of tomllib, and of bytes that are not UTF-8
         raise StartupError(f"the keys file {path} is no TOML: {error}") from None
     if keys and has_none:
-        raise StartupError(f"the keys file {path} has keys, and the line `{_NO_KEYS} = true` too")
+        raise StartupError(f"the keys file {path} has keys, and the line `no_keys = true` too")
     if not (keys or has_none):
         raise StartupError(
             f"the keys file {path} has no key; make one with `cloze keys add`, "
-            f"or write the line `{_NO_KEYS} = true` if that is meant"
+            "or write the line `no_keys = true` if that is meant"
         )
     return keys

@@ -19,17 +19,6 @@ from cloze.service.http.routes import HTML, JSON, NPY, RAW, Handler, Route
 
 _FOLDER: Final = Path(__file__).parents[1] / "page"
 
-_FILES: Final = {
-    "/docs": ("docs.html", HTML),
-    "/page/docs.js": ("docs.js", "text/javascript"),
-    "/page/style.css": ("style.css", "text/css"),
-    "/page/page.js": ("page.js", "text/javascript"),
-    "/page/panels.js": ("panels.js", "text/javascript"),
-    "/page/elements.js": ("elements.js", "text/javascript"),
-    "/page/live.js": ("live.js", "text/javascript"),
-}
-"""File and media type of each path of a page, or of a part of one."""
-
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -70,25 +59,29 @@ _ERROR_HEADERS = {
 }
 
 
-def page_handler() -> Handler:
-    """Return the handler of the page itself."""
-    return _handler("index.html", HTML)
-
-
-def part_handlers() -> dict[str, Handler]:
-    """Return a handler for GET requests per path of `/docs` and of the parts of the pages."""
-    return {path: _handler(*file) for path, file in _FILES.items()}
-
-
-def _handler(name: str, media_type: str) -> Handler:
+def _handler(name: str, media_type: str, policy: str = _POLICY) -> Handler:
     content = (_FOLDER / name).read_bytes()
-    policy = _SWAGGER_POLICY if name == "docs.html" else _POLICY
     headers = _HEADERS | {"content-security-policy": policy}
 
     async def answer(_: Request) -> Response:
         return Response(content, headers=headers, media_type=media_type)
 
     return answer
+
+
+PAGE: Final = _handler("index.html", HTML)
+"""The handler of the page itself."""
+
+PARTS: Final = {
+    "/docs": _handler("docs.html", HTML, _SWAGGER_POLICY),
+    "/page/docs.js": _handler("docs.js", "text/javascript"),
+    "/page/style.css": _handler("style.css", "text/css"),
+    "/page/page.js": _handler("page.js", "text/javascript"),
+    "/page/panels.js": _handler("panels.js", "text/javascript"),
+    "/page/elements.js": _handler("elements.js", "text/javascript"),
+    "/page/live.js": _handler("live.js", "text/javascript"),
+}
+"""A handler for GET requests per path of a page, or of a part of one."""
 
 
 # ---- the OpenAPI document ------------------------------------------------------------------------
@@ -110,9 +103,8 @@ def document(title: str, version: str, description: str, routes: Sequence[Route]
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version, "description": description},
-        "servers": [
-            {"url": "."}
-        ],  # relative to the document, which may lie below a path of a proxy
+        # Relative to the document, which may lie below a path of a proxy.
+        "servers": [{"url": "."}],
         "paths": paths,
         "components": {"schemas": definitions},
     }
@@ -136,9 +128,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     doc = route.doc
     headers = {**_common(route), **doc.headers}
     success: dict[str, Any] = {"description": "Success", "headers": _headers(headers)}
-    content: dict[str, Any] = {}
-    if doc.result is not None:
-        content[JSON] = {"schema": schemas[route.path, "result"]}
+    content = {} if doc.result is None else {JSON: {"schema": schemas[route.path, "result"]}}
     for media_type in doc.media_types:
         binary = {"format": "binary"} if media_type in (RAW, NPY) else {}
         content[media_type] = {"schema": {"type": "string"} | binary}
@@ -156,10 +146,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
             for name in names
         ]
     if doc.body is not None:
-        examples = {title: {"value": body} for title, body in doc.examples.items()}
         body = {"schema": schemas[route.path, "body"]}
-        if examples:
-            body["examples"] = examples
+        if doc.examples:
+            body["examples"] = {title: {"value": one} for title, one in doc.examples.items()}
         operation["requestBody"] = {"required": True, "content": {JSON: body}}
     return operation
 
@@ -170,10 +159,9 @@ def _common(route: Route) -> dict[str, tuple[str, str]]:
 
 
 def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    closed = "Client closed its connection"
     return {
-        "description": "Client closed its connection"
-        if status == 499
-        else HTTPStatus(status).phrase,
+        "description": closed if status == 499 else HTTPStatus(status).phrase,
         "headers": _headers(_common(route) | _ERROR_HEADERS.get(status, {})),
         "content": {JSON: {"schema": schemas[route.path, "error"]}},
     }

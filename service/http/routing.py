@@ -1,13 +1,14 @@
 """The application of a set of routes: who may ask, the router, and the documentation."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Final
 
 import orjson
 from fastapi import FastAPI
+from starlette.endpoints import HTTPEndpoint
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -18,23 +19,16 @@ from starlette.types import ASGIApp
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
 from cloze.service.http.door import Door, Gate
-from cloze.service.http.pages import (
-    ASSET_PATHS,
-    ASSETS,
-    answer_headers,
-    document,
-    part_handlers,
-)
+from cloze.service.http.pages import ASSET_PATHS, ASSETS, PARTS, answer_headers, document
 from cloze.service.http.record import Access
 from cloze.service.http.routes import JSON, Handler, Respond, Route
 
-_TITLE: Final = "Cloze"
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
-PAGES: Final = ("/openapi.json", *part_handlers())
+PAGES: Final = ("/openapi.json", *PARTS)
 """Paths that the application answers besides the routes of protocols."""
 
-OPEN_PAGES: Final = frozenset({"/", "/openapi.json", *ASSET_PATHS, *part_handlers()})
+OPEN_PAGES: Final = frozenset({"/", "/openapi.json", *ASSET_PATHS, *PARTS})
 """Paths of pages without data, which need no key."""
 
 
@@ -65,7 +59,6 @@ def create_app(
 def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
     """Return the application that answers the routes and the pages, by their paths."""
     app = FastAPI(
-        title=_TITLE,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,  # FastAPI's own route would write the document again for each request
@@ -76,11 +69,12 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    pages = {"/openapi.json": _openapi_handler(routes)}
-    for path, handler in (part_handlers() | pages).items():
+    for path, handler in {**PARTS, "/openapi.json": _openapi_handler(routes)}.items():
         by_path[path] = {"GET": handler}
     for path, handlers in by_path.items():
-        app.add_route(path, _by_method(handlers), methods=list(handlers))
+        functions = {method.lower(): staticmethod(handler) for method, handler in handlers.items()}
+        # One route per path, so that ``Allow`` names every method.
+        app.add_route(path, type("_Path", (HTTPEndpoint,), functions), methods=list(handlers))
     for path, handlers in by_path.items():
         if path != "/":
             app.add_route(f"{path}/", _without_slash, methods=list(handlers))
@@ -97,23 +91,12 @@ async def _without_slash(request: Request) -> Response:
     return RedirectResponse(f"{address}?{query}" if query else address)
 
 
-def _by_method(handlers: Mapping[str, Handler]) -> Handler:
-    """Return the handler of a path. One route per path, so that ``Allow`` names every method."""
-    if len(handlers) == 1:
-        return next(iter(handlers.values()))
-
-    async def answer(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return answer
-
-
 def _openapi_handler(routes: Sequence[Route]) -> Handler:
     """Return the handler of the OpenAPI document, which is written once, on a thread."""
 
     @lru_cache(1)
     def written() -> bytes:
-        return orjson.dumps(document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes))
+        return orjson.dumps(document("Cloze", version(DISTRIBUTION), _DESCRIPTION, routes))
 
     async def answer(_: Request) -> Response:
         return Response(await asyncio.to_thread(written), media_type=JSON)

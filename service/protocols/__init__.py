@@ -10,8 +10,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Rejection, ServiceError
-from cloze.service.http.errors import describe_error, describe_service_error, rejection
+from cloze.service.core import Rejection
+from cloze.service.http.errors import describe_error, rejection, without_422
 from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
@@ -44,24 +44,16 @@ class ErrorResponder:
         info = describe_error(request, error)
         record: ServedRequest = request.scope[RECORD]
         record.error, reason = type(error).__name__, rejection(error)
-        stated_s = self._timeout_s if record.stated_s is None else record.stated_s
-        if reason is Rejection.TIMEOUT and stated_s < self._timeout_s:
+        if reason is Rejection.TIMEOUT and record.limit_s < self._timeout_s:
             reason = Rejection.STATED_LIMIT
         record.rejection = reason
-        status, body = self._protocol(record.path).error(info)
-        return Response(orjson.dumps(body), status, info.headers, JSON)
-
-    def body(self, path: str, error: ServiceError) -> bytes:
-        """Return the body of an error of the service for a path."""
-        _, body = self._protocol(path).error(describe_service_error(error))
-        return orjson.dumps(body)
-
-    def _protocol(self, path: str) -> WireProtocol:
-        return next(
+        protocol = next(
             protocol
             for prefix, protocol in self._by_prefix
-            if path.startswith(prefix) or prefix == "/"
+            if record.path.startswith(prefix) or prefix == "/"
         )
+        status = info.status if protocol.has_422 else without_422(info.status)
+        return Response(orjson.dumps(protocol.error_body(info)), status, info.headers, JSON)
 
 
 __all__ = ["PROTOCOLS", "ErrorResponder", "ProtocolContext", "WireProtocol"]

@@ -16,15 +16,12 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from cloze.service.core import Float32, InvalidRequest, Location
-from cloze.service.http.body import BytesResponse
-from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    json_response,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
@@ -137,11 +134,6 @@ class CohereErrorBody:
     message: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, CohereErrorBody]:
-    """Return the status and the body of an error; Cohere refuses bad values with 400."""
-    return without_422(error.status), CohereErrorBody(error.message)
-
-
 class _Embed(TaskRoute):
     """The route of embeddings."""
 
@@ -182,18 +174,15 @@ class _Embed(TaskRoute):
         """Return the location in the body, whose texts are in ``texts`` or in ``inputs``."""
         return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
-    def respond(
-        self, request: ServedRequest, body: CohereEmbedBody, value: Float32
-    ) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: CohereEmbedBody, value: Float32) -> Any:
         kinds = dict.fromkeys(body.embedding_types or ("float",))
-        answer = EmbedByTypeResponse(
+        return EmbedByTypeResponse(
             request.identity.decode("ascii"),
             "embeddings_by_type",
             {kind: _NUMBERS[kind](value) for kind in kinds},
             _texts(body),
             Meta(ApiVersion("2"), BilledUnits(request.tokens)),
         )
-        return json_response(answer, in_parts=request.is_large)
 
 
 def _texts(body: CohereEmbedBody) -> list[str]:
@@ -207,4 +196,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Embed(context).bind(_PATH)]
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, write_error)
+PROTOCOL: Final = WireProtocol((_PATH,), routes, lambda error: CohereErrorBody(error.message))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.body import BytesResponse, load, validate
@@ -27,8 +27,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    json_response,
-    write_error,
+    error_body,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
@@ -94,18 +93,16 @@ class _NativeRoute(TaskRoute):
             request.vector_format = vector_format(accept)
         if self.task.name in _PARAMETERS_AT_ROOT:
             return body.inputs, body
-        parameters = getattr(body, "parameters", None) or self.task.parameters()
-        return body.inputs, parameters
+        return body.inputs, getattr(body, "parameters", None) or self.task.parameters()
 
-    def respond(self, request: ServedRequest, body: Any, value: Any) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: Any, value: Any) -> Any:
         if isinstance(body.inputs, self.task.alone):
             [value] = value
         if request.usage is not None:
-            value = {"result": value, "usage": request.usage}
-            return json_response(value, in_parts=request.is_large)
-        if request.vector_format is None or getattr(body, "return_offsets", None):
-            return json_response(value, in_parts=request.is_large)
-        return vector_bytes(value, *request.vector_format)
+            return {"result": value, "usage": request.usage}
+        if request.vector_format and not getattr(body, "return_offsets", None):
+            return vector_bytes(value, *request.vector_format)
+        return value
 
 
 def body_type(task: Task) -> type[BaseModel]:
@@ -155,14 +152,12 @@ _ANY = (b"", b"*/*", b"application/json")
 _LONGEST_ACCEPT = 1000
 """Most bytes of ``Accept`` that are parsed."""
 
-_LARGEST_INT8 = 127
-
 Convert = Callable[[Float32], tuple[NDArray[Any], float | None]]
 
 
 def _int8(values: Float32) -> tuple[NDArray[Any], float]:
     """Return integers and their scale: the largest absolute value becomes 127."""
-    scale = float(np.abs(values).max(initial=0.0)) / _LARGEST_INT8 or 1.0
+    scale = float(np.abs(values).max(initial=0.0)) / 127 or 1.0
     return np.rint(values / np.float32(scale)).astype(np.int8), scale
 
 
@@ -186,36 +181,25 @@ def vector_format(accept: bytes) -> tuple[str, str] | None:
     """
     if len(accept) > _LONGEST_ACCEPT:
         raise InvalidRequest(f"Accept has {len(accept)} bytes; the limit is {_LONGEST_ACCEPT}")
-    best, best_weight = (JSON, "float32"), 0.0
+    choices = [(0.0, True, JSON, "float32")]
     for item in accept.decode("latin-1").lower().split(","):
         kind, *rest = (part.strip() for part in item.split(";"))
         if kind in ("*/*", "application/*"):
             kind = JSON
-        if kind not in (JSON, RAW, NPY):
-            continue
-        parameters = dict(part.partition("=")[::2] for part in rest)
-        weight = _weight(parameters.get("q", "1"))
-        if weight > best_weight or (weight == best_weight > 0 and kind == JSON):
-            best, best_weight = (kind, parameters.get("dtype", "float32").strip('"')), weight
-    kind, dtype = best
+        if kind in (JSON, RAW, NPY):
+            parameters = dict(part.partition("=")[::2] for part in rest)
+            quality = parameters.get("q", "1")
+            weight = float(quality) if quality.replace(".", "", 1).isdecimal() else 1.0
+            dtype = parameters.get("dtype", "float32").strip('"')
+            choices.append((weight, kind == JSON, kind, dtype))
+    *_, kind, dtype = max(choices, key=lambda choice: choice[:2])
     if dtype not in DTYPES:
         raise InvalidRequest(f"Accept asks for dtype {dtype[:40]!a}; there are {', '.join(DTYPES)}")
     return (kind, dtype) if kind != JSON else None
 
 
-def _weight(text: str) -> float:
-    """Return the value of a weight; 1 if it is no number."""
-    return float(text) if text.replace(".", "", 1).isdecimal() else 1.0
-
-
 def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> BytesResponse:
-    """Return vectors [n, D], or arrays [S, D] one after another, as raw bytes or for NumPy.
-
-    Args:
-        value: the vectors.
-        kind: the media type, `RAW` or `NPY`.
-        dtype: a key of `DTYPES`.
-    """
+    """Return vectors [n, D], or arrays [S, D] one after another, as `RAW` or `NPY`."""
     rows = np.concatenate(value) if isinstance(value, list) else value
     converted, scale = DTYPES[dtype](rows)
     content = io.BytesIO()
@@ -238,10 +222,8 @@ _CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
 """Tasks whose bodies look the same."""
 
 
-class DispatchBody(WireModel):
+class DispatchBody(LenientModel):
     """A body of any task that ``POST /`` knows; the route of the task documents its fields."""
-
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     inputs: Annotated[Any, NotEmptyText, NotEmpty] = Field(description="the inputs of the task")
     parameters: dict[str, Any] | None = Field(None, description="its parameters")
@@ -288,11 +270,17 @@ class _Dispatcher(TaskRoute):
 
         A body that fits text and token classification needs exactly one of the two to be served.
         """
+        tasks = self.context.tasks.values()
+        by_field = {field: task for task in tasks for field in task.own_fields}
         texts = body.inputs if isinstance(body.inputs, list) else [body.inputs]
         for item in texts:
             if isinstance(item, dict):
-                return self._task_of_fields(item)
-        for task in self.context.tasks.values():
+                if task := next((by_field[field] for field in by_field if field in item), None):
+                    return task
+                known = ", ".join(by_field)
+                problem = f"has an object that fits no task: it has none of {known}"
+                raise InvalidRequest(problem, INPUTS)
+        for task in tasks:
             if any(name in task.own_parameters for name in body.parameters or ()):
                 return task
         masks = models.default(fill_mask.TASK)
@@ -312,15 +300,5 @@ class _Dispatcher(TaskRoute):
             INPUTS,
         )
 
-    def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
-        """Return the task that inputs with the fields of an object are for."""
-        tasks = self.context.tasks.values()
-        by_field = {field: task for task in tasks for field in task.own_fields}
-        for field, task in by_field.items():
-            if field in item:
-                return task
-        known = ", ".join(by_field)
-        raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)
 
-
-PROTOCOL: Final = WireProtocol(("/",), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/",), routes, error_body, has_422=True)

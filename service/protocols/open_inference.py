@@ -21,8 +21,7 @@ from starlette.responses import Response
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
 from cloze.service.http.body import BytesResponse, load, validate
-from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.routes import RAW, RECORD, Handler, Route, RouteDoc
+from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -33,6 +32,7 @@ from cloze.service.protocols.protocol import (
     answer_probe,
     answer_task,
     gate_models,
+    get_route,
     json_response,
 )
 from cloze.service.protocols.tensors import (
@@ -120,20 +120,10 @@ _LIVE = _answer_type("Live", "/v2/health/live", live=Literal[True])
 _READY = _answer_type("Ready", "/v2/health/ready", ready=Literal[True])
 _NAMES = _answer_type("ModelNames", "/v2/models", models=list[str])
 _MODEL_READY = _answer_type("ModelReady", f"{_MODEL}/ready", name=str, ready=Literal[True])
+_TENSORS = {"inputs": list[TensorMetadata], "outputs": list[TensorMetadata]}
 _METADATA = _answer_type(
-    "ModelMetadata",
-    _MODEL,
-    name=str,
-    versions=list[str],
-    platform=str,
-    inputs=list[TensorMetadata],
-    outputs=list[TensorMetadata],
+    "ModelMetadata", _MODEL, name=str, versions=list[str], platform=str, **_TENSORS
 )
-
-
-def write_error(error: ErrorInfo) -> tuple[int, OpenInferenceErrorBody]:
-    """Return the status and the body of an error. The protocol uses status 400 instead of 422."""
-    return without_422(error.status), OpenInferenceErrorBody(error.message)
 
 
 class _TaskModel(TaskRoute):
@@ -157,7 +147,7 @@ class _TaskModel(TaskRoute):
         """Return the route, and a body whose tensors have the data that follows the JSON."""
         head, binary = split(data, request.first.get(JSON_LENGTH.encode()))
         body = validate(InferBody, load(head, self.context.body_limits))
-        tensors, start = [], 0
+        tensors = []
         for tensor in body.inputs:
             size = (tensor.parameters or {}).get("binary_data_size")
             if size is not None:
@@ -165,19 +155,17 @@ class _TaskModel(TaskRoute):
                 if not isinstance(size, int):
                     problem = f"has the binary_data_size {quoted(str(size))}, no whole number"
                     raise InvalidRequest(problem, at)
-                if size < 0 or start + size > len(binary):
-                    raise InvalidRequest(
-                        f"has the binary_data_size {size}; {len(binary) - start} bytes are left", at
-                    )
+                if not 0 <= size <= len(binary):
+                    problem = f"has the binary_data_size {size}; {len(binary)} bytes are left"
+                    raise InvalidRequest(problem, at)
                 if tensor.data is not None:
                     raise InvalidRequest("has both data and binary_data_size", at)
-                part = binary[start : start + size]
-                texts = read_texts(part, at, self.context.max_request_texts)
+                texts = read_texts(binary[:size], at, self.context.max_request_texts)
                 tensor = tensor.model_copy(update={"data": texts})
-                start += size
+                binary = binary[size:]
             tensors.append(tensor)
-        if start != len(binary):
-            raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
+        if binary:
+            raise InvalidRequest(f"{len(binary)} bytes after the JSON belong to no tensor")
         return self, body.model_copy(update={"inputs": tensors})
 
     def to_call(self, _: ServedRequest, body: InferBody) -> tuple[Any, Any]:
@@ -215,11 +203,8 @@ class _TaskModel(TaskRoute):
             else:
                 row["data"] = data if isinstance(data, list) else data.reshape(-1)
             rows.append(row)
-        answer: dict[str, Any] = {
-            "model_name": f"{model}.{self.task.name}",
-            "model_version": number,
-            "outputs": rows,
-        }
+        answer: dict[str, Any] = {"model_name": f"{model}.{self.task.name}"}
+        answer |= {"model_version": number, "outputs": rows}
         if body.id is not None:
             answer["id"] = body.id
         head = json_response(answer, in_parts=request.is_large)
@@ -263,10 +248,8 @@ class _Server:
         model = self._tasks.get(task)
         models = self._context.models_of(request.scope[RECORD])
         if model is None or not bundle:
-            raise UnknownModel(
-                f"no model {quoted(name)} is served; a name is <bundle>.<task>, "
-                f"such as {_names(models)[0]}"
-            )
+            example = f"a name is <bundle>.<task>, such as {_names(models)[0]}"
+            raise UnknownModel(f"no model {quoted(name)} is served; {example}")
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
         except WrongTask as error:
@@ -274,10 +257,8 @@ class _Server:
         return model, chosen
 
     async def server(self, _: Request) -> Response:
-        extensions = ["binary_tensor_data"]
-        return json_response(
-            {"name": "cloze", "version": version(DISTRIBUTION), "extensions": extensions}
-        )
+        about = {"name": "cloze", "version": version(DISTRIBUTION)}
+        return json_response(about | {"extensions": ["binary_tensor_data"]})
 
     async def models(self, request: Request) -> Response:
         return json_response({"models": _names(self._context.models_of(request.scope[RECORD]))})
@@ -316,43 +297,28 @@ def _names(models: Models) -> list[str]:
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes of the protocol."""
     server, state = _Server(context), context.state
+    get = partial(get_route, tag=_TAG, error_body=OpenInferenceErrorBody)
     live = partial(answer_probe, state.why_restart, {"live": True})
     ready = partial(answer_probe, state.why_unready, {"ready": True})
     found = [
-        _get("/v2", server.server, "The server and its extensions", _SERVER),
-        _get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),
-        _get("/v2/health/ready", ready, "Readiness: 503 while draining or dead", _READY, 503),
-        _get("/v2/models", server.models, "The names of the models", _NAMES),
+        get("/v2", server.server, "The server and its extensions", _SERVER),
+        get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),
+        get("/v2/health/ready", ready, "Readiness: 503 while draining or dead", _READY, 503),
+        get("/v2/models", server.models, "The names of the models", _NAMES),
     ]
     every_model = gate_models(context.models.pipelines)
     for path in (_MODEL, f"{_MODEL}/versions/{{version}}"):
         found += [
-            _get(path, server.model, "The tensors of a model", _METADATA, 404),
-            _get(
-                f"{path}/ready",
-                server.model_ready,
-                "Readiness of a model",
-                _MODEL_READY,
-                404,
-                503,
+            get(path, server.model, "The tensors of a model", _METADATA, 404),
+            get(
+                f"{path}/ready", server.model_ready, "Readiness of a model", _MODEL_READY, 404, 503
             ),
             Route("POST", f"{path}/infer", server.infer, _INFER, every_model),
         ]
     return found
 
 
-def _get(path: str, handler: Handler, summary: str, result: Any, *errors: int) -> Route:
-    return Route(
-        "GET", path, handler, RouteDoc(summary, _TAG, result, OpenInferenceErrorBody, errors=errors)
-    )
-
-
-_TWO_TEXTS: Final = {
-    "name": "text",
-    "shape": [2],
-    "datatype": "BYTES",
-    "data": ["What is deep learning?", "A cat sat."],
-}
+_TEXT: Final = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["A cat sat."]}
 
 _INFER: Final = RouteDoc(
     summary="The results of one task of one model, as tensors",
@@ -360,10 +326,12 @@ _INFER: Final = RouteDoc(
     result=InferAnswer,
     error_body=OpenInferenceErrorBody,
     body=InferBody,
-    examples={"Two texts": {"inputs": [_TWO_TEXTS]}},
+    examples={"One text": {"inputs": [_TEXT]}},
     media_types=(RAW,),
     headers={**TIMING_HEADERS, JSON_LENGTH: ("integer", "bytes of the JSON before the tensors")},
     errors=STATUSES_WITHOUT_422,
 )
 
-PROTOCOL: Final = WireProtocol(("/v2",), routes, write_error)
+PROTOCOL: Final = WireProtocol(
+    ("/v2",), routes, lambda error: OpenInferenceErrorBody(error.message)
+)

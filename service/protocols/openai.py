@@ -3,6 +3,7 @@
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
 
@@ -11,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Location, UnknownModel
-from cloze.service.http.body import BytesResponse
-from cloze.service.http.errors import ErrorInfo, without_422
+from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
@@ -20,6 +20,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    get_route,
     json_response,
 )
 from cloze.service.request import ServedRequest
@@ -153,13 +154,12 @@ class OpenAiErrorBody:
     detail: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, OpenAiErrorBody]:
-    """Return the status and the body of an error. OpenAI uses status 400 instead of 422."""
-    status = without_422(error.status)
+def error_body(error: ErrorInfo) -> OpenAiErrorBody:
+    """Return the body of an error."""
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
-    kind: ErrorType = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    return status, OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
+    kind: ErrorType = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    return OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
 
 
 class _Embeddings(TaskRoute):
@@ -192,16 +192,13 @@ class _Embeddings(TaskRoute):
         )
         return body.input, parameters
 
-    def respond(
-        self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any
-    ) -> BytesResponse:
+    def respond(self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any) -> Any:
         vectors: Iterable[Any] = value.astype("<f4", copy=False)
         if body.encoding_format == "base64":
             vectors = [b64encode(vector).decode() for vector in vectors]
         rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
         usage = Usage(request.tokens, request.tokens)
-        answer = EmbeddingList("list", rows, body.model, usage)
-        return json_response(answer, in_parts=request.is_large)
+        return EmbeddingList("list", rows, body.model, usage)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
@@ -216,16 +213,13 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         pipeline = models.named(unquote(request.path_params["model"]))
         return json_response(_row(pipeline))
 
-    doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, OpenAiErrorBody)
-    one = RouteDoc(
-        "A served model, in OpenAI's shape", "OpenAI", ModelRow, OpenAiErrorBody, errors=(404,)
-    )
+    get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
     embeddings = _Embeddings(context)
     return [
         embeddings.bind("/v1/embeddings"),
         embeddings.bind(_ALIAS),
-        Route("GET", "/v1/models", models, doc),
-        Route("GET", "/v1/models/{model}", model, one),
+        get("/v1/models", models, "The served models, in OpenAI's shape", ModelList),
+        get("/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelRow, 404),
     ]
 
 
@@ -236,4 +230,4 @@ def _row(pipeline: Pipeline) -> ModelRow:
     return ModelRow(pipeline.reference, "model", created, "cloze", own, spaces)
 
 
-PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, write_error)
+PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, error_body)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
@@ -16,9 +16,9 @@ from cloze.model_store.embedding_space import own_recipe, tokens_recipe
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.model_store.manifest import Manifest, Role
+from cloze.model_store.manifest import Role
 from cloze.service import core
-from cloze.service.http.pages import PAGE_HEADERS, page_handler
+from cloze.service.http.pages import PAGE, PAGE_HEADERS
 from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
@@ -27,6 +27,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     ServerState,
     answer_probe,
+    get_route,
     json_response,
 )
 from cloze.service.tasks import embed, late_interaction, rerank, similarity
@@ -63,63 +64,52 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for operators."""
-    operations, state = _Operations(context), context.state
+    state = context.state
+    get = partial(get_route, tag="service", error_body=ErrorBody)
     alive = partial(answer_probe, state.why_restart, _ALIVE)
     ready = partial(answer_probe, state.why_unready, _READY)
-    page = _doc("A page on which people try the tasks", None, media_types=(HTML,))
+    health = partial(answer_probe, state.why_unready, None)
+    metrics = partial(_metrics, context, ThreadPoolExecutor(1, "scrape"))
+    page, text = {"media_types": (HTML,), "headers": PAGE_HEADERS}, {"media_types": (TEXT,)}
     changes = "Serve what the store, the keys and the certificate hold now"
-    healthz = _doc("Liveness: 503 once an engine is dead", Status, 503)
-    readyz = _doc("Readiness: 503 while draining or dead", Status, 503)
-    health = _doc("Readiness, under the path of text-embeddings-inference", None, 503)
-    info = _doc("The served models and their limits", dict[str, Any])
-    metrics = _doc("Metrics in Prometheus's text format", None, media_types=(TEXT,))
-    reload = _doc(changes, core.Changes, 401, 403, 409, 503)
+    reload = RouteDoc(changes, "service", core.Changes, ErrorBody, errors=(401, 403, 409, 503))
     return [
-        Route("GET", "/", page_handler(), replace(page, headers=PAGE_HEADERS)),
-        Route("GET", "/healthz", alive, healthz),
-        Route("GET", "/readyz", ready, readyz),
-        Route("GET", "/health", partial(answer_probe, state.why_unready, None), health),
-        Route("GET", "/info", operations.info, info),
-        Route("GET", "/metrics", operations.metrics, metrics),
-        Route("POST", "/admin/reload", operations.reload, reload),
+        get("/", PAGE, "A page on which people try the tasks", None, **page),
+        get("/healthz", alive, "Liveness: 503 once an engine is dead", Status, 503),
+        get("/readyz", ready, "Readiness: 503 while draining or dead", Status, 503),
+        get("/health", health, "Readiness, under the path of text-embeddings-inference", None, 503),
+        get("/info", partial(_info, context), "The served models and their limits", dict[str, Any]),
+        get("/metrics", metrics, "Metrics in Prometheus's text format", None, **text),
+        Route("POST", "/admin/reload", partial(_reload, context), reload),
     ]
 
 
-def _doc(summary: str, result: Any, *errors: int, media_types: tuple[str, ...] = ()) -> RouteDoc:
-    return RouteDoc(summary, "service", result, ErrorBody, errors=errors, media_types=media_types)
+async def _info(context: ProtocolContext, request: Request) -> Response:
+    """Answer on a thread: a thousand adapters take a tenth of a second."""
+    models = context.models_of(request.scope[RECORD])
+    return json_response(await run_on_thread(_describe, context, models))
 
 
-class _Operations:
-    """The handlers of the routes."""
+async def _metrics(context: ProtocolContext, scrapes: Executor, request: Request) -> Response:
+    """Answer on a thread of its own: requests may occupy all threads of the loop."""
+    exposition, accept = context.metrics.exposition, request.headers.get("accept", "")
+    loop = asyncio.get_running_loop()
+    text, content_type = await loop.run_in_executor(scrapes, exposition, accept)
+    return Response(text, headers={"content-type": content_type})
 
-    def __init__(self, context: ProtocolContext) -> None:
-        self._context = context
-        self._scrapes = ThreadPoolExecutor(1, "scrape")
 
-    async def info(self, request: Request) -> Response:
-        """Answer on a thread: a thousand adapters take a tenth of a second."""
-        models = self._context.models_of(request.scope[RECORD])
-        return json_response(await run_on_thread(_info, self._context, models))
+async def _reload(context: ProtocolContext, _: Request) -> Response:
+    """Answer what a reload changed.
 
-    async def metrics(self, request: Request) -> Response:
-        """Answer on a thread of its own: requests may occupy all threads of the loop."""
-        exposition, accept = self._context.metrics.exposition, request.headers.get("accept", "")
-        loop = asyncio.get_running_loop()
-        text, content_type = await loop.run_in_executor(self._scrapes, exposition, accept)
-        return Response(text, headers={"content-type": content_type})
-
-    async def reload(self, _: Request) -> Response:
-        """Answer what a reload changed.
-
-        Without keys, no request may reload: a connection from loopback may be one of a proxy, and
-        so of anybody.
-        """
-        if self._context.state.has_engines and not self._context.has_keys:
-            raise core.Forbidden(
-                "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
-                "reload it by a key with the scope admin"
-            )
-        return json_response(await self._context.state.reload())
+    Without keys, no request may reload: a connection from loopback may be one of a proxy, and
+    so of anybody.
+    """
+    if context.state.has_engines and not context.has_keys:
+        raise core.Forbidden(
+            "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
+            "reload it by a key with the scope admin"
+        )
+    return json_response(await context.state.reload())
 
 
 def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
@@ -141,7 +131,7 @@ def _roles(pipeline: Pipeline) -> dict[str, Any] | None:
     return {"change_vectors": differ, **described}
 
 
-def _info(context: ProtocolContext, models: Models) -> dict[str, Any]:
+def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the default model, and the models."""
     embeds = context.tasks.get(embed.TASK.name)
     shown = (models.default(embeds) if embeds else None) or models.pipelines[0]
@@ -158,42 +148,35 @@ def _info(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "max_request_bytes": context.body_limits.max_bytes,
         "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
-        "models": [
-            {
-                "name": manifest.name,
-                "version": manifest.version,
-                "tasks": models.tasks_of[pipeline],
-                "scores": _scores(context, pipeline),
-                "family": manifest.architecture.family,
-                "parameters": manifest.architecture.parameters,
-                "precision": pipeline.model.precision(),
-                "max_tokens": manifest.limits.max_tokens,
-                "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
-                "embedding_space": pipeline.own_spaces().get(embed.TASK.name),
-                "embedding_spaces": pipeline.own_spaces(),
-                "roles": _roles(pipeline),
-                "license": manifest.license,
-                "source": manifest.source.model_dump(),
-                **_tags(manifest),
-                **_base(pipeline),
-            }
-            for pipeline in models.pipelines
-            for manifest in (pipeline.manifest,)
-        ],
+        "models": [_model(context, pipeline) for pipeline in models.pipelines],
     }
 
 
-def _tags(manifest: Manifest) -> dict[str, str]:
-    """Return the scheme of the labels of tokens, if it marks the ends of entities."""
+def _model(context: ProtocolContext, pipeline: Pipeline) -> dict[str, Any]:
+    """Return what `/info` says of one model."""
+    manifest, bundle, spaces = pipeline.manifest, pipeline.model.bundle, pipeline.own_spaces()
+    described = {
+        "name": manifest.name,
+        "version": manifest.version,
+        "tasks": context.models.tasks_of[pipeline],
+        "scores": _scores(context, pipeline),
+        "family": manifest.architecture.family,
+        "parameters": manifest.architecture.parameters,
+        "precision": pipeline.model.precision(),
+        "max_tokens": manifest.limits.max_tokens,
+        "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
+        "embedding_space": spaces.get(embed.TASK.name),
+        "embedding_spaces": spaces,
+        "roles": _roles(pipeline),
+        "license": manifest.license,
+        "source": manifest.source.model_dump(),
+    }
     options = manifest.heads.get(token_classification.HEAD.name)
-    scheme = tag_scheme(options.labels) if isinstance(options, TokenLabels) else None
-    return {"tag_scheme": scheme} if scheme else {}
-
-
-def _base(pipeline: Pipeline) -> dict[str, str]:
-    """Return the base of an adapter; nothing for a bundle."""
-    bundle = pipeline.model.bundle
-    return {"base": bundle.base.manifest.reference} if isinstance(bundle, AdapterBundle) else {}
+    if isinstance(options, TokenLabels) and (scheme := tag_scheme(options.labels)):
+        described["tag_scheme"] = scheme  # it marks the ends of entities
+    if isinstance(bundle, AdapterBundle):
+        described["base"] = bundle.base.manifest.reference
+    return described
 
 
 def _scores(context: ProtocolContext, pipeline: Pipeline) -> dict[str, ScoreKind]:

@@ -26,7 +26,7 @@ from cloze.service.http.body import (
 )
 from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.routes import GateModel, Route, RouteDoc
+from cloze.service.http.routes import GateModel, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
 from cloze.service.request import ServedRequest
@@ -41,22 +41,20 @@ _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""
 
 
-class ServerState(Protocol):
-    """The state of the server that probes report.
+_json: Final = partial(orjson.dumps, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    Attributes:
-        has_engines: whether the engines are in this process, which so can reload.
-    """
+
+class ServerState(Protocol):
+    """The state of the server that probes report."""
 
     has_engines: bool
+    """Whether the engines are in this process, which so can reload."""
 
     def why_restart(self) -> ServiceError | None:
         """Return why the process should be restarted; None if it should not."""
-        ...
 
     def why_unready(self) -> ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
-        ...
 
     async def reload(self) -> Changes:
         """Serve what the store, the keys and the certificate hold now.
@@ -64,7 +62,6 @@ class ServerState(Protocol):
         Raises:
             ReloadRefused: that cannot be served; what was served before is served on.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +102,14 @@ class WireProtocol:
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
-        error: error -> the HTTP status, and the value that becomes the JSON body.
+        error_body: error -> the value that becomes the JSON body.
+        has_422: whether the protocol has the status 422; else status 400 stands for both.
     """
 
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
-    error: Callable[[ErrorInfo], tuple[int, Any]]
+    error_body: Callable[[ErrorInfo], Any]
+    has_422: bool = False
 
 
 def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
@@ -120,7 +119,7 @@ def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:
     while parts are joined, so that a large value is written to a buffer in parts.
     """
     if not in_parts:
-        return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+        return BytesResponse(_json(value))
     content = BytesIO()
     content.writelines(json_parts(value))
     return BytesResponse(content.getvalue())
@@ -152,8 +151,11 @@ def json_parts(value: Any) -> Iterator[bytes | memoryview]:
         yield _json(value)
 
 
-def _json(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+def get_route(
+    path: str, handler: Handler, summary: str, result: Any, *errors: int, **doc: Any
+) -> Route:
+    """Return a route for GET requests; see `RouteDoc` for what documents it."""
+    return Route("GET", path, handler, RouteDoc(summary, result=result, errors=errors, **doc))
 
 
 async def answer_probe(
@@ -172,10 +174,7 @@ STATUSES_WITHOUT_422: Final = tuple(sorted(set(map(without_422, ERROR_STATUSES))
 
 TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
-    "x-total-time": (
-        "integer",
-        "the value of x-compute-time, under the name of text-embeddings-inference",
-    ),
+    "x-total-time": ("integer", "x-compute-time, as text-embeddings-inference names it"),
     "x-tokenization-time": ("integer", "milliseconds of tokenization"),
     "x-queue-time": ("integer", "milliseconds in the queue"),
     "x-inference-time": ("integer", "milliseconds in the engine"),
@@ -219,12 +218,9 @@ class TaskRoute:
         """Return the inputs and the parameters of the task that a body asks for."""
         return body.inputs, body
 
-    def respond(self, _: ServedRequest, __: Any, value: Any) -> BytesResponse:
-        """Return the response to a request with a body, without timing headers.
-
-        The value is that of `Task.decode`.
-        """
-        return json_response(value)
+    def respond(self, _: ServedRequest, __: Any, value: Any) -> Any:
+        """Return the response to a request with a body, or its JSON; the value is the task's."""
+        return value
 
     def _serving(self, models: Models) -> Sequence[Pipeline]:
         return models.serving(self.task)
@@ -266,9 +262,7 @@ async def answer_task(
     """Read the body of a request, choose the model, run the task, and return the response.
 
     Args:
-        context: the parts of the service that the route uses.
         parse: (request, data) -> the route that a body is for, and the parsed body.
-        http_request: the request, whose `ServedRequest` is in its scope.
         pipeline: the model to use; None selects the one that the body names, or the default.
 
     Raises:
@@ -293,8 +287,7 @@ async def answer_task(
             raise error.moved(error.at and route.in_body(error.at, body)) from None
         if body.model_extra or parameters.model_extra:
             request.warnings = (ignored_fields(body, parameters), *request.warnings)
-        response = await run_anywhere(not request.is_large, route.respond, request, body, value)
-        _add_headers(response, request)
+        response = await run_anywhere(not request.is_large, _respond, route, request, body, value)
         if (kind := route.task.scores(pipeline.manifest, parameters)) is not None:
             response.raw_headers.append((b"x-score-kind", kind.encode()))
         if len(response.body) > SMALL_BYTES:
@@ -302,7 +295,11 @@ async def answer_task(
         return response
 
 
-def _add_headers(response: BytesResponse, request: ServedRequest) -> None:
+def _respond(route: TaskRoute, request: ServedRequest, body: Any, value: Any) -> BytesResponse:
+    """Return the response to a request, with the headers that all answers of tasks have."""
+    response = route.respond(request, body, value)
+    if not isinstance(response, BytesResponse):
+        response = json_response(response, in_parts=request.is_large)
     total_ms = 1000 * (request.tokenize_s + request.queue_s + request.inference_s)
     # The clients of text-embeddings-inference expect whole numbers.
     response.raw_headers += [
@@ -319,6 +316,7 @@ def _add_headers(response: BytesResponse, request: ServedRequest) -> None:
     if request.warnings:
         warning = "; ".join(request.warnings)[:2000].encode("ascii")
         response.raw_headers.append((b"x-warning", warning))
+    return response
 
 
 # ---- what the native protocol shares with text-embeddings-inference ------------------------------
@@ -332,9 +330,9 @@ class ErrorBody:
     error_type: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, ErrorBody]:
-    """Return the status and the body of an error."""
-    return error.status, ErrorBody(error.message, error.kind)
+def error_body(error: ErrorInfo) -> ErrorBody:
+    """Return the body of an error."""
+    return ErrorBody(error.message, error.kind)
 
 
 class LenientModel(WireModel):

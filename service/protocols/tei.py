@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from cloze.service.core import Location
-from cloze.service.http.body import BytesResponse
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -22,8 +21,8 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    error_body,
     json_response,
-    write_error,
 )
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
@@ -121,9 +120,9 @@ class _Predict(TaskRoute):
             return _text_pair(body.inputs), parameters
         return [_text_pair(texts) for texts in body.inputs], parameters
 
-    def respond(self, _: ServedRequest, body: PredictBody, value: Any) -> BytesResponse:
+    def respond(self, _: ServedRequest, body: PredictBody, value: Any) -> Any:
         is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
-        return json_response(value if is_batch else value[0])
+        return value if is_batch else value[0]
 
 
 def _text_pair(texts: Any) -> TextPair:
@@ -164,21 +163,17 @@ class _Rerank(TaskRoute):
     def to_call(self, _: ServedRequest, body: RerankBody) -> tuple[Any, Any]:
         return body, body
 
-    def respond(
-        self, request: ServedRequest, body: RerankBody, value: rerank.Ranking
-    ) -> BytesResponse:
-        ranks: list[dict[str, Any]] = [
-            {"index": rank.index, "score": rank.score} for rank in value.ranks
-        ]
-        if body.return_text:
-            for row, rank in zip(ranks, value.ranks, strict=True):
+    def respond(self, request: ServedRequest, body: RerankBody, value: rerank.Ranking) -> Any:
+        ranks = []
+        for rank in value.ranks:
+            row: dict[str, Any] = {"index": rank.index, "score": rank.score}
+            if body.return_text:
                 row["text"] = rank.text
-        answer: Any = ranks
-        if request.usage is not None:
-            for row, rank in zip(ranks, value.ranks, strict=True):
+            if request.usage is not None:
                 row["window"] = rank.window
-            answer = {"result": ranks, "usage": request.usage}
-        response = json_response(answer)
+            ranks.append(row)
+        with_usage = {"result": ranks, "usage": request.usage}
+        response = json_response(ranks if request.usage is None else with_usage)
         response.raw_headers.append((b"x-ranked-by", value.by.encode()))
         return response
 
@@ -219,4 +214,6 @@ class _Decode(_TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error)
+PROTOCOL: Final = WireProtocol(
+    ("/predict", "/rerank", "/tokenize", "/decode"), routes, error_body, has_422=True
+)

@@ -71,15 +71,12 @@ class TaskTensors:
         self.outputs = [TensorMetadata("result", "BYTES", [-1])]
         if task.vectors:
             self.outputs = [TensorMetadata("embedding", "FP32", [-1, -1])]
-        if task.vectors or self._columns:
-            self.outputs.append(TensorMetadata("count", "INT64", [-1]))
-        self.outputs += [TensorMetadata(name, kind, [-1]) for name, kind in self._columns.items()]
+        columns = {"count": "INT64"} if task.vectors or self._columns else {}
+        columns |= self._columns
+        self.outputs += [TensorMetadata(name, kind, [-1]) for name, kind in columns.items()]
 
     def to_inputs(self, tensors: Mapping[str, list[str]]) -> Any:
-        """Return the inputs of a call of the task.
-
-        Args:
-            tensors: the texts of each tensor, by name.
+        """Return the inputs of a call of the task; the texts of each tensor are by its name.
 
         Raises:
             InvalidRequest: a tensor is missing or unknown, or the lengths differ.
@@ -88,10 +85,8 @@ class TaskTensors:
         task, allowed = self._task.name, [tensor.name for tensor in self.inputs]
         for name in tensors:
             if name not in allowed:
-                raise InvalidRequest(
-                    f"has a tensor {quoted(name)}; {task} takes {', '.join(allowed)}",
-                    INPUTS,
-                )
+                problem = f"has a tensor {quoted(name)}; {task} takes {', '.join(allowed)}"
+                raise InvalidRequest(problem, INPUTS)
         for name in self._required:
             if name not in tensors:
                 raise InvalidRequest(f"lacks the tensor {name}; {task} needs it", INPUTS)
@@ -100,37 +95,36 @@ class TaskTensors:
         if self._model is None or (self._takes_texts and tensors.keys() == {"text"}):
             return tensors["text"]
         if self._listed is not None:
-            return self._one_object(self._model, tensors)
+            values: dict[str, Any] = dict(tensors)
+            for name, texts in tensors.items():
+                if name != self._listed:
+                    if len(texts) != 1:
+                        at = Location((name,))
+                        raise InvalidRequest(f"has {len(texts)} texts; it needs exactly 1", at)
+                    values[name] = texts[0]
+            return self._model.model_construct(**values)
         lengths = {name: len(texts) for name, texts in tensors.items()}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise InvalidRequest(f"the tensors have different numbers of texts: {shown}")
+        make = self._model.model_construct
         rows = zip(*tensors.values(), strict=True)
-        objects: Iterator[dict[str, Any]] = (dict(zip(tensors, row, strict=True)) for row in rows)
-        return [self._model.model_construct(**values) for values in objects]
-
-    def _one_object(self, model: type[WireModel], tensors: Mapping[str, list[str]]) -> WireModel:
-        """Return the object of which one tensor is a list, and the others are texts."""
-        values: dict[str, Any] = dict(tensors)
-        for name, texts in tensors.items():
-            if name == self._listed:
-                continue
-            if len(texts) != 1:
-                at = Location((name,))
-                raise InvalidRequest(f"has {len(texts)} texts; it needs exactly 1", at)
-            values[name] = texts[0]
-        return model.model_construct(**values)
+        return [make(**dict(zip(tensors, row, strict=True))) for row in rows]
 
     def to_outputs(self, value: Any, asked: Collection[str], inputs: int) -> dict[str, Data]:
-        """Return the data of the output tensors of a result, in the order of `outputs`.
+        """Return the data of the output tensors of the value of `Task.decode` for some inputs.
 
-        Args:
-            value: the return value of `Task.decode` for a list of inputs.
-            asked: names of the tensors to return; none: all, without the columns that no entry has.
-            inputs: number of the inputs.
+        If no names are asked for, the result has all but the columns that no entry has.
         """
-        if self._task.vectors:
-            tensors = _vectors(value, inputs)
+        tensors: dict[str, Data]
+        if self._task.vectors:  # [m, D] of all inputs, or a list with [S, D] of each input
+            several = isinstance(value, list)
+            counts = [*map(len, value)] if several else [len(value) // inputs] * inputs
+            vectors = np.concatenate(value) if several else value
+            tensors = {
+                "embedding": vectors.astype("<f4", copy=False),
+                "count": np.array(counts, np.int64),
+            }
         else:
             texts = [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode() for row in value]
             tensors = {"result": texts}
@@ -171,14 +165,6 @@ def _walk(annotation: Any) -> Iterator[Any]:
         yield from _walk(part)
 
 
-def _vectors(value: Any, inputs: int) -> dict[str, Data]:
-    """Return the tensors of vectors, [m, D] of all inputs or a list with [S, D] of each input."""
-    several = isinstance(value, list)
-    counts = [len(rows) for rows in value] if several else [len(value) // inputs] * inputs
-    vectors = np.concatenate(value) if several else value
-    return {"embedding": vectors.astype("<f4", copy=False), "count": np.array(counts, np.int64)}
-
-
 def _entries(result: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of one input's result; a number is an object with a score."""
     if isinstance(result, list):
@@ -206,11 +192,9 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 def split(data: bytes, length: bytes | None) -> tuple[bytes, memoryview]:
-    """Return the JSON and the bytes of the tensors.
+    """Return the JSON and the bytes of the tensors of a body.
 
-    Args:
-        data: the body.
-        length: the value of `JSON_LENGTH`; None: the body is JSON.
+    The length is the value of `JSON_LENGTH`; None: the body is JSON.
 
     Raises:
         MalformedRequest: the header is no length within the body.
@@ -227,30 +211,24 @@ def split(data: bytes, length: bytes | None) -> tuple[bytes, memoryview]:
 
 
 def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
-    """Return the texts of a binary tensor.
-
-    Args:
-        data: the bytes of the tensor.
-        at: location of the tensor.
-        most: most texts.
+    """Return the texts of the binary tensor at a location.
 
     Raises:
-        InvalidRequest: the bytes are cut, a text is not UTF-8, or there are more texts.
+        InvalidRequest: the bytes are cut, a text is not UTF-8, or there are more texts than `most`.
     """
     texts: list[str] = []
-    start = 0
-    while start < len(data):
+    end = 0
+    while end < len(data):
         if len(texts) == most:
             raise InvalidRequest(f"has over {most} texts, the limit", at)
-        begin = start + _LENGTH.size
-        end = begin + _LENGTH.unpack_from(data, start)[0] if begin <= len(data) else begin
+        begin = end + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(data, end)[0] if begin <= len(data) else begin
         if end > len(data):
             raise InvalidRequest(f"ends within text {len(texts)}", at)
         try:
             texts.append(str(data[begin:end], "utf-8"))
         except UnicodeDecodeError:
             raise InvalidRequest(f"has a text, {len(texts)}, that is not UTF-8", at) from None
-        start = end
     return texts
 
 
@@ -258,8 +236,4 @@ def write_tensor(data: Data) -> bytes:
     """Return the bytes of a tensor."""
     if not isinstance(data, list):
         return data.astype(data.dtype.newbyteorder("<"), copy=False).tobytes()
-    parts = []
-    for text in data:
-        encoded = text.encode()
-        parts += [_LENGTH.pack(len(encoded)), encoded]
-    return b"".join(parts)
+    return b"".join(_LENGTH.pack(len(text)) + text for text in map(str.encode, data))

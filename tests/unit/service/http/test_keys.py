@@ -11,12 +11,7 @@ from starlette.requests import Request
 
 from cloze.service import core
 from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
-from cloze.service.http.errors import (
-    STATUS,
-    describe_error,
-    describe_service_error,
-    rejection,
-)
+from cloze.service.http.errors import STATUS, describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, Paths, timeout_s
 from tests.records import recorded
@@ -508,9 +503,9 @@ def test_every_error_has_its_status_and_its_kind() -> None:
     ],
 )
 def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) -> None:
-    described = describe_service_error(error)
-    assert described.headers == headers
-    assert (described.message, described.error) == ("x", error)
+    info = described(error)
+    assert info.headers == headers
+    assert (info.message, info.error) == ("x", error)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +514,7 @@ def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) ->
 )
 def test_a_refusal_says_when_to_come_back(seconds: float, whole: str, milliseconds: str) -> None:
     headers = {"retry-after": whole, "retry-after-ms": milliseconds}
-    assert describe_service_error(Overloaded("x", seconds)).headers == headers
+    assert described(Overloaded("x", seconds)).headers == headers
 
 
 def test_why_the_server_s_state_lets_a_request_fail() -> None:

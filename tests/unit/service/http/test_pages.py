@@ -9,14 +9,7 @@ from pydantic import BaseModel, computed_field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.pages import (
-    ASSET_PATHS,
-    ASSETS,
-    PAGE_HEADERS,
-    document,
-    page_handler,
-)
-from cloze.service.http.pages import part_handlers as parts
+from cloze.service.http.pages import ASSET_PATHS, ASSETS, PAGE, PAGE_HEADERS, PARTS, document
 from cloze.service.http.routes import JSON, NPY, RAW, TEXT, Route, RouteDoc
 
 
@@ -136,7 +129,7 @@ def opened(handle: Any) -> tuple[str, dict[str, str]]:
 
 
 def test_the_page_and_its_parts() -> None:
-    body, headers = opened(page_handler())
+    body, headers = opened(PAGE)
     assert body.startswith("<!doctype html>")
     assert headers["content-type"] == "text/html; charset=utf-8"
     assert headers["cache-control"] == "no-cache"
@@ -146,14 +139,13 @@ def test_the_page_and_its_parts() -> None:
     assert headers["content-security-policy"].startswith(policy)
     assert headers.keys() - {"content-type", "content-length"} == PAGE_HEADERS.keys()
     assert all(kind == "string" for kind, _ in PAGE_HEADERS.values())
-    handlers = parts()
     named = set(re.findall(r'(?:href|src)="(page/[^"]+)"', body))
-    assert {f"/{name}" for name in named} <= handlers.keys()
-    assert handlers.keys() == {
+    assert {f"/{name}" for name in named} <= PARTS.keys()
+    assert PARTS.keys() == {
         "/docs", "/page/docs.js", "/page/style.css", "/page/page.js", "/page/panels.js",
         "/page/elements.js", "/page/live.js",
     }  # fmt: skip
-    for path, handle in handlers.items():
+    for path, handle in PARTS.items():
         text, headers = opened(handle)
         kinds = {".css": "text/css", ".js": "text/javascript", "": "text/html"}
         kind = kinds[Path(path).suffix]
@@ -163,7 +155,7 @@ def test_the_page_and_its_parts() -> None:
 
 
 def test_the_documentation_page_runs_no_script_of_another_address() -> None:
-    body, headers = opened(parts()["/docs"])
+    body, headers = opened(PARTS["/docs"])
     policy = headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'unsafe-inline' ")
     assert "img-src 'self' data:;" in policy

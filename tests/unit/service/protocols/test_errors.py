@@ -1,53 +1,57 @@
 """Errors in the shapes of the protocols."""
 
+import asyncio
 import json
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from cloze.service.core import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
 from cloze.service.protocols.protocol import ErrorBody
+from tests.records import recorded, scope_of
 
 
 @pytest.mark.parametrize(
-    ("status", "sent", "kind"),
+    ("status", "kind"),
     [
-        (400, 400, "invalid_request_error"),
-        (401, 401, "invalid_request_error"),
-        (422, 400, "invalid_request_error"),
-        (424, 424, "invalid_request_error"),
-        (429, 429, "rate_limit_error"),
-        (499, 499, "invalid_request_error"),
-        (500, 500, "server_error"),
-        (503, 503, "server_error"),
-        (504, 504, "server_error"),
+        (400, "invalid_request_error"),
+        (401, "invalid_request_error"),
+        (422, "invalid_request_error"),
+        (424, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (499, "invalid_request_error"),
+        (500, "server_error"),
+        (503, "server_error"),
+        (504, "server_error"),
     ],
 )
-def test_an_error_of_openai_s_protocol(status: int, sent: int, kind: str) -> None:
+def test_an_error_of_openai_s_protocol(status: int, kind: str) -> None:
     info = ErrorInfo(status, "Validation", "why", InvalidRequest("why"))
     error = {"message": "why", "type": kind, "param": None, "code": None}
-    written, body = openai.write_error(info)
-    assert (written, asdict(body)) == (sent, {"error": error, "detail": "why"})
+    assert asdict(openai.error_body(info)) == {"error": error, "detail": "why"}
 
 
 def test_an_unknown_model_has_a_code() -> None:
     info = ErrorInfo(404, "Validation", "why", UnknownModel("why"))
-    assert openai.write_error(info)[1].error.code == "model_not_found"
+    assert openai.error_body(info).error.code == "model_not_found"
 
 
 def test_an_error_of_the_native_protocol() -> None:
     info = ErrorInfo(504, "Overloaded", "why", InvalidRequest("why"))
-    assert protocol.write_error(info) == (504, ErrorBody("why", "Overloaded"))
+    assert protocol.error_body(info) == ErrorBody("why", "Overloaded")
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:
     responder = ErrorResponder(PROTOCOLS, 30.0)
 
     def shape(path: str) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(responder.body(path, InvalidRequest("why")))
+        request = Request(scope_of(recorded(path)))
+        response = asyncio.run(responder.respond(request, InvalidRequest("why")))
+        body: dict[str, Any] = json.loads(response.body)
         return body
 
     native = {"error": "why", "error_type": "Validation"}

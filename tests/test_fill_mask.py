@@ -125,7 +125,7 @@ def test_words_outside_the_vocabulary_are_left_out(server: Server) -> None:
 
 def test_the_mask_is_no_word_to_fill_in(tiny_store: Path) -> None:
     tokenizer = Tokenizer(Store(tiny_store).open("bert"))
-    words, warnings = target_words(tokenizer, ["king", "[MASK]", "moon"])
+    words, warnings = target_words(tokenizer, ["king", "[MASK]", "moon"], whole=True)
     assert words == tokenizer.ids(["king", "moon"])
     assert warnings == ("target '[MASK]' is not in the vocabulary and was left out",)
 

@@ -66,6 +66,15 @@ class _Text:
             ids[position] = token
         return ids
 
+    def extend(self, following: Sequence[list[tuple[int, float]]], count: int) -> None:
+        """Keep the best hypotheses with one more mask, by the predictions that follow each."""
+        extended = [
+            _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
+            for one, predictions in zip(self.hypotheses, following, strict=True)
+            for token, log_probability in predictions
+        ]
+        self.hypotheses = heapq.nlargest(count, extended, key=lambda one: one.log_probability)
+
 
 @dataclass(frozen=True, slots=True)
 class JointFilling:
@@ -106,12 +115,18 @@ class JointFilling:
     ) -> PreparedRequest["JointFilling"] | None:
         """Fill the next masks by the outputs of a round; return the next round, if there is one."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
+        width = self.beam_width
         for text in texts:
-            if self.method == "independent":
-                text.hypotheses = _best_products(next(results), self.beam_width)
-            else:
-                following = [_predictions(next(results), 0) for _ in text.hypotheses]
-                text.hypotheses = _extended(text.hypotheses, following, self.beam_width)
+            if self.method != "independent":
+                text.extend([_predictions(next(results), 0) for _ in text.hypotheses], width)
+                continue
+            result = next(results)
+            for mask in range(len(text.masks)):
+                # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or
+                # better: all better hypotheses with all better tokens have greater products.
+                likeliest = _predictions(result, mask)
+                ranks = range(1, len(text.hypotheses) + 1)
+                text.extend([likeliest[: width // rank] for rank in ranks], width)
         return self.next_round(context.tokenizer)
 
     def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
@@ -159,26 +174,3 @@ def _predictions(result: MaskedLMResult, mask: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens of a mask, with the logarithms of their probabilities."""
     log_probabilities = result.top_log_probabilities(mask).tolist()
     return list(zip(result.top_ids[mask].tolist(), log_probabilities, strict=True))
-
-
-def _best_products(result: MaskedLMResult, count: int) -> list[_Hypothesis]:
-    """Return the fillings of the greatest product of probabilities, best first."""
-    best = [_Hypothesis()]
-    for mask in range(len(result.logsumexp)):
-        # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or better:
-        # all better hypotheses with all better tokens have greater products.
-        likeliest = _predictions(result, mask)
-        best = _extended(best, [likeliest[: count // (i + 1)] for i in range(len(best))], count)
-    return best
-
-
-def _extended(
-    hypotheses: Sequence[_Hypothesis], following: Sequence[list[tuple[int, float]]], count: int
-) -> list[_Hypothesis]:
-    """Return the best hypotheses with one more mask, by the predictions that follow each."""
-    extended = [
-        _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
-        for one, predictions in zip(hypotheses, following, strict=True)
-        for token, log_probability in predictions
-    ]
-    return heapq.nlargest(count, extended, key=lambda one: one.log_probability)

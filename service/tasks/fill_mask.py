@@ -74,17 +74,14 @@ def prepare(
     texts = limits.checked(inputs)
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
-    targets = _targets(parameters, limits)
-    words: list[list[int]] | None = None
-    warnings: tuple[str, ...] = ()
-    if targets and parameters.targets_as == "words":
-        words, warnings = fill_tokens.target_words(tokenizer, targets)
+    targets, whole = _targets(parameters, limits), parameters.targets_as == "words"
+    words, warnings = fill_tokens.target_words(tokenizer, targets, whole=whole)
     choice = parameters.long_text
     if choice is None:
-        choice = "truncate" if words is None and parameters.decode is None else "error"
+        choice = "error" if whole or parameters.decode is not None else "truncate"
     rule = LongTextRule(choice, side="right", report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens)
-    around = TEXT_TOKENS + (max(map(len, words)) - 1 if words else 0)  # a word replaces a mask
+    around = TEXT_TOKENS + max(map(len, words), default=1) - 1  # a word replaces a mask
     read, predictions, written = [], 0, 0
     for (at, text), ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
         masks = _masks(ids, at, context)
@@ -95,22 +92,18 @@ def prepare(
         usage = TextUsage(len(ids) + TEXT_TOKENS, end - first + TEXT_TOKENS, windows)
         encoder.texts.append(EncodedText([], usage))
         read.append((at, ids[first:end]))
-        predictions += len(masks) * max(top_k, len(targets))
-        written += len(masks) * max(top_k, len(targets)) * (end - first)
+        rows = len(masks) * max(top_k, len(targets))
+        predictions, written = predictions + rows, written + rows * (end - first)
     limits.check_results(predictions, "the request asks for", "predictions (masks x top_k)")
     if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
         raise InvalidRequest(f"the predictions' texts hold {written} tokens; the limit is {most}")
     prepared: PreparedRequest[Any]
     if parameters.decode is not None:
         prepared = fill_jointly.prepare_jointly(read, parameters.decode, top_k, context)
-    elif words is not None:
+    elif whole:
         prepared = fill_tokens.prepare_words(read, words, top_k, context)
-    elif parameters.original is not None:
-        tokens = fill_tokens.original_tokens(read, parameters.original, context)
-        prepared = fill_tokens.prepare_tokens(read, top_k, context, originals=tokens)
     else:
-        tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
-        prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
+        prepared = fill_tokens.prepare_tokens(read, words, top_k, parameters.original, context)
     described = encoder.prepared(prepared.state)
     return described._replace(
         encodings=prepared.encodings, warnings=warnings, advance=prepared.advance
@@ -182,9 +175,7 @@ def _part(
     return first, end
 
 
-_Result = (
-    fill_tokens.Masks | fill_tokens.RankedOriginal | fill_tokens.Words | list[fill_jointly.Filling]
-)
+_Result = fill_tokens.Masks | fill_tokens.RankedOriginal | list[fill_jointly.Filling]
 
 TASK: Final = Task(
     name="fill-mask",

@@ -23,7 +23,6 @@ from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import (
     Bounds,
     EmbedInputs,
-    LongText,
     TextEncoder,
     TextParameters,
     encode_texts,
@@ -42,18 +41,11 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean of its windows' vectors; the default is truncate",
-    )
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )
     dimensions: Count | None = Field(
-        None,
-        description="number of leading dimensions to keep, for models with Matryoshka "
-        "representations (Kusupati et al. 2022)",
+        None, description="number of leading dimensions to keep (Matryoshka representations)"
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="accepted for huggingface_hub and ignored"
@@ -63,8 +55,8 @@ class EmbedParameters(TextParameters):
     )
     layers: Layers | None = Field(
         None,
-        description="the layers whose hidden states are pooled, as in table 7 of the BERT paper "
-        "(first: the embeddings); the default is last",
+        description="the layers whose hidden states are pooled; first is the embeddings, and last "
+        "the default",
     )
     spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = Field(
         None,
@@ -253,10 +245,7 @@ TASK: Final = Task(
     decode=decode,
     examples={
         "One text": {"inputs": "What is deep learning?"},
-        "Many texts, vectors as the model computes them": {
-            "inputs": ["What is deep learning?", "A cat sat."],
-            "normalize": False,
-        },
+        "Vectors as the model computes them": {"inputs": ["A cat.", "A dog."], "normalize": False},
     },
     vectors=True,
 )

@@ -7,6 +7,7 @@ Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -70,11 +71,12 @@ def prepare(
         role = parameters.role() or late_interaction.role_of(parameters.prompt_name)
         encoder, kept = late_interaction.encode(texts, role, rule, context)
     context.limits.check_results(encoder.tokens, "the request asks for", "vectors")
-    offsets = None
-    if parameters.return_offsets and kept is None:
-        offsets = encoder.offsets(texts)
-    elif parameters.return_offsets and kept is not None:
-        offsets = late_interaction.offsets(texts, kept, encoder)
+    offsets = encoder.offsets(texts) if parameters.return_offsets else None
+    if offsets is not None and kept is not None:
+        offsets = [
+            [place for place, counts in zip_longest(places, tokens) if counts]  # no place: filling
+            for places, tokens in zip(offsets, kept, strict=True)
+        ]
     recipe = tokens_recipe(context.manifest, prompt, role)
     return encoder.prepared(_State(offsets, kept), recipe)
 
@@ -103,10 +105,7 @@ TASK: Final = Task(
     decode=decode,
     examples={
         "One text": {"inputs": "What is deep learning?"},
-        "With the place of each token": {
-            "inputs": "What is deep learning?",
-            "return_offsets": True,
-        },
+        "With the place of each token": {"inputs": "A cat sat.", "return_offsets": True},
     },
     vectors=True,
 )

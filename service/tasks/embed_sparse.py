@@ -150,10 +150,6 @@ TASK: Final = Task(
     decode=decode,
     examples={
         "One text": {"inputs": "What is deep learning?"},
-        "The ten heaviest words, named": {
-            "inputs": ["What is deep learning?"],
-            "top_k": 10,
-            "return_tokens": True,
-        },
+        "The heaviest words, named": {"inputs": "A cat.", "top_k": 10, "return_tokens": True},
     },
 )

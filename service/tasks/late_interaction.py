@@ -4,7 +4,6 @@ Sources: Khattab & Zaharia 2020, "ColBERT"; PyLate's ``ColBERT``; Chen et al. 20
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import cast
 
 import numpy as np
@@ -17,7 +16,7 @@ from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorReq
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
-from cloze.service.tasks.texts import EncodedText, LongTextRule, Offsets, TextEncoder, own_ids
+from cloze.service.tasks.texts import EncodedText, LongTextRule, TextEncoder, own_ids
 
 Kept = NDArray[np.bool_]
 """Whether the vector of each token of a text counts: bool [S]."""
@@ -75,16 +74,6 @@ def encode(
             counts[0] = False
         kept.append(counts)
     return encoder, kept
-
-
-def offsets(
-    texts: Sequence[Input[str]], kept: Sequence[Kept], encoder: TextEncoder
-) -> list[Offsets]:
-    """Return the place of each token that counts, in characters of its text."""
-    return [
-        [place for place, counts in zip_longest(places, tokens) if counts]  # no place: filling
-        for places, tokens in zip(encoder.offsets(texts), kept, strict=True)
-    ]
 
 
 def vectors(outputs: Outputs, kept: Sequence[Kept]) -> list[Float32]:

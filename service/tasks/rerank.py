@@ -30,7 +30,6 @@ from cloze.service.tasks.task import (
     TextUsage,
 )
 from cloze.service.tasks.texts import (
-    LongText,
     LongTextRule,
     TextEncoder,
     TruncationParameters,
@@ -50,12 +49,6 @@ class RerankInputs(WireModel):
 
 class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
-
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it beside the "
-        "whole query and returns the score of its best window; the default is truncate",
-    )
 
     raw_scores: bool | None = Field(
         None,
@@ -98,9 +91,6 @@ class Ranking:
 
 Scorer = Literal["classifier", "late-interaction", "similarity"]
 
-Windows = Sequence[tuple[int, int] | None]
-"""The (start, end) characters of the windows of a text; None: the text was not divided."""
-
 
 class _State(NamedTuple):
     """How the outputs of one request become ranks.
@@ -109,14 +99,14 @@ class _State(NamedTuple):
         scorer: what scores each encoding, or each text.
         kept: which tokens of the query and of each text count, for late interaction.
         texts: the texts if the answer repeats them.
-        windows: the characters of each window of each text; None: each text has one.
+        windows: the characters of each encoding of each text; None for a text with one.
         function: makes scores of what the texts are ranked by, so that saturation ties none.
     """
 
     scorer: Scorer
     kept: list[Kept]
     texts: list[str] | None
-    windows: list[Windows] | None
+    windows: list[Sequence[tuple[int, int] | None]]
     function: text_classification.Function
 
 
@@ -155,8 +145,7 @@ def prepare(
     scorer = scorer_of(context.manifest)
     query = context.limits.checked(inputs.query, _QUERY)
     texts = context.limits.checked(inputs.texts, _TEXTS, others=scorer == "similarity")
-    is_divided = parameters.long_text == "window"
-    report = is_divided or parameters.return_usage
+    report = parameters.return_usage or parameters.long_text == "window"
     rule = parameters.rule(report=report)._replace(divides_pairs=True)
     kept: list[Kept] = []
     if scorer == "classifier":
@@ -171,14 +160,11 @@ def prepare(
             problem = f"has {usage.tokens} tokens; long_text window divides only texts"
             raise InvalidRequest(problem, _QUERY)
     usages = [text.usage for text in encoder.texts[-len(texts) :]]  # without the query's
-    windows: list[Windows] | None = None
-    if is_divided:
-        windows = [usage.windows or (None,) for usage in usages]
+    windows = [usage.windows or (None,) for usage in usages]
     repeated = inputs.texts if parameters.return_text else None
     function = _function(context.manifest, parameters)
     prepared = encoder.prepared(_State(scorer, kept, repeated, windows, function))
-    usage_or_none = usages if parameters.return_usage else None
-    return prepared._replace(texts=len(texts), usage=usage_or_none)
+    return prepared._replace(texts=len(texts), usage=usages if parameters.return_usage else None)
 
 
 def _encode_roles(
@@ -210,11 +196,10 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     else:
         scores = similarity.cosines_to_first(outputs)
     rest = iter(scores)
-    windows = state.windows or [(None,)] * len(scores)
     # The score and the characters of each text's best window.
     best = [
         max(((next(rest), place) for place in places), key=lambda scored: scored[0])
-        for places in windows
+        for places in state.windows
     ]
     order = sorted(range(len(best)), key=lambda index: best[index][0], reverse=True)
     values = np.array([score for score, _ in best])[:, None]

@@ -78,26 +78,25 @@ def prepare(
     choice = parameters.long_text or "error"
     rule = LongTextRule(choice, side="right", report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens)
-    scored: list[tuple[Spans, TextUsage]] = []
-    held = 0
+    texts, held = [], 0
     for at, text in limits.checked(inputs):
         spans = tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
-        tokens = len(spans.ids) + TEXT_TOKENS
+        tokens = len(spans.ids)
         if tokenizer.mask_id in spans.ids:
             mask = tokenizer.mask_token
             raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
         if choice != "window":
-            [(_, end)] = encoder.divide(at, len(spans.ids))
+            [(_, end)] = encoder.divide(at, tokens)
             spans = spans.first(end)
         read = len(spans.ids) + TEXT_TOKENS
-        scored.append((spans, TextUsage(tokens, read)))
+        encoder.texts.append(EncodedText([], TextUsage(tokens + TEXT_TOKENS, read)))
+        texts.append(spans)
         held += len(spans.ids) * min(read, limits.max_tokens)
         limits.check_tokens(held, "the masked copies hold", at)
-    limits.check_results(sum(len(spans.ids) for spans, _ in scored), "the texts need")
-    for spans, usage in scored:
-        encoder.texts.append(EncodedText(_masked_copies(spans.ids, context), usage))
-    return encoder.prepared([spans for spans, _ in scored])
+    limits.check_results(sum(len(spans.ids) for spans in texts), "the texts need")
+    copies = [copy for spans in texts for copy in _masked_copies(spans.ids, context)]
+    return encoder.prepared(texts)._replace(encodings=copies)
 
 
 def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:

@@ -115,14 +115,10 @@ class DecodeParameters(WireModel):
     skip_special_tokens: bool = Field(True, description="whether to omit special tokens")
 
 
-_Ids = tuple[list[list[int]], bool]
-"""The ids of each text, and whether to omit special tokens."""
-
-
 def prepare_ids(
     inputs: Any, parameters: DecodeParameters, context: TaskContext
-) -> PreparedRequest[_Ids]:
-    """Check the ids."""
+) -> PreparedRequest[Any]:
+    """Check the ids; the state is the ids of each text, and whether to omit special tokens."""
     limits = context.limits
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
     limits.checked(lists)
@@ -135,11 +131,10 @@ def prepare_ids(
         raise InvalidRequest(
             f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}", INPUTS
         )
-    state = lists, parameters.skip_special_tokens
-    return PreparedRequest([], state, texts=len(lists))
+    return PreparedRequest([], (lists, parameters.skip_special_tokens), texts=len(lists))
 
 
-def decode_ids(state: _Ids, _: Any, context: TaskContext) -> list[str]:
+def decode_ids(state: tuple[list[list[int]], bool], _: Any, context: TaskContext) -> list[str]:
     """Return the text of each list of ids."""
     lists, skip = state
     texts = []

@@ -315,7 +315,7 @@ def test_the_best_prediction_has_rank_1(server: Server) -> None:
         (
             ["[MASK] [MASK]"] * 40,
             {"decode": "beam", "top_k": 50},
-            "up to inputs[6] decode beam compares 35000 predictions; the limit is 32768",
+            "decode beam compares 200000 predictions; the limit is 32768",
         ),
     ],
 )

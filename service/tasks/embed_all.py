@@ -15,7 +15,7 @@ from pydantic import Field
 from cloze.model_store.embedding_space import tokens_recipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.model_store.manifest import Role
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
@@ -68,7 +68,11 @@ def prepare(
         prompt = parameters.prompt(context)
         encoder = encode_texts(texts, rule, context, _REQUEST, prompt)
     else:
-        role = parameters.role() or late_interaction.role_of(parameters.prompt_name)
+        name = Role.DOCUMENT if parameters.prompt_name is None else parameters.prompt_name
+        if name not in [*Role]:
+            problem = f"{quoted(name)} is not one of the model's roles (query, document)"
+            raise InvalidRequest(problem, Location(("prompt_name",)))
+        role = parameters.role() or Role(name)
         encoder, kept = late_interaction.encode(texts, role, rule, context)
     context.limits.check_results(encoder.tokens, "the request asks for", "vectors")
     offsets = encoder.offsets(texts) if parameters.return_offsets else None

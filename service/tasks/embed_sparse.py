@@ -16,8 +16,6 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
-from cloze.model_store.heads.lexical import LexicalOptions
-from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
@@ -57,13 +55,7 @@ SparseVectors = list[list[SparseValue]] | list[list[NamedSparseValue]]
 
 
 class _State(NamedTuple):
-    """How the outputs of one request become its words.
-
-    Attributes:
-        with_tokens: whether to add the words themselves.
-        top_k: most words per text.
-        encodings: the texts' tokens, for a model with lexical weights; None: another model.
-    """
+    """How the outputs become words; a model with lexical weights needs the encodings."""
 
     with_tokens: bool
     top_k: int
@@ -91,7 +83,7 @@ def prepare(
     if is_lexical:
         return prepared._replace(state=prepared.state._replace(encodings=prepared.encodings))
     for encoding in prepared.encodings:
-        request = SparseEmbeddingRequest(len(encoding), top_k)
+        request = sparse_embedding.SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}
     return prepared
 
@@ -99,10 +91,12 @@ def prepare(
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVectors:
     """Return the words of each text, the heaviest first."""
     if state.encodings is None:
-        results: list[SparseEmbeddingResult] = [o[sparse_embedding.HEAD.name] for o in outputs]
+        results: list[sparse_embedding.SparseEmbeddingResult] = [
+            o[sparse_embedding.HEAD.name] for o in outputs
+        ]
     else:
         options = context.manifest.heads[lexical.HEAD.name]
-        assert isinstance(options, LexicalOptions)  # the manifest's parser made it
+        assert isinstance(options, lexical.LexicalOptions)  # the manifest's parser made it
         results = [
             _of_own_tokens(encoding, output[lexical.HEAD.name].array[:, 0], options, state.top_k)
             for encoding, output in zip(state.encodings, outputs, strict=True)
@@ -123,8 +117,8 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
 
 
 def _of_own_tokens(
-    encoding: Encoding, weights: Float32, options: LexicalOptions, top_k: int
-) -> SparseEmbeddingResult:
+    encoding: Encoding, weights: Float32, options: lexical.LexicalOptions, top_k: int
+) -> sparse_embedding.SparseEmbeddingResult:
     """Return the largest weight of each id among a text's tokens, the heaviest first.
 
     Ids of special tokens, and those without a weight, are left out.
@@ -134,7 +128,7 @@ def _of_own_tokens(
     np.maximum.at(largest, places, weights)
     largest[np.isin(ids, options.skipped_ids)] = 0
     order = np.argsort(-largest, kind="stable")[: min(top_k, np.count_nonzero(largest))]
-    return SparseEmbeddingResult(largest[order], ids[order].astype(np.int64))
+    return sparse_embedding.SparseEmbeddingResult(largest[order], ids[order].astype(np.int64))
 
 
 TASK: Final = Task(

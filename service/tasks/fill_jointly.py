@@ -17,9 +17,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from cloze.model_store.heads import masked_lm
-from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import UP_TO, Input, Outputs, PreparedRequest, TaskContext
+from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
@@ -78,12 +76,9 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class JointFilling:
-    """The state of a request for whole fillings.
+    """The state of a request for `top_k` whole fillings per text.
 
-    Attributes:
-        method: see the module.
-        top_k: number of fillings per text.
-        beam_width: most hypotheses per text.
+    A text has at most `beam_width` hypotheses.
     """
 
     texts: Sequence[_Text]
@@ -103,7 +98,7 @@ class JointFilling:
             if self.method != "independent":
                 positions = positions[:1]
             is_greedy = self.method == "left-to-right" and filled
-            request = MaskedLMRequest(positions, 1 if is_greedy else self.beam_width)
+            request = masked_lm.MaskedLMRequest(positions, 1 if is_greedy else self.beam_width)
             requests = {masked_lm.HEAD.name: request}
             encodings += [tokenizer.encode(text.filled(one), requests) for one in text.hypotheses]
         if not encodings:
@@ -147,10 +142,7 @@ class JointFilling:
 def prepare_jointly(
     ids: Sequence[Input[Sequence[int]]], method: Method, top_k: int, context: TaskContext
 ) -> PreparedRequest[JointFilling]:
-    """Prepare texts whose masks are filled together.
-
-    Each text is its ids without special tokens, has at least one mask, and is not too long.
-    """
+    """Prepare the ids of texts, without special tokens, whose masks are filled together."""
     tokenizer, limits = context.tokenizer, context.limits
     beam_width = max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
     texts, results, tokens = [], 0, 0
@@ -161,16 +153,13 @@ def prepare_jointly(
         tokens += (len(text) + 2) * (1 + rounds * beam_width)
         limits.check_tokens(tokens, f"decode {method} takes", at)
         results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
-        if results > (most := limits.max_results):
-            raise InvalidRequest(
-                f"decode {method} compares {results} predictions; the limit is {most}", at, UP_TO
-            )
+    limits.check_results(results, f"decode {method} compares")
     first = JointFilling(texts, method, top_k, beam_width).next_round(tokenizer)
     assert first is not None  # each text has a mask
     return first
 
 
-def _predictions(result: MaskedLMResult, mask: int) -> list[tuple[int, float]]:
+def _predictions(result: masked_lm.MaskedLMResult, mask: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens of a mask, with the logarithms of their probabilities."""
     log_probabilities = result.top_log_probabilities(mask).tolist()
     return list(zip(result.top_ids[mask].tolist(), log_probabilities, strict=True))

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 
 from cloze.model_store.heads import masked_lm
-from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
@@ -149,10 +148,9 @@ def prepare_tokens(
     originals: str | list[str] | None,
     context: TaskContext,
 ) -> PreparedRequest[MaskFilling]:
-    """Prepare texts whose masks tokens fill: one of the targets, if there are any.
+    """Prepare the ids of texts, without special tokens, whose masks tokens or targets fill.
 
-    Each text is its ids without special tokens, and has at least one mask. To count the rank of an
-    original, the graph returns the logit of every token.
+    To count the rank of an original, the graph returns the logit of every token.
     """
     tokenizer = context.tokenizer
     tokens = None if originals is None else _original_tokens(ids, originals, context)
@@ -162,7 +160,7 @@ def prepare_tokens(
     encodings = []
     for _, text in ids:
         positions = [1 + index for index in tokenizer.mask_positions(text)]  # after [CLS]
-        request = MaskedLMRequest(positions, 0 if targets else top_k, logits_of)
+        request = masked_lm.MaskedLMRequest(positions, 0 if targets else top_k, logits_of)
         encodings.append(tokenizer.encode(text, {masked_lm.HEAD.name: request}))
     texts = [encoding.input_ids.tolist() for encoding in encodings]
     return PreparedRequest(encodings, MaskFilling(texts, top_k, targets, originals=tokens))
@@ -174,10 +172,9 @@ def prepare_words(
     top_k: int,
     context: TaskContext,
 ) -> PreparedRequest[MaskFilling]:
-    """Prepare texts whose masks words fill: one encoding per text, mask, word and sub-token.
+    """Prepare the ids of texts whose masks words fill: one encoding per mask, word and sub-token.
 
-    Each text is its ids without special tokens, has at least one mask, and room for the longest
-    word. Each word is the ids of its sub-tokens.
+    The texts have no special tokens, and room for the longest word.
     """
     tokenizer, limits = context.tokenizer, context.limits
     longest, pieces = max(map(len, words)), sum(map(len, words))
@@ -193,7 +190,7 @@ def prepare_words(
         for word in words:
             for known, token in enumerate(word):
                 in_place = [*word[:known], *[text[mask]] * (len(word) - known)]
-                request = MaskedLMRequest([1 + mask + known], targets=[token])
+                request = masked_lm.MaskedLMRequest([1 + mask + known], targets=[token])
                 filled = [*text[:mask], *in_place, *text[mask + 1 :]]
                 encodings.append(tokenizer.encode(filled, {masked_lm.HEAD.name: request}))
     texts = [tokenizer.special.text(text) for _, text in ids]
@@ -207,9 +204,8 @@ def _original_tokens(
     tokenizer = context.tokenizer
     originals = [originals] if isinstance(originals, str) else originals
     if len(originals) != len(ids):
-        raise InvalidRequest(
-            f"has {len(originals)} words, but inputs has {len(ids)} texts", _ORIGINAL
-        )
+        problem = f"has {len(originals)} words, but inputs has {len(ids)} texts"
+        raise InvalidRequest(problem, _ORIGINAL)
     if len(ids) > _MOST_RANKED:
         raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []

@@ -47,7 +47,7 @@ class RankedCandidate:
     text: str
 
 
-Inputs = Pair | Candidates | list[Pair]
+Inputs = Pair | Candidates | Annotated[list[Pair], NotEmpty]
 
 _REQUEST: Final = {next_sentence.HEAD.name: HeadRequest()}
 
@@ -99,10 +99,7 @@ TASK: Final = Task(
     route="/nsp",
     summary="Whether one text follows another",
     heads=(next_sentence.HEAD.name,),
-    inputs=Annotated[
-        Pair | Candidates | Annotated[list[Pair], NotEmpty],
-        Field(description="a pair, a list of pairs, or a text with candidates to rank"),
-    ],
+    inputs=Annotated[Inputs, Field(description="a pair, a list of them, or a text and candidates")],
     parameters=NspParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
     alone=(Pair,),

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
-from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Role
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
@@ -51,9 +50,7 @@ class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
 
     raw_scores: bool | None = Field(
-        None,
-        description="whether a classifier's scores are its logits, or their sigmoid; the default "
-        "is what the checkpoint declares, or the sigmoid",
+        None, description="whether a classifier's scores are its logits, and not their sigmoid"
     )
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
 
@@ -95,29 +92,23 @@ Scorer = Literal["classifier", "late-interaction", "similarity"]
 class _State(NamedTuple):
     """How the outputs of one request become ranks.
 
-    Attributes:
-        scorer: what scores each encoding, or each text.
-        kept: which tokens of the query and of each text count, for late interaction.
-        texts: the texts if the answer repeats them.
-        windows: the characters of each encoding of each text; None for a text with one.
-        function: makes scores of what the texts are ranked by, so that saturation ties none.
+    The function makes scores of what the texts are ranked by, so that saturation ties none.
     """
 
     scorer: Scorer
     kept: list[Kept]
     texts: list[str] | None
-    windows: list[Sequence[tuple[int, int] | None]]
+    windows: Sequence[Sequence[tuple[int, int] | None]]
     function: text_classification.Function
 
 
 _QUERY: Final = Location(("query",))
-_TEXTS: Final = Location(("texts",))
 
 
 def scorer_of(manifest: Manifest) -> Scorer:
     """Return what scores the texts of a model: a classifier needs one label alone."""
     options = manifest.heads.get(sequence_classification.HEAD.name)
-    if isinstance(options, SequenceLabels) and len(options.labels) == 1:
+    if isinstance(options, sequence_classification.SequenceLabels) and len(options.labels) == 1:
         return "classifier"
     return "similarity" if late_interaction.interaction(manifest) is None else "late-interaction"
 
@@ -144,7 +135,9 @@ def prepare(
     """Tokenize the query with the texts, which are named as in this task."""
     scorer = scorer_of(context.manifest)
     query = context.limits.checked(inputs.query, _QUERY)
-    texts = context.limits.checked(inputs.texts, _TEXTS, others=scorer == "similarity")
+    texts = context.limits.checked(
+        inputs.texts, Location(("texts",)), others=scorer == "similarity"
+    )
     report = parameters.return_usage or parameters.long_text == "window"
     rule = parameters.rule(report=report)._replace(divides_pairs=True)
     kept: list[Kept] = []

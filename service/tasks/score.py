@@ -16,7 +16,6 @@ from pydantic import Field
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
-from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import (
@@ -112,7 +111,7 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
         part = tokenizer.encode(ids[first:end])
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
-        part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}
+        part.requests = {masked_lm.HEAD.name: masked_lm.MaskedLMRequest([masked], targets=[token])}
         copies.append(part)
     return copies
 

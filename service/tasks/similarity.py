@@ -106,14 +106,11 @@ def _cosines(rows: Float32, columns: Float32) -> Float32:
     return cosines
 
 
-_Tokens = tuple[Float32, Offsets]
-"""The vectors [S, H] of a text's tokens, and the places of the tokens."""
-
-
-def _pairs(source: _Tokens, sentence: _Tokens) -> list[TokenPair]:
+def _pairs(source: tuple[Float32, Offsets], sentence: tuple[Float32, Offsets]) -> list[TokenPair]:
     """Return each token of a text with the most similar one of another, best first.
 
-    Source: the late interaction of Khattab & Zaharia 2020, "ColBERT".
+    A text is the vectors [S, H] of its tokens, and their places. Source: the late interaction of
+    Khattab & Zaharia 2020, "ColBERT".
     """
     cosines = _cosines(source[0], sentence[0])  # [S, S']
     cosines[:, [place is None for place in sentence[1]]] = -np.inf
@@ -140,10 +137,7 @@ TASK: Final = Task(
     scores=lambda *_: "cosine",
     examples={
         "A text and two others": {
-            "inputs": {
-                "source_sentence": "The king was dead.",
-                "sentences": ["The old king died.", "A ship left the harbour."],
-            }
+            "inputs": {"source_sentence": "The king died.", "sentences": ["He is dead.", "A ship."]}
         }
     },
 )

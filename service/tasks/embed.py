@@ -40,9 +40,7 @@ class EmbedParameters(TextParameters):
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )
-    dimensions: Count | None = Field(
-        None, description="number of leading dimensions to keep (Matryoshka representations)"
-    )
+    dimensions: Count | None = Field(None, description="number of leading dimensions to keep")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="accepted for huggingface_hub and ignored"
     )

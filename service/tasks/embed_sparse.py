@@ -16,6 +16,7 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
@@ -28,12 +29,8 @@ _WORDS_PER_RESULT = 16
 class SparseParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and two of our own."""
 
-    top_k: Count | None = Field(
-        None, description="most words per text; the default is the server's limit of results"
-    )
-    return_tokens: bool | None = Field(
-        None, description="whether to add the word itself, a token of the vocabulary"
-    )
+    top_k: Count | None = Field(None, description="most words per text")
+    return_tokens: bool | None = Field(None, description="whether to add the word itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ def prepare(
     if is_lexical:
         return prepared._replace(state=prepared.state._replace(encodings=prepared.encodings))
     for encoding in prepared.encodings:
-        request = sparse_embedding.SparseEmbeddingRequest(len(encoding), top_k)
+        request = SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}
     return prepared
 
@@ -91,9 +88,7 @@ def prepare(
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVectors:
     """Return the words of each text, the heaviest first."""
     if state.encodings is None:
-        results: list[sparse_embedding.SparseEmbeddingResult] = [
-            o[sparse_embedding.HEAD.name] for o in outputs
-        ]
+        results: list[SparseEmbeddingResult] = [o[sparse_embedding.HEAD.name] for o in outputs]
     else:
         options = context.manifest.heads[lexical.HEAD.name]
         assert isinstance(options, lexical.LexicalOptions)  # the manifest's parser made it
@@ -103,9 +98,8 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
         ]
     words = sum(len(result.ids) for result in results)  # known only after the run
     if words > (most := _WORDS_PER_RESULT * context.limits.max_results):
-        raise InvalidRequest(
-            f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
-        )
+        problem = f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
+        raise InvalidRequest(problem)
     pairs = [
         zip(result.ids.tolist(), result.weights.astype(np.float32).tolist(), strict=True)
         for result in results
@@ -118,7 +112,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
 
 def _of_own_tokens(
     encoding: Encoding, weights: Float32, options: lexical.LexicalOptions, top_k: int
-) -> sparse_embedding.SparseEmbeddingResult:
+) -> SparseEmbeddingResult:
     """Return the largest weight of each id among a text's tokens, the heaviest first.
 
     Ids of special tokens, and those without a weight, are left out.
@@ -128,7 +122,7 @@ def _of_own_tokens(
     np.maximum.at(largest, places, weights)
     largest[np.isin(ids, options.skipped_ids)] = 0
     order = np.argsort(-largest, kind="stable")[: min(top_k, np.count_nonzero(largest))]
-    return sparse_embedding.SparseEmbeddingResult(largest[order], ids[order].astype(np.int64))
+    return SparseEmbeddingResult(largest[order], ids[order].astype(np.int64))
 
 
 TASK: Final = Task(

@@ -56,9 +56,7 @@ class NspParameters(UsageParameters):
     """What to do with a pair that is too long for the model."""
 
     long_text: Literal["error", "truncate"] | None = Field(
-        None,
-        description="error refuses a long pair, truncate cuts its longer text; the default is "
-        "truncate",
+        None, description="error refuses a long pair; truncate, the default, cuts its longer text"
     )
 
 

@@ -179,8 +179,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     scores: list[float]
     if state.scorer == "classifier":
         name = sequence_classification.HEAD.name
-        _, columns = context.label_set(sequence_classification.HEAD, None)
-        scores = [float(output[name].array[columns][0]) for output in outputs]
+        scores = [float(output[name].array[0]) for output in outputs]  # the only label's
     elif state.scorer == "late-interaction":
         options = late_interaction.interaction(context.manifest)
         assert options is not None  # `prepare` saw them

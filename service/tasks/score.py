@@ -8,7 +8,7 @@ Source: Salazar et al. 2020, "Masked Language Model Scoring", equation 1.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -98,22 +98,20 @@ def prepare(
     return encoder.prepared(texts)._replace(encodings=copies)
 
 
-def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
-    """Return an encoding per token, in which a mask replaces the token.
+def _masked_copies(ids: Sequence[int], context: TaskContext) -> Iterator[Encoding]:
+    """Yield an encoding per token, in which a mask replaces the token.
 
     The encoding of a long text is the part that has the token in its middle.
     """
     tokenizer, room = context.tokenizer, context.limits.max_tokens - TEXT_TOKENS
     assert tokenizer.mask_id is not None  # a model with the head has the token
-    copies = []
     for position, token in enumerate(ids):
         first, end = centred(position, len(ids), room)
         part = tokenizer.encode(ids[first:end])
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
         part.requests = {masked_lm.HEAD.name: masked_lm.MaskedLMRequest([masked], targets=[token])}
-        copies.append(part)
-    return copies
+        yield part
 
 
 def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[TextScore]:

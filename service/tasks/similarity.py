@@ -26,9 +26,7 @@ class SimilarityInputs(WireModel):
 class SimilarityParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
-    details: bool | None = Field(
-        None, description="whether to return the tokens that are most alike too"
-    )
+    details: bool | None = Field(None, description="whether to add the tokens most alike")
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,6 @@ class _State(NamedTuple):
     encodings: list[Encoding] | None = None
 
 
-_LEXICAL: Final = {lexical.HEAD.name: HeadRequest()}
-
-
 def prepare(
     inputs: Any, parameters: SparseParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
@@ -74,7 +71,8 @@ def prepare(
         context.limits.check_results(len(texts) * top_k, "the request asks for", "words")
     is_lexical = lexical.HEAD.name in context.manifest.heads
     rule, prompt = parameters.rule(report=parameters.return_usage), parameters.prompt(context)
-    encoder = encode_texts(texts, rule, context, _LEXICAL if is_lexical else {}, prompt)
+    requests = {lexical.HEAD.name: HeadRequest()} if is_lexical else {}
+    encoder = encode_texts(texts, rule, context, requests, prompt)
     recipe = words_recipe(context.manifest, prompt)
     prepared = encoder.prepared(_State(bool(parameters.return_tokens), top_k), recipe)
     if is_lexical:

@@ -3,7 +3,7 @@
 - ``independent``: the probability of a filling is the product of each mask's own probabilities.
 - ``left-to-right``: each mask gets its likeliest token, given the tokens of the masks before it.
   The first mask gets as many tokens as fillings are asked for.
-- ``beam``: beam search, from left to right.
+- ``beam``: beam search of width `top_k`, at least 5, from left to right.
 
 The last two multiply the probability of each token given those before it (the chain rule). They
 take one round of the engine per mask.
@@ -21,9 +21,6 @@ from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContex
 from cloze.service.text.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
-
-_MIN_BEAM_WIDTH = 5
-"""Hypotheses that a beam search keeps, if no more fillings are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ def prepare_jointly(
 ) -> PreparedRequest[JointFilling]:
     """Prepare the ids of texts, without special tokens, whose masks are filled together."""
     tokenizer, limits = context.tokenizer, context.limits
-    beam_width = max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
+    beam_width = max(top_k, 5) if method == "beam" else top_k
     texts, results, tokens = [], 0, 0
     for at, text in ids:
         masks = tokenizer.mask_positions(text)

@@ -213,8 +213,7 @@ def _original_tokens(
         context.limits.checked(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
-            shown = quoted(original)
-            raise InvalidRequest(f"{shown} is not a token of the vocabulary", _ORIGINAL)
+            raise InvalidRequest(f"{quoted(original)} is not a token of the vocabulary", _ORIGINAL)
         if (masks := len(tokenizer.mask_positions(text))) > 1:
             raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)
         tokens.append(pieces[0])
@@ -229,14 +228,12 @@ def target_words(
     Whole words have all their sub-tokens; else the first one stands for a target of several.
     """
     words: dict[tuple[int, ...], None] = {}  # ordered
-    warnings = []
+    warnings, no_word = [], {tokenizer.unknown_id, tokenizer.mask_id}
     for target, ids in zip(targets, tokenizer.ids(targets), strict=True):
         pieces = list(ids)
         if not whole and (token := tokenizer.id_of(target)) is not None:
             pieces = [token]
-        elif not pieces or (
-            whole and not {tokenizer.unknown_id, tokenizer.mask_id}.isdisjoint(ids)
-        ):
+        elif not pieces or (whole and not no_word.isdisjoint(pieces)):
             warnings.append(f"target {target!a} is not in the vocabulary and was left out")
             continue
         elif not whole:

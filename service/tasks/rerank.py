@@ -176,7 +176,6 @@ def _encode_roles(
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    scores: list[float]
     if state.scorer == "classifier":
         name = sequence_classification.HEAD.name
         scores = [float(output[name].array[0]) for output in outputs]  # the only label's

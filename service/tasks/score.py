@@ -81,15 +81,15 @@ def prepare(
     for at, text in limits.checked(inputs):
         spans = tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
-        tokens = len(spans.ids)
+        tokens = len(spans.ids) + TEXT_TOKENS
         if tokenizer.mask_id in spans.ids:
             mask = tokenizer.mask_token
             raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
         if choice != "window":
-            [(_, end)] = encoder.divide(at, tokens)
+            [(_, end)] = encoder.divide(at, len(spans.ids))
             spans = spans.first(end)
         read = len(spans.ids) + TEXT_TOKENS
-        encoder.texts.append(EncodedText([], TextUsage(tokens + TEXT_TOKENS, read)))
+        encoder.texts.append(EncodedText([], TextUsage(tokens, read)))
         texts.append(spans)
         held += len(spans.ids) * min(read, limits.max_tokens)
         limits.check_tokens(held, "the masked copies hold", at)

@@ -51,9 +51,6 @@ class DetailedSimilarity:
     pairs: list[TokenPair]
 
 
-_PAIRS = 10
-"""Most pairs of tokens per sentence in the result."""
-
 VECTORS: Final = {embedding.HEAD.name: HeadRequest()}
 _ALL_VECTORS: Final = VECTORS | {token_embedding.HEAD.name: HeadRequest()}
 _LEAST_LENGTH: Final = np.float32(1e-24)
@@ -105,7 +102,7 @@ def _cosines(rows: Float32, columns: Float32) -> Float32:
 
 
 def _pairs(source: tuple[Float32, Offsets], sentence: tuple[Float32, Offsets]) -> list[TokenPair]:
-    """Return each token of a text with the most similar one of another, best first.
+    """Return tokens of a text with the most similar one of another, the ten best first.
 
     A text is the vectors [S, H] of its tokens, and their places. Source: the late interaction of
     Khattab & Zaharia 2020, "ColBERT".
@@ -118,7 +115,7 @@ def _pairs(source: tuple[Float32, Offsets], sentence: tuple[Float32, Offsets]) -
         for row, (place, column) in enumerate(zip(source[1], best, strict=True))
         if place is not None and (other := sentence[1][column]) is not None
     ]
-    return sorted(pairs, key=lambda pair: -pair.cosine)[:_PAIRS]
+    return sorted(pairs, key=lambda pair: -pair.cosine)[:10]
 
 
 TASK: Final = Task(

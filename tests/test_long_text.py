@@ -228,7 +228,7 @@ def test_masks_far_apart_fit_no_window(every_task: Server) -> None:
     answer = ask(every_task, "/fill-mask", text, long_text="window")
     assert answer.json()["error"] == (
         "inputs has a mask token at token 202, but the model reads only tokens 23 to 180; "
-        "the masks are too far apart for one window"
+        "long_text window reads 158 tokens around the masks"
     )
 
 

@@ -17,23 +17,18 @@ from cloze.model_store.heads import (
     layer_embedding,
     token_embedding,
 )
-from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import (
     Bounds,
     EmbedInputs,
-    LongText,
     TextEncoder,
     TextParameters,
     encode_texts,
 )
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
-PoolingChoice = Literal["cls", "mean", "max"]
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
-
-_LAST_FOUR: Final = 4
 
 
 class EmbedParameters(TextParameters):
@@ -42,34 +37,21 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean of its windows' vectors; the default is truncate",
-    )
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )
-    dimensions: Count | None = Field(
-        None,
-        description="number of leading dimensions to keep, for models with Matryoshka "
-        "representations (Kusupati et al. 2022)",
-    )
+    dimensions: Count | None = Field(None, description="number of leading dimensions to keep")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="accepted for huggingface_hub and ignored"
     )
-    pooling: PoolingChoice | None = Field(
+    pooling: Literal["cls", "mean", "max"] | None = Field(
         None, description="how tokens become one vector; the default is the model's own"
     )
     layers: Layers | None = Field(
-        None,
-        description="the layers whose hidden states are pooled, as in table 7 of the BERT paper "
-        "(first: the embeddings); the default is last",
+        None, description="the layers that are pooled (first: the embeddings); the default is last"
     )
     spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = Field(
-        None,
-        description="parts (start, end) of one text, in characters; each has a vector, pooled from "
-        "one pass over the whole text (late chunking, Guenther et al. 2024)",
+        None, description="parts (start, end) of one text, in characters; each has a vector"
     )
 
 
@@ -89,7 +71,6 @@ class _State(NamedTuple):
     spans: list[Bounds] | None = None
 
 
-_SPANS: Final = Location(("spans",))
 _LEAST_NORM: Final = np.float32(1e-12)
 _REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: HeadRequest()}
 _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
@@ -104,9 +85,14 @@ def prepare(
     if parameters.pooling is not None or parameters.layers is not None:
         if parameters.spans is not None:
             raise InvalidRequest("spans have the mean of the last layer; leave out pooling, layers")
-        if (chosen := _of_layers(parameters, context)) is not None:
-            recipe, request = chosen
+        if (request := _of_layers(parameters, context)) is not None:
             requests = {layer_embedding.HEAD.name: request}
+            recipe = replace(
+                recipe,
+                pooling=request.pooling,
+                layers=parameters.layers or "last",
+                dimensions=context.manifest.architecture.hidden_size * len(request.vectors),
+            )
     if parameters.dimensions is not None:
         check_range(parameters.dimensions, 1, recipe.dimensions, "dimensions")
         recipe = replace(recipe, dimensions=parameters.dimensions)
@@ -132,15 +118,14 @@ def prepare(
 
 def _of_layers(
     parameters: EmbedParameters, context: TaskContext
-) -> tuple[VectorRecipe, LayerEmbeddingRequest] | None:
+) -> layer_embedding.LayerEmbeddingRequest | None:
     """Return how to make other vectors than the model's own; None if its own are asked for.
 
     Source: Devlin et al. 2019, table 7, which compares layers.
     """
     manifest, pooling, layers = context.manifest, parameters.pooling, parameters.layers
-    options, own_vectors = manifest.embedding, context.own_vectors
+    options = manifest.embedding
     assert options is not None  # a model with the head has them
-    assert own_vectors is not None
     chosen = options.pooling if pooling is None else Pooling(pooling)
     is_own = pooling is None or (chosen is options.pooling and not options.further_poolings)
     if is_own and layers in (None, "last"):
@@ -153,10 +138,10 @@ def _of_layers(
         )
     _check_no_projection(manifest, "pooling and layers")
     layers, count = layers or "last", manifest.architecture.layers
-    if layers.endswith("last-four") and count < _LAST_FOUR:
-        problem = f"{layers} needs {_LAST_FOUR} layers; the model has {count}"
+    last_four = range(count - 3, count + 1)
+    if layers.endswith("last-four") and last_four.start < 1:
+        problem = f"{layers} needs 4 layers; the model has {count}"
         raise InvalidRequest(problem, Location(("layers",)))
-    last_four = range(count - _LAST_FOUR + 1, count + 1)
     weights: dict[Layers, list[dict[int, float]]] = {  # of each layer, for each vector
         "first": [{0: 1.0}],  # the embeddings
         "second-to-last": [{count - 1: 1.0}],
@@ -165,9 +150,7 @@ def _of_layers(
         "concat-last-four": [{layer: 1.0} for layer in last_four],
         "sum-all": [dict.fromkeys(range(1, count + 1), 1.0)],
     }
-    size = manifest.architecture.hidden_size * len(weights[layers])
-    vectors = replace(own_vectors, pooling=chosen, layers=layers, dimensions=size)
-    return vectors, LayerEmbeddingRequest(weights[layers], chosen)
+    return layer_embedding.LayerEmbeddingRequest(weights[layers], chosen)
 
 
 def _encode_spans(
@@ -187,7 +170,7 @@ def _encode_spans(
     _check_no_projection(manifest, "spans")
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
-    located = limits.checked(spans, _SPANS, "span")
+    located = limits.checked(spans, Location(("spans",)), "span")
     for at, (start, end) in located:
         if not 0 <= start < end <= len(text):
             raise InvalidRequest(f"is ({start}, {end}); the text has {len(text)} characters", at)
@@ -253,10 +236,7 @@ TASK: Final = Task(
     decode=decode,
     examples={
         "One text": {"inputs": "What is deep learning?"},
-        "Many texts, vectors as the model computes them": {
-            "inputs": ["What is deep learning?", "A cat sat."],
-            "normalize": False,
-        },
+        "Vectors as the model computes them": {"inputs": ["A cat.", "A dog."], "normalize": False},
     },
     vectors=True,
 )

@@ -7,6 +7,7 @@ Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -14,7 +15,7 @@ from pydantic import Field
 from cloze.model_store.embedding_space import tokens_recipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.model_store.manifest import Role
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
@@ -67,14 +68,19 @@ def prepare(
         prompt = parameters.prompt(context)
         encoder = encode_texts(texts, rule, context, _REQUEST, prompt)
     else:
-        role = parameters.role() or late_interaction.role_of(parameters.prompt_name)
+        name = Role.DOCUMENT if parameters.prompt_name is None else parameters.prompt_name
+        if name not in [*Role]:
+            problem = f"{quoted(name)} is not one of the model's roles (query, document)"
+            raise InvalidRequest(problem, Location(("prompt_name",)))
+        role = parameters.role() or Role(name)
         encoder, kept = late_interaction.encode(texts, role, rule, context)
     context.limits.check_results(encoder.tokens, "the request asks for", "vectors")
-    offsets = None
-    if parameters.return_offsets and kept is None:
-        offsets = encoder.offsets(texts)
-    elif parameters.return_offsets and kept is not None:
-        offsets = late_interaction.offsets(texts, kept, encoder)
+    offsets = encoder.offsets(texts) if parameters.return_offsets else None
+    if offsets is not None and kept is not None:
+        offsets = [
+            [place for place, counts in zip_longest(places, tokens) if counts]  # no place: filling
+            for places, tokens in zip(offsets, kept, strict=True)
+        ]
     recipe = tokens_recipe(context.manifest, prompt, role)
     return encoder.prepared(_State(offsets, kept), recipe)
 
@@ -103,10 +109,7 @@ TASK: Final = Task(
     decode=decode,
     examples={
         "One text": {"inputs": "What is deep learning?"},
-        "With the place of each token": {
-            "inputs": "What is deep learning?",
-            "return_offsets": True,
-        },
+        "With the place of each token": {"inputs": "A cat sat.", "return_offsets": True},
     },
     vectors=True,
 )

@@ -16,7 +16,6 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
-from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
@@ -30,12 +29,8 @@ _WORDS_PER_RESULT = 16
 class SparseParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and two of our own."""
 
-    top_k: Count | None = Field(
-        None, description="most words per text; the default is the server's limit of results"
-    )
-    return_tokens: bool | None = Field(
-        None, description="whether to add the word itself, a token of the vocabulary"
-    )
+    top_k: Count | None = Field(None, description="most words per text")
+    return_tokens: bool | None = Field(None, description="whether to add the word itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +52,11 @@ SparseVectors = list[list[SparseValue]] | list[list[NamedSparseValue]]
 
 
 class _State(NamedTuple):
-    """How the outputs of one request become its words.
-
-    Attributes:
-        with_tokens: whether to add the words themselves.
-        top_k: most words per text.
-        encodings: the texts' tokens, for a model with lexical weights; None: another model.
-    """
+    """How the outputs become words; a model with lexical weights needs the encodings."""
 
     with_tokens: bool
     top_k: int
     encodings: list[Encoding] | None = None
-
-
-_LEXICAL: Final = {lexical.HEAD.name: HeadRequest()}
 
 
 def prepare(
@@ -85,7 +71,8 @@ def prepare(
         context.limits.check_results(len(texts) * top_k, "the request asks for", "words")
     is_lexical = lexical.HEAD.name in context.manifest.heads
     rule, prompt = parameters.rule(report=parameters.return_usage), parameters.prompt(context)
-    encoder = encode_texts(texts, rule, context, _LEXICAL if is_lexical else {}, prompt)
+    requests = {lexical.HEAD.name: HeadRequest()} if is_lexical else {}
+    encoder = encode_texts(texts, rule, context, requests, prompt)
     recipe = words_recipe(context.manifest, prompt)
     prepared = encoder.prepared(_State(bool(parameters.return_tokens), top_k), recipe)
     if is_lexical:
@@ -102,16 +89,15 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
         results: list[SparseEmbeddingResult] = [o[sparse_embedding.HEAD.name] for o in outputs]
     else:
         options = context.manifest.heads[lexical.HEAD.name]
-        assert isinstance(options, LexicalOptions)  # the manifest's parser made it
+        assert isinstance(options, lexical.LexicalOptions)  # the manifest's parser made it
         results = [
             _of_own_tokens(encoding, output[lexical.HEAD.name].array[:, 0], options, state.top_k)
             for encoding, output in zip(state.encodings, outputs, strict=True)
         ]
     words = sum(len(result.ids) for result in results)  # known only after the run
     if words > (most := _WORDS_PER_RESULT * context.limits.max_results):
-        raise InvalidRequest(
-            f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
-        )
+        problem = f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
+        raise InvalidRequest(problem)
     pairs = [
         zip(result.ids.tolist(), result.weights.astype(np.float32).tolist(), strict=True)
         for result in results
@@ -123,7 +109,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
 
 
 def _of_own_tokens(
-    encoding: Encoding, weights: Float32, options: LexicalOptions, top_k: int
+    encoding: Encoding, weights: Float32, options: lexical.LexicalOptions, top_k: int
 ) -> SparseEmbeddingResult:
     """Return the largest weight of each id among a text's tokens, the heaviest first.
 
@@ -150,10 +136,6 @@ TASK: Final = Task(
     decode=decode,
     examples={
         "One text": {"inputs": "What is deep learning?"},
-        "The ten heaviest words, named": {
-            "inputs": ["What is deep learning?"],
-            "top_k": 10,
-            "return_tokens": True,
-        },
+        "The heaviest words, named": {"inputs": "A cat.", "top_k": 10, "return_tokens": True},
     },
 )

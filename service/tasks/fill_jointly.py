@@ -3,7 +3,7 @@
 - ``independent``: the probability of a filling is the product of each mask's own probabilities.
 - ``left-to-right``: each mask gets its likeliest token, given the tokens of the masks before it.
   The first mask gets as many tokens as fillings are asked for.
-- ``beam``: beam search, from left to right.
+- ``beam``: beam search of width `top_k`, at least 5, from left to right.
 
 The last two multiply the probability of each token given those before it (the chain rule). They
 take one round of the engine per mask.
@@ -17,15 +17,10 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from cloze.model_store.heads import masked_lm
-from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import UP_TO, Input, Outputs, PreparedRequest, TaskContext
+from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
-
-_MIN_BEAM_WIDTH = 5
-"""Hypotheses that a beam search keeps, if no more fillings are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +61,21 @@ class _Text:
             ids[position] = token
         return ids
 
+    def extend(self, following: Sequence[list[tuple[int, float]]], count: int) -> None:
+        """Keep the best hypotheses with one more mask, by the predictions that follow each."""
+        extended = [
+            _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
+            for one, predictions in zip(self.hypotheses, following, strict=True)
+            for token, log_probability in predictions
+        ]
+        self.hypotheses = heapq.nlargest(count, extended, key=lambda one: one.log_probability)
+
 
 @dataclass(frozen=True, slots=True)
 class JointFilling:
-    """The state of a request for whole fillings.
+    """The state of a request for `top_k` whole fillings per text.
 
-    Attributes:
-        method: see the module.
-        top_k: number of fillings per text.
-        beam_width: most hypotheses per text.
+    A text has at most `beam_width` hypotheses.
     """
 
     texts: Sequence[_Text]
@@ -94,7 +95,7 @@ class JointFilling:
             if self.method != "independent":
                 positions = positions[:1]
             is_greedy = self.method == "left-to-right" and filled
-            request = MaskedLMRequest(positions, 1 if is_greedy else self.beam_width)
+            request = masked_lm.MaskedLMRequest(positions, 1 if is_greedy else self.beam_width)
             requests = {masked_lm.HEAD.name: request}
             encodings += [tokenizer.encode(text.filled(one), requests) for one in text.hypotheses]
         if not encodings:
@@ -106,12 +107,18 @@ class JointFilling:
     ) -> PreparedRequest["JointFilling"] | None:
         """Fill the next masks by the outputs of a round; return the next round, if there is one."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
+        width = self.beam_width
         for text in texts:
-            if self.method == "independent":
-                text.hypotheses = _best_products(next(results), self.beam_width)
-            else:
-                following = [_predictions(next(results), 0) for _ in text.hypotheses]
-                text.hypotheses = _extended(text.hypotheses, following, self.beam_width)
+            if self.method != "independent":
+                text.extend([_predictions(next(results), 0) for _ in text.hypotheses], width)
+                continue
+            result = next(results)
+            for mask in range(len(text.masks)):
+                # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or
+                # better: all better hypotheses with all better tokens have greater products.
+                likeliest = _predictions(result, mask)
+                ranks = range(1, len(text.hypotheses) + 1)
+                text.extend([likeliest[: width // rank] for rank in ranks], width)
         return self.next_round(context.tokenizer)
 
     def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
@@ -132,12 +139,9 @@ class JointFilling:
 def prepare_jointly(
     ids: Sequence[Input[Sequence[int]]], method: Method, top_k: int, context: TaskContext
 ) -> PreparedRequest[JointFilling]:
-    """Prepare texts whose masks are filled together.
-
-    Each text is its ids without special tokens, has at least one mask, and is not too long.
-    """
+    """Prepare the ids of texts, without special tokens, whose masks are filled together."""
     tokenizer, limits = context.tokenizer, context.limits
-    beam_width = max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
+    beam_width = max(top_k, 5) if method == "beam" else top_k
     texts, results, tokens = [], 0, 0
     for at, text in ids:
         masks = tokenizer.mask_positions(text)
@@ -146,39 +150,13 @@ def prepare_jointly(
         tokens += (len(text) + 2) * (1 + rounds * beam_width)
         limits.check_tokens(tokens, f"decode {method} takes", at)
         results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
-        if results > (most := limits.max_results):
-            raise InvalidRequest(
-                f"decode {method} compares {results} predictions; the limit is {most}", at, UP_TO
-            )
+    limits.check_results(results, f"decode {method} compares")
     first = JointFilling(texts, method, top_k, beam_width).next_round(tokenizer)
     assert first is not None  # each text has a mask
     return first
 
 
-def _predictions(result: MaskedLMResult, mask: int) -> list[tuple[int, float]]:
+def _predictions(result: masked_lm.MaskedLMResult, mask: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens of a mask, with the logarithms of their probabilities."""
     log_probabilities = result.top_log_probabilities(mask).tolist()
     return list(zip(result.top_ids[mask].tolist(), log_probabilities, strict=True))
-
-
-def _best_products(result: MaskedLMResult, count: int) -> list[_Hypothesis]:
-    """Return the fillings of the greatest product of probabilities, best first."""
-    best = [_Hypothesis()]
-    for mask in range(len(result.logsumexp)):
-        # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or better:
-        # all better hypotheses with all better tokens have greater products.
-        likeliest = _predictions(result, mask)
-        best = _extended(best, [likeliest[: count // (i + 1)] for i in range(len(best))], count)
-    return best
-
-
-def _extended(
-    hypotheses: Sequence[_Hypothesis], following: Sequence[list[tuple[int, float]]], count: int
-) -> list[_Hypothesis]:
-    """Return the best hypotheses with one more mask, by the predictions that follow each."""
-    extended = [
-        _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
-        for one, predictions in zip(hypotheses, following, strict=True)
-        for token, log_probability in predictions
-    ]
-    return heapq.nlargest(count, extended, key=lambda one: one.log_probability)

@@ -4,7 +4,6 @@ Sources: Khattab & Zaharia 2020, "ColBERT"; PyLate's ``ColBERT``; Chen et al. 20
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import cast
 
 import numpy as np
@@ -15,9 +14,9 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
 from cloze.model_store.manifest import Role
-from cloze.service.core import Float32, InvalidRequest, Location, quoted
+from cloze.service.core import Float32
 from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
-from cloze.service.tasks.texts import EncodedText, LongTextRule, Offsets, TextEncoder, own_ids
+from cloze.service.tasks.texts import EncodedText, LongTextRule, TextEncoder, own_ids
 
 Kept = NDArray[np.bool_]
 """Whether the vector of each token of a text counts: bool [S]."""
@@ -26,16 +25,6 @@ Kept = NDArray[np.bool_]
 def interaction(manifest: Manifest) -> LateInteraction | None:
     """Return how a model compares vectors of tokens; None if it does not."""
     return cast(LateInteraction | None, manifest.heads.get(multi_vector.HEAD.name))
-
-
-def role_of(prompt_name: str | None) -> Role:
-    """Return the role that a request's ``prompt_name`` names; the default is document."""
-    if prompt_name is None:
-        return Role.DOCUMENT
-    if prompt_name not in [role.value for role in Role]:
-        problem = f"{quoted(prompt_name)} is not one of the model's roles (query, document)"
-        raise InvalidRequest(problem, Location(("prompt_name",)))
-    return Role(prompt_name)
 
 
 def encode(
@@ -75,16 +64,6 @@ def encode(
             counts[0] = False
         kept.append(counts)
     return encoder, kept
-
-
-def offsets(
-    texts: Sequence[Input[str]], kept: Sequence[Kept], encoder: TextEncoder
-) -> list[Offsets]:
-    """Return the place of each token that counts, in characters of its text."""
-    return [
-        [place for place, counts in zip_longest(places, tokens) if counts]  # no place: filling
-        for places, tokens in zip(encoder.offsets(texts), kept, strict=True)
-    ]
 
 
 def vectors(outputs: Outputs, kept: Sequence[Kept]) -> list[Float32]:

@@ -47,7 +47,7 @@ class RankedCandidate:
     text: str
 
 
-Inputs = Pair | Candidates | list[Pair]
+Inputs = Pair | Candidates | Annotated[list[Pair], NotEmpty]
 
 _REQUEST: Final = {next_sentence.HEAD.name: HeadRequest()}
 
@@ -56,9 +56,7 @@ class NspParameters(UsageParameters):
     """What to do with a pair that is too long for the model."""
 
     long_text: Literal["error", "truncate"] | None = Field(
-        None,
-        description="error refuses a long pair, truncate cuts its longer text; the default is "
-        "truncate",
+        None, description="error refuses a long pair; truncate, the default, cuts its longer text"
     )
 
 
@@ -99,10 +97,7 @@ TASK: Final = Task(
     route="/nsp",
     summary="Whether one text follows another",
     heads=(next_sentence.HEAD.name,),
-    inputs=Annotated[
-        Pair | Candidates | Annotated[list[Pair], NotEmpty],
-        Field(description="a pair, a list of pairs, or a text with candidates to rank"),
-    ],
+    inputs=Annotated[Inputs, Field(description="a pair, a list of them, or a text and candidates")],
     parameters=NspParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
     alone=(Pair,),

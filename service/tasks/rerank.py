@@ -14,7 +14,6 @@ from pydantic import Field
 
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
-from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Role
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
@@ -30,7 +29,6 @@ from cloze.service.tasks.task import (
     TextUsage,
 )
 from cloze.service.tasks.texts import (
-    LongText,
     LongTextRule,
     TextEncoder,
     TruncationParameters,
@@ -51,16 +49,8 @@ class RerankInputs(WireModel):
 class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it beside the "
-        "whole query and returns the score of its best window; the default is truncate",
-    )
-
     raw_scores: bool | None = Field(
-        None,
-        description="whether a classifier's scores are its logits, or their sigmoid; the default "
-        "is what the checkpoint declares, or the sigmoid",
+        None, description="whether a classifier's scores are its logits, and not their sigmoid"
     )
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
 
@@ -98,36 +88,27 @@ class Ranking:
 
 Scorer = Literal["classifier", "late-interaction", "similarity"]
 
-Windows = Sequence[tuple[int, int] | None]
-"""The (start, end) characters of the windows of a text; None: the text was not divided."""
-
 
 class _State(NamedTuple):
     """How the outputs of one request become ranks.
 
-    Attributes:
-        scorer: what scores each encoding, or each text.
-        kept: which tokens of the query and of each text count, for late interaction.
-        texts: the texts if the answer repeats them.
-        windows: the characters of each window of each text; None: each text has one.
-        function: makes scores of what the texts are ranked by, so that saturation ties none.
+    The function makes scores of what the texts are ranked by, so that saturation ties none.
     """
 
     scorer: Scorer
     kept: list[Kept]
     texts: list[str] | None
-    windows: list[Windows] | None
+    windows: Sequence[Sequence[tuple[int, int] | None]]
     function: text_classification.Function
 
 
 _QUERY: Final = Location(("query",))
-_TEXTS: Final = Location(("texts",))
 
 
 def scorer_of(manifest: Manifest) -> Scorer:
     """Return what scores the texts of a model: a classifier needs one label alone."""
     options = manifest.heads.get(sequence_classification.HEAD.name)
-    if isinstance(options, SequenceLabels) and len(options.labels) == 1:
+    if isinstance(options, sequence_classification.SequenceLabels) and len(options.labels) == 1:
         return "classifier"
     return "similarity" if late_interaction.interaction(manifest) is None else "late-interaction"
 
@@ -154,9 +135,10 @@ def prepare(
     """Tokenize the query with the texts, which are named as in this task."""
     scorer = scorer_of(context.manifest)
     query = context.limits.checked(inputs.query, _QUERY)
-    texts = context.limits.checked(inputs.texts, _TEXTS, others=scorer == "similarity")
-    is_divided = parameters.long_text == "window"
-    report = is_divided or parameters.return_usage
+    texts = context.limits.checked(
+        inputs.texts, Location(("texts",)), others=scorer == "similarity"
+    )
+    report = parameters.return_usage or parameters.long_text == "window"
     rule = parameters.rule(report=report)._replace(divides_pairs=True)
     kept: list[Kept] = []
     if scorer == "classifier":
@@ -171,14 +153,11 @@ def prepare(
             problem = f"has {usage.tokens} tokens; long_text window divides only texts"
             raise InvalidRequest(problem, _QUERY)
     usages = [text.usage for text in encoder.texts[-len(texts) :]]  # without the query's
-    windows: list[Windows] | None = None
-    if is_divided:
-        windows = [usage.windows or (None,) for usage in usages]
+    windows = [usage.windows or (None,) for usage in usages]
     repeated = inputs.texts if parameters.return_text else None
     function = _function(context.manifest, parameters)
     prepared = encoder.prepared(_State(scorer, kept, repeated, windows, function))
-    usage_or_none = usages if parameters.return_usage else None
-    return prepared._replace(texts=len(texts), usage=usage_or_none)
+    return prepared._replace(texts=len(texts), usage=usages if parameters.return_usage else None)
 
 
 def _encode_roles(
@@ -197,11 +176,9 @@ def _encode_roles(
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    scores: list[float]
     if state.scorer == "classifier":
         name = sequence_classification.HEAD.name
-        _, columns = context.label_set(sequence_classification.HEAD, None)
-        scores = [float(output[name].array[columns][0]) for output in outputs]
+        scores = [float(output[name].array[0]) for output in outputs]  # the only label's
     elif state.scorer == "late-interaction":
         options = late_interaction.interaction(context.manifest)
         assert options is not None  # `prepare` saw them
@@ -210,11 +187,10 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     else:
         scores = similarity.cosines_to_first(outputs)
     rest = iter(scores)
-    windows = state.windows or [(None,)] * len(scores)
     # The score and the characters of each text's best window.
     best = [
         max(((next(rest), place) for place in places), key=lambda scored: scored[0])
-        for places in windows
+        for places in state.windows
     ]
     order = sorted(range(len(best)), key=lambda index: best[index][0], reverse=True)
     values = np.array([score for score, _ in best])[:, None]

@@ -8,7 +8,7 @@ Source: Salazar et al. 2020, "Masked Language Model Scoring", equation 1.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -16,7 +16,6 @@ from pydantic import Field
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
-from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import (
@@ -78,8 +77,7 @@ def prepare(
     choice = parameters.long_text or "error"
     rule = LongTextRule(choice, side="right", report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens)
-    scored: list[tuple[Spans, TextUsage]] = []
-    held = 0
+    texts, held = [], 0
     for at, text in limits.checked(inputs):
         spans = tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
@@ -91,31 +89,29 @@ def prepare(
             [(_, end)] = encoder.divide(at, len(spans.ids))
             spans = spans.first(end)
         read = len(spans.ids) + TEXT_TOKENS
-        scored.append((spans, TextUsage(tokens, read)))
+        encoder.texts.append(EncodedText([], TextUsage(tokens, read)))
+        texts.append(spans)
         held += len(spans.ids) * min(read, limits.max_tokens)
         limits.check_tokens(held, "the masked copies hold", at)
-    limits.check_results(sum(len(spans.ids) for spans, _ in scored), "the texts need")
-    for spans, usage in scored:
-        encoder.texts.append(EncodedText(_masked_copies(spans.ids, context), usage))
-    return encoder.prepared([spans for spans, _ in scored])
+    limits.check_results(sum(len(spans.ids) for spans in texts), "the texts need")
+    copies = [copy for spans in texts for copy in _masked_copies(spans.ids, context)]
+    return encoder.prepared(texts)._replace(encodings=copies)
 
 
-def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
-    """Return an encoding per token, in which a mask replaces the token.
+def _masked_copies(ids: Sequence[int], context: TaskContext) -> Iterator[Encoding]:
+    """Yield an encoding per token, in which a mask replaces the token.
 
     The encoding of a long text is the part that has the token in its middle.
     """
     tokenizer, room = context.tokenizer, context.limits.max_tokens - TEXT_TOKENS
     assert tokenizer.mask_id is not None  # a model with the head has the token
-    copies = []
     for position, token in enumerate(ids):
         first, end = centred(position, len(ids), room)
         part = tokenizer.encode(ids[first:end])
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
-        part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}
-        copies.append(part)
-    return copies
+        part.requests = {masked_lm.HEAD.name: masked_lm.MaskedLMRequest([masked], targets=[token])}
+        yield part
 
 
 def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[TextScore]:

@@ -26,9 +26,7 @@ class SimilarityInputs(WireModel):
 class SimilarityParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
-    details: bool | None = Field(
-        None, description="whether to return the tokens that are most alike too"
-    )
+    details: bool | None = Field(None, description="whether to add the tokens most alike")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,6 @@ class DetailedSimilarity:
     score: float
     pairs: list[TokenPair]
 
-
-_PAIRS = 10
-"""Most pairs of tokens per sentence in the result."""
 
 VECTORS: Final = {embedding.HEAD.name: HeadRequest()}
 _ALL_VECTORS: Final = VECTORS | {token_embedding.HEAD.name: HeadRequest()}
@@ -106,14 +101,11 @@ def _cosines(rows: Float32, columns: Float32) -> Float32:
     return cosines
 
 
-_Tokens = tuple[Float32, Offsets]
-"""The vectors [S, H] of a text's tokens, and the places of the tokens."""
+def _pairs(source: tuple[Float32, Offsets], sentence: tuple[Float32, Offsets]) -> list[TokenPair]:
+    """Return tokens of a text with the most similar one of another, the ten best first.
 
-
-def _pairs(source: _Tokens, sentence: _Tokens) -> list[TokenPair]:
-    """Return each token of a text with the most similar one of another, best first.
-
-    Source: the late interaction of Khattab & Zaharia 2020, "ColBERT".
+    A text is the vectors [S, H] of its tokens, and their places. Source: the late interaction of
+    Khattab & Zaharia 2020, "ColBERT".
     """
     cosines = _cosines(source[0], sentence[0])  # [S, S']
     cosines[:, [place is None for place in sentence[1]]] = -np.inf
@@ -123,7 +115,7 @@ def _pairs(source: _Tokens, sentence: _Tokens) -> list[TokenPair]:
         for row, (place, column) in enumerate(zip(source[1], best, strict=True))
         if place is not None and (other := sentence[1][column]) is not None
     ]
-    return sorted(pairs, key=lambda pair: -pair.cosine)[:_PAIRS]
+    return sorted(pairs, key=lambda pair: -pair.cosine)[:10]
 
 
 TASK: Final = Task(
@@ -140,10 +132,7 @@ TASK: Final = Task(
     scores=lambda *_: "cosine",
     examples={
         "A text and two others": {
-            "inputs": {
-                "source_sentence": "The king was dead.",
-                "sentences": ["The old king died.", "A ship left the harbour."],
-            }
+            "inputs": {"source_sentence": "The king died.", "sentences": ["He is dead.", "A ship."]}
         }
     },
 )

@@ -62,10 +62,9 @@ def prepare_texts(
         spans = tokenizer.spans(prompt + text, limits.max_results - tokens)
         tokens += len(spans.ids) + len(around)
         if tokens > limits.max_results:
-            problem = f"at least {tokens} tokens; the limit is {limits.max_results}"
-            if texts:
-                raise InvalidRequest(f"have {problem}", at, f"the texts {UP_TO}")
-            raise InvalidRequest(f"has {problem}", INPUTS)
+            verb, lead = ("have", f"the texts {UP_TO}") if texts else ("has", "")
+            problem = f"{verb} at least {tokens} tokens; the limit is {limits.max_results}"
+            raise InvalidRequest(problem, at, lead)
         texts.append((prompt + text, spans))
     return PreparedRequest([], _Tokenized(texts, around), texts=len(texts), others=tokens)
 
@@ -115,14 +114,10 @@ class DecodeParameters(WireModel):
     skip_special_tokens: bool = Field(True, description="whether to omit special tokens")
 
 
-_Ids = tuple[list[list[int]], bool]
-"""The ids of each text, and whether to omit special tokens."""
-
-
 def prepare_ids(
     inputs: Any, parameters: DecodeParameters, context: TaskContext
-) -> PreparedRequest[_Ids]:
-    """Check the ids."""
+) -> PreparedRequest[Any]:
+    """Check the ids; the state is the ids of each text, and whether to omit special tokens."""
     limits = context.limits
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
     limits.checked(lists)
@@ -132,14 +127,12 @@ def prepare_ids(
         raise InvalidRequest(f"has {count} token ids; the limit is {most}", INPUTS)
     low, high = min(map(min, lists)), max(map(max, lists))
     if low < 0 or high > _MOST_ID:
-        raise InvalidRequest(
-            f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}", INPUTS
-        )
-    state = lists, parameters.skip_special_tokens
-    return PreparedRequest([], state, texts=len(lists))
+        problem = f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}"
+        raise InvalidRequest(problem, INPUTS)
+    return PreparedRequest([], (lists, parameters.skip_special_tokens), texts=len(lists))
 
 
-def decode_ids(state: _Ids, _: Any, context: TaskContext) -> list[str]:
+def decode_ids(state: tuple[list[list[int]], bool], _: Any, context: TaskContext) -> list[str]:
     """Return the text of each list of ids."""
     lists, skip = state
     texts = []

@@ -279,8 +279,7 @@ def _best_spans(
         if len(best) == count and part.max() * ends[first:].max() <= best[-1]:
             continue  # no span of these starts is among the best
         products = part[:, None] * band[first : first + rows]
-        if (blank := shortest[first : first + rows]).any():
-            products[np.arange(width) < blank[:, None]] = -1
+        products[np.arange(width) < shortest[first : first + rows, None]] = -1
         products = products.ravel()
         chosen = _largest(products, count)
         best = np.concatenate([best, products[chosen]])
@@ -296,11 +295,8 @@ def _largest(values: Float32, count: int) -> NDArray[np.intp]:
     """Return the indices of the largest values, the largest first; of equal values, the first."""
     indices = np.arange(len(values))
     if len(values) > count:
-        least = np.partition(values, len(values) - count)[len(values) - count]
-        above = np.flatnonzero(values > least)
-        equal = np.flatnonzero(values == least)
-        indices = np.concatenate([above, equal[: count - len(above)]])
-    return indices[np.argsort(-values[indices], kind="stable")]
+        indices = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return indices[np.argsort(-values[indices], kind="stable")[:count]]
 
 
 def _whole_words(spans: Spans, tokens: tuple[int, int], window: Bounds) -> tuple[int, int]:

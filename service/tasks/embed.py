@@ -23,7 +23,6 @@ from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import (
     Bounds,
     EmbedInputs,
-    LongText,
     TextEncoder,
     TextParameters,
     encode_texts,
@@ -42,11 +41,6 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean of its windows' vectors; the default is truncate",
-    )
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )

@@ -131,7 +131,7 @@ def _add(
     bounds = encoder.divide(at, len(spans.ids), around, stride)
     if len(bounds) == 1:
         encoder.count(at, around + bounds[0][1] - bounds[0][0])
-    read = spans.first(bounds[-1][1])
+    read = spans.part(0, bounds[-1][1])
     ends = first_ends(asked.context, read)
     if ends[0] == len(ends):
         raise InvalidRequest("has no answer: its tokens are white space", at_context)

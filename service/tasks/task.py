@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -99,25 +100,23 @@ class TaskLimits:
             raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TaskContext:
-    """The model and the limits of a task call.
-
-    Attributes:
-        own_vectors: the recipe of a request without parameters; None if the model does not embed.
-        default_prompt: the text before each text of such a request; often "".
-    """
+    """The model and the limits of a task call."""
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
-    own_vectors: VectorRecipe | None = field(init=False)
-    default_prompt: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        own = own_recipe(self.manifest)
-        object.__setattr__(self, "own_vectors", own)
-        object.__setattr__(self, "default_prompt", own.prompt if own else "")
+    @cached_property
+    def own_vectors(self) -> VectorRecipe | None:
+        """The recipe of a request without parameters; None if the model does not embed."""
+        return own_recipe(self.manifest)
+
+    @cached_property
+    def default_prompt(self) -> str:
+        """The text before each text of such a request; often ""."""
+        return self.own_vectors.prompt if self.own_vectors else ""
 
     def check_head(self, head: Head, need: str) -> None:
         """Check that the model has a head that only some calls of a task need.

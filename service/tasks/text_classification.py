@@ -24,7 +24,7 @@ from cloze.service.tasks.task import (
     TaskContext,
     softmax,
 )
-from cloze.service.tasks.texts import LongText, TruncationParameters, UsageParameters, encode_pairs
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
 from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel, check_range
 
 Function = Literal["sigmoid", "softmax", "none"]
@@ -38,13 +38,10 @@ class TextPair(WireModel):
 
 
 class TextClassificationParameters(TruncationParameters, UsageParameters):
-    """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
+    """The parameters that huggingface_hub's ``text_classification`` sends, and truncation.
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides a text (no pair) "
-        "and returns the mean of its windows' scores; the default is truncate",
-    )
+    Windows divide only a text without a pair.
+    """
 
     label_set: str | None = LABEL_SET
     top_k: Count | None = Field(None, description="labels per text; the default is all labels")
@@ -160,9 +157,7 @@ def apply(function: Function, logits: Float32) -> Float32:
     if function == "none":
         return logits
     if function == "sigmoid":
-        exponentials = np.exp(-np.abs(logits))  # no overflow
-        scores: Float32 = np.where(logits < 0, exponentials, 1) / (1 + exponentials)
-        return scores
+        return np.exp(-np.logaddexp(0, -logits))  # no overflow
     return softmax(logits)
 
 

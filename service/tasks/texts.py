@@ -37,6 +37,14 @@ ROLE_WORDS: Final[Mapping[str, Role]] = {
 Truncate = Literal["NONE", "START", "END"]
 """What to do with a long text, in the words of Cohere's and NVIDIA's clients."""
 
+TRUNCATIONS: Final[Mapping[Truncate | None, dict[str, Any]]] = {
+    None: {},  # the model's tokenizer decides which end is cut
+    "NONE": {"truncate": False},
+    "START": {"truncation_direction": "left"},
+    "END": {"truncation_direction": "right"},
+}
+"""The fields of `TruncationParameters` that the words stand for."""
+
 Bounds = tuple[int, int]
 """The first token of a part of a text, and the token after its last."""
 
@@ -44,6 +52,8 @@ Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
 
 S = TypeVar("S")
+
+_LOWER_CASE: Final = BeforeValidator(lambda v: v.lower() if isinstance(v, str) else v)
 
 _OVERLAP: Final = 4
 """Neighbouring windows share this part of a window: a quarter."""
@@ -77,10 +87,6 @@ class LongTextRule(NamedTuple):
             raise InvalidRequest(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 class UsageParameters(WireModel):
     """Whether to report how much of each text was used."""
 
@@ -97,16 +103,14 @@ class TruncationParameters(WireModel):
     truncate: bool | None = Field(
         None, description="true cuts a long text, false refuses the text; the default is true"
     )
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(
-            None,
-            description="the end of a long text to cut; the default is the model's, usually right",
-        )
+    truncation_direction: Annotated[Side | None, _LOWER_CASE] = Field(
+        None,
+        description="the end of a long text to cut; the default is the model's, usually right",
     )
     long_text: LongText | None = Field(
         None,
-        description="error refuses a long text, truncate cuts it, window divides it; the default "
-        "is truncate",
+        description="error refuses a long text, truncate cuts it, window divides it and returns "
+        "the mean of the scores or vectors of its windows; the default is truncate",
     )
 
     def rule(self, *, report: bool | None = False) -> LongTextRule:
@@ -125,21 +129,6 @@ class TruncationParameters(WireModel):
                 f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
         return LongTextRule(choice, side=side, report=report)
-
-
-def truncation_of(word: Truncate | None) -> dict[str, Any]:
-    """Return the parameters of truncation that a word of other clients stands for.
-
-    Without a word, the model's tokenizer decides which end is cut.
-    """
-    match word:
-        case "NONE":
-            return {"truncate": False}
-        case "START":
-            return {"truncation_direction": "left"}
-        case "END":
-            return {"truncation_direction": "right"}
-    return {}
 
 
 class TextParameters(TruncationParameters, UsageParameters):
@@ -328,9 +317,9 @@ class TextEncoder:
 
         Of a pair that is cut, the longer text is cut first.
         """
-        tokenizer, windows = self.context.tokenizer, None
+        tokenizer, bounds = self.context.tokenizer, [(0, len(second))]
         around = len(first) + tokenizer.special.pair_tokens
-        tokens = used = around + len(second)
+        tokens = around + len(second)
         self.rule.check(at, tokens, self.max_tokens)
         if self.rule.choice == "window" and tokens > self.max_tokens:
             if not self.rule.divides_pairs:
@@ -340,18 +329,16 @@ class TextEncoder:
                     at,
                 )
             bounds = self.divide(at, len(second), around)
-            parts, keep_end = [second[start:end] for start, end in bounds], False
-            if self.rule.report:
-                windows = tokenizer.spans(text).characters(bounds)
-        else:
-            parts, keep_end = [second], self.keep_end
         encodings = [
-            tokenizer.pair(first, part, self.max_tokens, self.requests, keep_end=keep_end)
-            for part in parts
+            tokenizer.pair(
+                first, second[start:end], self.max_tokens, self.requests, keep_end=self.keep_end
+            )
+            for start, end in bounds
         ]
-        if len(parts) == 1:
-            used = len(encodings[0])
-        self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
+        usage = TextUsage(tokens, tokens if len(bounds) > 1 else len(encodings[0]))
+        if len(bounds) > 1 and self.rule.report:
+            usage.windows = tokenizer.spans(text).characters(bounds)
+        self.texts.append(EncodedText(encodings, usage))
 
     def offsets(self, texts: Sequence[Input[str]]) -> list[Offsets]:
         """Return the place of each token of the texts, which have no windows."""
@@ -362,7 +349,7 @@ class TextEncoder:
             enough = None if self.keep_end else read
             spans = self.context.tokenizer.spans(self.prompt + text, enough)
             first = len(spans.ids) - read if self.keep_end else 0
-            places = spans.offsets(first, first + read)
+            places = spans.part(first, first + read).offsets()
             own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in places]
             offsets.append([*[None] * self.before, *own, None])
         return offsets

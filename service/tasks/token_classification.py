@@ -8,6 +8,7 @@ longer entity is kept. If both have the same length, the likelier entity is kept
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -131,7 +132,7 @@ def prepare(
         is_read = encoder.keep_end or len(spans.ids) <= most
         ids = spans.ids if is_read else context.tokenizer.ids([text])[0]
         windows = encoder.add(at, ids, text)
-        prepared.append(TaggedText(text, spans.first(windows[-1][1]), windows))
+        prepared.append(TaggedText(text, spans.part(0, windows[-1][1]), windows))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     chosen, columns = context.label_set(token_classification.HEAD, parameters.label_set)
     return encoder.prepared(TaggedTexts(chosen.labels, columns, prepared, strategy, ignored))
@@ -202,34 +203,28 @@ def _labelled(
     BPE punctuation too. A word has the label of its first token, of its most certain token (max),
     or of the mean of its tokens' scores [S, L].
     """
-    spans, first = text.spans, window[0]
-    words: list[slice] = []  # the tokens of each word, counted from the first of the window
-    for token in range(window[1] - first):
-        word = spans.words[first + token]
-        continues = token and word != NO_WORD and word == spans.words[first + token - 1]
-        if continues and state.strategy not in ("none", "simple"):
-            words[-1] = slice(words[-1].start, token + 1)
-        else:
-            words.append(slice(token, token + 1))
-    shown = []  # the characters of the text replace the unknown token
-    for position in range(*window):
-        token_id = spans.ids[position]
-        characters = text.text[spans.starts[position] : spans.ends[position]]
-        is_unknown = token_id == tokenizer.unknown_id
-        shown.append(characters if is_unknown else tokenizer.token_of(token_id))
+    spans = text.spans.part(*window)
+    shown = [  # the characters of the text replace the unknown token
+        text.text[start:end] if token == tokenizer.unknown_id else tokenizer.token_of(token)
+        for token, (start, end) in zip(spans.ids, spans.offsets(), strict=True)
+    ]
+    firsts = list(range(len(shown)))
+    if state.strategy not in ("none", "simple"):
+        before = [NO_WORD, *spans.words]
+        firsts = [n for n, word in enumerate(spans.words) if word == NO_WORD or word != before[n]]
     labelled = []
-    for tokens in words:
-        rows = scores[tokens]
+    for first, end in pairwise([*firsts, len(shown)]):
+        rows = scores[first:end]
         chosen = rows[0]
         if state.strategy == "max":
             chosen = rows[rows.max(1).argmax()]
         elif state.strategy == "average":
             chosen = rows.mean(0)
         best = int(chosen.argmax())
-        start, end = spans.starts[first + tokens.start], spans.ends[first + tokens.stop - 1]
-        index = tokens.start + 1  # that of [CLS] is 0
+        places = spans.starts[first], spans.ends[end - 1]
+        index = first + 1  # that of [CLS] is 0
         labelled.append(
-            LabelledSpan(state.labels[best], float(chosen[best]), shown[tokens], index, start, end)
+            LabelledSpan(state.labels[best], float(chosen[best]), shown[first:end], index, *places)
         )
     return labelled
 

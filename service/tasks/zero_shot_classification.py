@@ -33,7 +33,6 @@ from cloze.service.tasks.text_classification import (
 )
 from cloze.service.tasks.texts import (
     EncodedText,
-    LongText,
     TextEncoder,
     TruncationParameters,
     UsageParameters,
@@ -53,13 +52,11 @@ Ids = Sequence[int]
 
 
 class ZeroShotParameters(TruncationParameters, UsageParameters):
-    """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts."""
+    """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts.
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean of its windows' scores; the label is never cut; the default is truncate",
-    )
+    A label is never cut.
+    """
+
     candidate_labels: Texts | None = Field(None, description="the labels to choose among; needed")
     hypothesis_template: Text | None = Field(
         None,
@@ -126,25 +123,21 @@ def prepare(
         check_has_tokens(ids, at)
         # Windows have room beside the longest hypothesis. A cut is made for each hypothesis.
         parts = encoder.divide(at, len(ids), max(around))
-        is_divided = len(parts) > 1
-        parts_of = [
-            parts if is_divided else encoder.divide(at, len(ids), others) for others in around
-        ]
-        tokens += sum(
-            others + end - first
-            for others, own in zip(around, parts_of, strict=True)
-            for first, end in own
-        )
+        cuts = [parts] * len(around)
+        if len(parts) == 1:
+            cuts = [encoder.divide(at, len(ids), others) for others in around]
+        pairs = list(zip(hypotheses, cuts, strict=True))
+        tokens += sum(len(parts) * others for others in around)
+        tokens += sum(end - first for cut in cuts for first, end in cut)
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
         encodings = [
-            tokenizer.pair(ids[slice(*own[part])], hypothesis, limits.max_tokens, _REQUEST)
+            tokenizer.pair(ids[slice(*cut[part])], hypothesis, limits.max_tokens, _REQUEST)
             for part in range(len(parts))
-            for own, hypothesis in zip(parts_of, hypotheses, strict=True)
+            for hypothesis, cut in pairs
         ]
-        usage = TextUsage(len(ids) + TEXT_TOKENS, len(ids) + TEXT_TOKENS)
-        if not is_divided:
-            usage.used = parts[0][1] - parts[0][0] + TEXT_TOKENS
-        elif rule.report:
+        read = parts[0][1] - parts[0][0] if len(parts) == 1 else len(ids)
+        usage = TextUsage(len(ids) + TEXT_TOKENS, read + TEXT_TOKENS)
+        if len(parts) > 1 and rule.report:
             usage.windows = tokenizer.spans(text).characters(parts)
         encoder.texts.append(EncodedText(encodings, usage))
         windows.append(len(parts))

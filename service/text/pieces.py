@@ -90,9 +90,6 @@ def divide(
 
 def _end(text: str, boundary: Boundary, start: int, wanted: int) -> int:
     """Return the last boundary of a text up to ``wanted``, else the first one after it."""
-    space = text.rfind(" ", (start + wanted) // 2, wanted + 1)
-    if space > start and boundary.match(text, space):
-        return space
     for index in range(wanted, start, -1):
         if boundary.match(text, index):
             return index

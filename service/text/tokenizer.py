@@ -91,25 +91,20 @@ NO_WORD: Final = -1
 """The word of a special token."""
 
 
-def _numbers() -> "array[int]":
-    return array("i")
-
-
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The tokens of a text with their positions in the text, in 16 bytes per token.
 
     Attributes:
         ids: without special tokens.
-        starts: first character of each token.
-        ends: the character after the last one of each token.
+        starts, ends: first character of each token, and the character after its last one.
         words: number of the word of each token, or `NO_WORD`; neighbours of one word have the same.
     """
 
-    ids: "array[int]" = field(default_factory=_numbers)
-    starts: "array[int]" = field(default_factory=_numbers)
-    ends: "array[int]" = field(default_factory=_numbers)
-    words: "array[int]" = field(default_factory=_numbers)
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    starts: "array[int]" = field(default_factory=lambda: array("i"))
+    ends: "array[int]" = field(default_factory=lambda: array("i"))
+    words: "array[int]" = field(default_factory=lambda: array("i"))
 
     def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
         """Add the tokens of the next piece of a text, which starts at a character.
@@ -129,17 +124,16 @@ class Spans:
         self.ends.extend([end for _, end in offsets])
         self.words.extend(words)
 
-    def first(self, tokens: int) -> "Spans":
-        """Return the first tokens of the text."""
-        if tokens >= len(self.ids):
+    def part(self, first: int, end: int) -> "Spans":
+        """Return some tokens of the text."""
+        if first == 0 and end >= len(self.ids):
             return self  # a copy would double the memory
-        part = slice(tokens)
+        part = slice(first, end)
         return Spans(self.ids[part], self.starts[part], self.ends[part], self.words[part])
 
-    def offsets(self, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+    def offsets(self) -> list[tuple[int, int]]:
         """Return the (start, end) of tokens, in characters."""
-        part = slice(first, end)
-        return list(zip(self.starts[part], self.ends[part], strict=True))
+        return list(zip(self.starts, self.ends, strict=True))
 
     def characters(self, bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the (start, end) characters of parts of the text by their (first, end) tokens."""
@@ -286,15 +280,14 @@ class Tokenizer:
         ``max_tokens``, the longer text is cut first, as by transformers' strategy
         ``longest_first``: at its end, or at its start to keep the end.
         """
-        capacity = max_tokens - self.special.pair_tokens
-        if len(first) + len(second) > capacity:
-            shorter = min(len(first), len(second), capacity // 2)
-            longer = capacity - shorter
-            lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
+        room = max_tokens - self.special.pair_tokens
+        if len(first) + len(second) > room:
+            shorter = min(len(first), len(second), room // 2)
+            kept = shorter if len(first) <= len(second) else room - shorter
             if keep_end:
-                first, second = first[len(first) - lengths[0] :], second[len(second) - lengths[1] :]
+                first, second = first[len(first) - kept :], second[len(second) - room + kept :]
             else:
-                first, second = first[: lengths[0]], second[: lengths[1]]
+                first, second = first[:kept], second[: room - kept]
         types = self.special.pair_types(len(first), len(second))
         input_ids = np.array(self.special.pair(first, second), np.int32)
         return Encoding(input_ids, types, requests or {})

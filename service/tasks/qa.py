@@ -39,9 +39,7 @@ from cloze.service.tasks.texts import (
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
-"""Defaults of parameters. The default is the model's limit if that is less."""
-
-_DEFAULT_STRIDE = 128
+_DEFAULT_STRIDE: Final = 128
 
 _CHARACTERS_OF_A_ROW: Final = 1_000
 """Characters of a context, which each answer may repeat, that are written as fast as one row."""
@@ -57,28 +55,25 @@ class QaPair(WireModel):
 
 
 class QaParameters(UsageParameters):
-    """The parameters of the pipeline of transformers v4, with the same names and defaults."""
+    """The parameters of the pipeline of transformers v4, with the same names and defaults.
+
+    A number of tokens is the model's limit where that is less than the default.
+    """
 
     top_k: Count | None = Field(None, description="answers per question; the default is 1")
     doc_stride: CountOrZero | None = Field(
         None,
-        description="number of tokens that neighbouring windows share; "
-        "the default is min(max_seq_len // 2, 128)",
+        description="tokens that neighbouring windows share; default: min(max_seq_len // 2, 128)",
     )
     max_answer_len: Count | None = Field(
-        None,
-        description="most tokens per answer; "
-        "the default is 15, or the model's limit if that is less",
+        None, description="most tokens per answer; the default is 15"
     )
     max_seq_len: Count | None = Field(
         None,
-        description="tokens per window, question and special tokens included; "
-        "the default is 384, or the model's limit if that is less",
+        description="tokens per window, question and special tokens included; the default is 384",
     )
     max_question_len: Count | None = Field(
-        None,
-        description="most tokens per question; a longer question is cut; "
-        "the default is 64, or the model's limit if that is less",
+        None, description="most tokens per question, which is cut; the default is 64"
     )
     handle_impossible_answer: bool | None = Field(
         None, description='whether the empty text, "no answer", is a candidate'
@@ -126,9 +121,10 @@ def _add(
     check_has_tokens(spans.ids, at_context)
     around = len(ids[:most]) + tokenizer.special.pair_tokens
     stride = _stride(options, encoder.room(at_question, around))
+    encoder.rule = encoder.rule._replace(stride=stride)
     whole = len(ids) + len(spans.ids) + tokenizer.special.pair_tokens
     encoder.rule.check(at_question, len(ids), most, "max_question_len is")
-    bounds = encoder.divide(at, len(spans.ids), around, stride)
+    bounds = encoder.divide(at, len(spans.ids), around)
     if len(bounds) == 1:
         encoder.count(at, around + bounds[0][1] - bounds[0][0])
     read = spans.part(0, bounds[-1][1])
@@ -195,10 +191,6 @@ TASK: Final = Task(
     examples={
         "The best answer": {
             "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."}
-        },
-        "The three best answers": {
-            "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."},
-            "parameters": {"top_k": 3},
         },
     },
 )

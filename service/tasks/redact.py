@@ -28,7 +28,6 @@ from cloze.service.tasks.token_classification import (
 from cloze.service.tasks.wire import LABEL_SET, Text, Texts, check_range
 
 _LABELS: Final = Location(("labels",))
-_OUTSIDE: Final = "O"
 _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
 
 
@@ -118,7 +117,7 @@ def prepare(
 
 def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) -> frozenset[str]:
     """Return the labels of entities to replace, after a check."""
-    known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != _OUTSIDE)
+    known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != "O")
     if asked is None:
         return frozenset(known)
     for at, label in context.limits.checked(asked, _LABELS, "label"):

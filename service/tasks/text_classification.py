@@ -74,7 +74,7 @@ class _State(NamedTuple):
     logits: slice
     top_k: int | None
     function: Function
-    windows: list[int] | None
+    windows: list[int]
 
 
 def prepare(
@@ -98,7 +98,7 @@ def prepare(
     encoder = encode_pairs(pairs, rule, context, REQUEST)
     chosen, columns = context.label_set(sequence_classification.HEAD, parameters.label_set)
     function = _function(chosen, parameters)
-    windows = encoder.windows if rule.choice == "window" else None
+    windows = [len(encodings) for encodings, _ in encoder.texts]
     return encoder.prepared(_State(chosen.labels, columns, parameters.top_k, function, windows))
 
 
@@ -129,13 +129,13 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelSc
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[state.logits] for output in outputs])
     scores = apply(state.function, logits)
-    if state.windows is not None:
-        scores = means(scores, state.windows)
-    return best_labels(state.labels, scores, state.top_k)
+    return best_labels(state.labels, means(scores, state.windows), state.top_k)
 
 
 def means(scores: Float32, windows: Sequence[int]) -> Float32:
     """Return the mean scores [texts, L] of windows [n, L], by the number of each text's windows."""
+    if len(windows) == len(scores):
+        return scores
     sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
     averaged: Float32 = (sums / np.array(windows)[:, None]).astype(np.float32)
     return averaged

@@ -229,13 +229,10 @@ class TextEncoder:
             raise InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
         return room
 
-    def divide(
-        self, at: Location, tokens: int, around: int = TEXT_TOKENS, stride: int | None = None
-    ) -> list[Bounds]:
+    def divide(self, at: Location, tokens: int, around: int = TEXT_TOKENS) -> list[Bounds]:
         """Return the bounds of the parts of a text that the model reads, one per sequence.
 
         A sequence has ``around`` tokens besides those of the text, such as special tokens.
-        Neighbouring windows share ``stride`` tokens, or as many as the rule says.
 
         Raises:
             InvalidRequest: the text is too long and the rule refuses such texts, or the windows so
@@ -247,8 +244,7 @@ class TextEncoder:
         self.rule.check(at, tokens + around, self.max_tokens)
         if self.rule.choice == "truncate":
             return [(tokens - room, tokens) if self.keep_end else (0, room)]
-        shared = self.rule.stride if stride is None else stride
-        step = room - (room // _OVERLAP if shared is None else shared)
+        step = room - (room // _OVERLAP if self.rule.stride is None else self.rule.stride)
         count = 1 - (room - tokens) // step  # rounded up
         self.count(at, count * self.max_tokens)
         firsts = range(0, count * step, step)
@@ -358,11 +354,6 @@ class TextEncoder:
     def tokens(self) -> int:
         """Number of tokens of all encodings."""
         return sum(len(encoding) for text in self.texts for encoding in text.encodings)
-
-    @property
-    def windows(self) -> list[int]:
-        """Number of encodings of each text or pair."""
-        return [len(text.encodings) for text in self.texts]
 
     def prepared(self, state: S, vectors: VectorRecipe | None = None) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""

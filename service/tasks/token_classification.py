@@ -282,9 +282,5 @@ TASK: Final = Task(
     scores=lambda *_: "probability",
     examples={
         "Entities": {"inputs": "Ada Lovelace was born in London."},
-        "Every token": {
-            "inputs": "Ada Lovelace was born in London.",
-            "parameters": {"aggregation_strategy": "none"},
-        },
     },
 )

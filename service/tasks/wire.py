@@ -74,8 +74,7 @@ CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 
 LABEL_SET: Final[Any] = Field(
     None,
-    description="name of one of the model's label sets, if it has several; "
-    "the default is the first",
+    description="name of one of the model's label sets; the default is the first",
 )
 """The parameter of a request that names a label set."""
 

@@ -47,9 +47,6 @@ _LABELS: Final = Location(("candidate_labels",))
 _TEMPLATE_PLACE: Final = Location(("hypothesis_template",))
 _REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
 
-Ids = Sequence[int]
-"""The tokens of a text or of a hypothesis, without special tokens."""
-
 
 class ZeroShotParameters(TruncationParameters, UsageParameters):
     """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts.
@@ -99,10 +96,9 @@ def _why_not_served(manifest: Manifest) -> str | None:
     """Return why a classifier cannot do this task; None if it can."""
     if _entailing(manifest) is not None:
         return None
-    shown = ", ".join(label for each in sequence_labels(manifest).sets for label in each.labels)[
-        :200
-    ]
-    return f"none of its labels begins with entail; it has {ascii(shown)[1:-1]}"
+    labels = [label for each in sequence_labels(manifest).sets for label in each.labels]
+    known = ascii(", ".join(labels)[:200])[1:-1]
+    return f"none of its labels begins with entail; it has {known}"
 
 
 def prepare(
@@ -146,7 +142,9 @@ def prepare(
     return encoder.prepared(state)
 
 
-def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContext) -> list[Ids]:
+def _hypotheses(
+    labels: Sequence[str], template: str | None, context: TaskContext
+) -> list[Sequence[int]]:
     """Return the tokens of each label's hypothesis, after a check of the labels."""
     limits = context.limits
     first: dict[str, Location] = {}
@@ -229,7 +227,6 @@ TASK: Final = Task(
             "inputs": ["The room was loud and the staff unfriendly."],
             "parameters": {
                 "candidate_labels": ["complaint", "praise"],
-                "hypothesis_template": "This text is a {}.",
                 "multi_label": True,
             },
         },

@@ -26,16 +26,9 @@ from cloze.service.tasks.task import (
     Task,
     TaskContext,
     TaskLimits,
-    TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import (
-    EncodedText,
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-)
+from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
@@ -135,9 +128,7 @@ def _add(
         tokenizer.pair(ids[:most], read.ids[first:end], options.max_seq_len, _REQUEST)
         for first, end in bounds
     ]
-    places = read.characters(bounds) if len(bounds) > 1 else None
-    usage = TextUsage(whole, around + len(read.ids), places)
-    encoder.texts.append(EncodedText(encodings, usage))
+    encoder.keep(encodings, whole, around + len(read.ids), bounds, asked.context)
     start = tokenizer.special.second_start(len(ids[:most]))
     return Question(asked.context, read, start, bounds, ends)
 

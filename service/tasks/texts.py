@@ -110,7 +110,7 @@ class TruncationParameters(WireModel):
     long_text: LongText | None = Field(
         None,
         description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean of the scores or vectors of its windows; the default is truncate",
+        "the mean over its windows, or in /rerank the best of them; the default is truncate",
     )
 
     def rule(self, *, report: bool | None = False) -> LongTextRule:
@@ -331,10 +331,22 @@ class TextEncoder:
             )
             for start, end in bounds
         ]
-        usage = TextUsage(tokens, tokens if len(bounds) > 1 else len(encodings[0]))
+        used = tokens if len(bounds) > 1 else len(encodings[0])
+        self.keep(encodings, tokens, used, bounds, text)
+
+    def keep(
+        self,
+        encodings: Sequence[Encoding],
+        tokens: int,
+        used: int,
+        bounds: Sequence[Bounds],
+        text: str,
+    ) -> None:
+        """Add the encodings of the parts of a text; see `TextUsage` for the numbers of tokens."""
+        windows = None
         if len(bounds) > 1 and self.rule.report:
-            usage.windows = tokenizer.spans(text).characters(bounds)
-        self.texts.append(EncodedText(encodings, usage))
+            windows = self.context.tokenizer.spans(text).characters(bounds)
+        self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
 
     def offsets(self, texts: Sequence[Input[str]]) -> list[Offsets]:
         """Return the place of each token of the texts, which have no windows."""

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
-from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads import sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
@@ -21,22 +21,17 @@ from cloze.service.tasks.task import (
     PreparedRequest,
     Task,
     TaskContext,
-    TextUsage,
     check_has_tokens,
     softmax,
 )
 from cloze.service.tasks.text_classification import (
+    REQUEST,
     LabelScore,
     best_labels,
     means,
     sequence_labels,
 )
-from cloze.service.tasks.texts import (
-    EncodedText,
-    TextEncoder,
-    TruncationParameters,
-    UsageParameters,
-)
+from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
 from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
@@ -45,7 +40,6 @@ _LABEL_CHARACTERS: Final = 1000
 """Most characters of a label, which the answer repeats for each text."""
 _LABELS: Final = Location(("candidate_labels",))
 _TEMPLATE_PLACE: Final = Location(("hypothesis_template",))
-_REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
 
 
 class ZeroShotParameters(TruncationParameters, UsageParameters):
@@ -127,15 +121,12 @@ def prepare(
         tokens += sum(end - first for cut in cuts for first, end in cut)
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
         encodings = [
-            tokenizer.pair(ids[slice(*cut[part])], hypothesis, limits.max_tokens, _REQUEST)
+            tokenizer.pair(ids[slice(*cut[part])], hypothesis, limits.max_tokens, REQUEST)
             for part in range(len(parts))
             for hypothesis, cut in pairs
         ]
         read = parts[0][1] - parts[0][0] if len(parts) == 1 else len(ids)
-        usage = TextUsage(len(ids) + TEXT_TOKENS, read + TEXT_TOKENS)
-        if len(parts) > 1 and rule.report:
-            usage.windows = tokenizer.spans(text).characters(parts)
-        encoder.texts.append(EncodedText(encodings, usage))
+        encoder.keep(encodings, len(ids) + TEXT_TOKENS, read + TEXT_TOKENS, parts, text)
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)

@@ -73,8 +73,7 @@ class QaWindow:
     """One window of a context, ``context[start:end]``, and its best span.
 
     Attributes:
-        start, end: the characters of the window.
-        best: its best span, with the score that the span has in this window.
+        best: the span, with the score that it has in this window.
         no_answer: the score of "no answer" in this window.
         rank: rank of the span's text among all answers, from 1.
         reason: whether the span is among the answers, or why it is not.
@@ -98,11 +97,9 @@ class QaDetails:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The context of a question with its windows.
+    """The context of a question with its tokens and windows.
 
     Attributes:
-        context: the text of the context.
-        spans: the tokens of the context.
         context_start: index of the context's first token in the encoding of each window.
         windows: (first, end) tokens of the context in each window.
         first_ends: see `first_ends`.
@@ -158,11 +155,7 @@ def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
 def best_answers(
     question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
 ) -> AnswerSpans | QaDetails:
-    """Return the best answers to a question, by the logits [tokens, 2] of each window.
-
-    Raises:
-        InvalidRequest: the spans of the request need too much memory.
-    """
+    """Return the best answers to a question, by the logits [tokens, 2] of each window."""
     windows = [
         _search(question, bounds, window_logits, options, memory)
         for bounds, window_logits in zip(question.windows, logits, strict=True)

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, NamedTuple
 from pydantic import Field
 
 from cloze.model_store.heads import token_classification as head
-from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
 from cloze.service.tasks.patterns import Pattern, find, regions
@@ -64,9 +63,7 @@ class RedactParameters(UsageParameters):
 class Replacement:
     """A replaced entity: ``text[start:end]`` became ``redacted[redacted_start:redacted_end]``.
 
-    Attributes:
-        text: the replaced characters.
-        score: the entity's score; 1 for a pattern.
+    The score of a pattern is 1.
     """
 
     label: str
@@ -136,14 +133,10 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Redact
     for tagged, entities in token_classification.found(state.tagged, outputs, context):
         text, least = tagged.text, parameters.min_score or 0
         kept = [e for e in entities if e.label in state.labels and e.score >= least]
-        places = without_space(text, [(e.start, e.end) for e in kept])
-        found = [
-            replace(entity, start=start, end=end)
-            for entity, (start, end) in zip(kept, places, strict=True)
-            if text[start:end].strip()  # a token may be white space, or no character at all
-        ]
+        # A token may be white space, or no character at all.
+        found = [entity for entity in kept if text[entity.start : entity.end].strip()]
         for pattern in dict.fromkeys(parameters.patterns or ()):
-            places = list(find(text, pattern, parameters.region))
+            places = find(text, pattern, parameters.region)
             found += [LabelledSpan(pattern, 1.0, [], 0, *place) for place in places]
         redactions.append(_redacted(text, _joined(found), numbers or _Placeholders([text])))
     return redactions

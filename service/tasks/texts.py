@@ -66,7 +66,6 @@ class LongTextRule(NamedTuple):
     """What a request does with its long texts.
 
     Attributes:
-        choice: whether to refuse, cut or divide them.
         refused_by: the parameter that refuses them, for the error.
         side: the end of a long text to cut; None: the model's.
         stride: tokens that neighbouring windows share; None: a quarter of a window.
@@ -114,11 +113,7 @@ class TruncationParameters(WireModel):
     )
 
     def rule(self, *, report: bool | None = False) -> LongTextRule:
-        """Return what to do with long texts.
-
-        Raises:
-            InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
-        """
+        """Return what to do with long texts, unless the parameters contradict each other."""
         side = self.truncation_direction
         if (choice := self.long_text) is None:
             choice = "error" if self.truncate is False else "truncate"
@@ -145,22 +140,14 @@ class TextParameters(TruncationParameters, UsageParameters):
     )
 
     def prompt(self, context: TaskContext) -> str:
-        """Return the text to put before each text.
-
-        Raises:
-            InvalidRequest: the model has no such prompt, or there is no such type of input.
-        """
+        """Return the text to put before each text."""
         if self.input_type is None and self.prompt_name is None:
             return context.default_prompt
         role = self.role()
         return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
 
     def role(self) -> Role | None:
-        """Return the role that ``input_type`` names; None: the request has no ``input_type``.
-
-        Raises:
-            InvalidRequest: there is no such type of input, or the request names a prompt too.
-        """
+        """Return the role that ``input_type`` names; None: the request has no ``input_type``."""
         if self.input_type is None:
             return None
         if self.prompt_name is not None:
@@ -200,7 +187,6 @@ class TextEncoder:
     window.
 
     Attributes:
-        max_tokens: most tokens per sequence, special tokens included.
         requests: what each encoding asks of the heads.
         prompt: the text before each text, unless each has its own.
         before: number of tokens before those of a text.

@@ -125,13 +125,10 @@ def prepare(
     rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[TaggedText] = []
-    most = max(limits.max_tokens, limits.max_request_tokens if choice == "window" else 0)
     for at, text in texts:
-        spans = context.tokenizer.spans(text, None if encoder.keep_end else most)
+        spans = context.tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
-        is_read = encoder.keep_end or len(spans.ids) <= most
-        ids = spans.ids if is_read else context.tokenizer.ids([text])[0]
-        windows = encoder.add(at, ids, text)
+        windows = encoder.add(at, spans.ids, text)
         prepared.append(TaggedText(text, spans.part(0, windows[-1][1]), windows))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     chosen, columns = context.label_set(token_classification.HEAD, parameters.label_set)
@@ -169,12 +166,8 @@ def decode(state: TaggedTexts, outputs: Outputs, context: TaskContext) -> list[E
                 [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
             )
         else:
-            places = without_space(text.text, [(e.start, e.end) for e in kept])
             results.append(
-                [
-                    EntityGroup(e.label, e.score, join(e.words), *place)
-                    for e, place in zip(kept, places, strict=True)
-                ]
+                [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
             )
     return results
 
@@ -190,7 +183,7 @@ def found(
             logits = next(rest)[token_classification.HEAD.name].array[:, state.logits]
             labelled = _labelled(state, text, window, softmax(logits[1:-1]), context.tokenizer)
             is_grouped = state.strategy != "none"
-            entities += _grouped(labelled, state.labels) if is_grouped else labelled
+            entities += _grouped(labelled, state.labels, text.text) if is_grouped else labelled
         yield text, [entity for entity in entities if entity.label not in state.ignored]
 
 
@@ -229,7 +222,9 @@ def _labelled(
     return labelled
 
 
-def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[LabelledSpan]:
+def _grouped(
+    labelled: list[LabelledSpan], labels: tuple[str, ...], text: str
+) -> list[LabelledSpan]:
     """Join neighbours with the same tag; a label with ``B-`` begins a new entity."""
     groups: list[list[LabelledSpan]] = []
     previous = ""
@@ -240,15 +235,17 @@ def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[Labe
         else:
             groups.append([entity])
         previous = tag
+    places = without_space(text, [(group[0].start, group[-1].end) for group in groups])
     return [
         replace(
             group[0],
             label=entity_group(group[0].label),
             score=float(np.mean([entity.score for entity in group])),
             words=[word for entity in group for word in entity.words],
-            end=group[-1].end,
+            start=start,
+            end=end,
         )
-        for group in groups
+        for group, (start, end) in zip(groups, places, strict=True)
     ]
 
 

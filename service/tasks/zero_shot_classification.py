@@ -14,7 +14,7 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.core import Float32, InvalidRequest, Location, quoted
+from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -178,18 +178,13 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[L
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[columns] for output in outputs])
     windows = logits.reshape(-1, len(state.labels), logits.shape[1])  # [windows, labels, L]
-    scores = _scores(windows, entailed, alone=state.alone)
+    if state.alone:
+        # transformers takes the first label for the contradiction, or the last if the first entails
+        contradicted = -1 if entailed == 0 else 0
+        scores = softmax(windows[..., [contradicted, entailed]])[..., 1]
+    else:
+        scores = softmax(windows[..., entailed])
     return best_labels(state.labels, means(scores, state.windows))
-
-
-def _scores(logits: Float32, entailed: int, *, alone: bool) -> Float32:
-    """Return the scores [n, labels] of logits [n, labels, L]."""
-    if not alone:
-        return softmax(logits[..., entailed])
-    # transformers takes the first label for the contradiction, or the last if the first entails.
-    contradicted = -1 if entailed == 0 else 0
-    both = logits[..., [contradicted, entailed]]
-    return softmax(both.reshape(-1, 2))[:, 1].reshape(both.shape[:2])
 
 
 TASK: Final = Task(

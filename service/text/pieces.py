@@ -98,9 +98,6 @@ def groups(
     """Yield the pieces of texts in order, in groups that are tokenized at once.
 
     A tokenizer expands texts if it replaces characters by their compatibility forms.
-
-    Raises:
-        InvalidRequest: a long piece becomes too many characters.
     """
     group: list[Piece] = []
     characters = 0

@@ -34,10 +34,9 @@ _LONGEST_FORM = "\ufdfa"
 """The character whose compatibility form is longest: 18 characters. Source: Unicode, UAX 15."""
 
 _SHORT_CHARACTERS = 4096
-"""Most characters that are tokenized at once on the calling thread, which takes about 1 ms.
+"""Most characters that the calling thread tokenizes, in about 1 ms.
 
-The other way passes the texts to threads of the library and waits. Under an overload these threads
-wait for a core for up to a second, and the event loop with them.
+Threads of the library tokenize longer texts. They may wait a second for a core under an overload.
 """
 
 _SHORT_IDS = 4096
@@ -64,9 +63,8 @@ class _Vocabulary:
     """A tokenizer of the library, with what its file says.
 
     Attributes:
-        boundary: see `find_boundary`.
+        boundary: where long texts may be divided.
         expands: whether the normaliser replaces characters by their compatibility forms.
-        unknown_id: see `Tokenizer`.
         size: number of tokens, those included that no text becomes.
         words: the ids of recent words; None unless the ids of plain text are those of its words,
             one after another. The library takes five times as long to find them.
@@ -81,11 +79,10 @@ class _Vocabulary:
 
 
 _IN_USE: Final[WeakValueDictionary[bytes, _Vocabulary]] = WeakValueDictionary()
-"""The vocabularies of all tokenizers, by the sha256 of their files.
+"""The vocabularies of all tokenizers, by the sha256 of their files, which many bundles share.
 
-Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
+A vocabulary of 30,522 tokens takes 9 MB and 40 ms.
 """
-
 
 NO_WORD: Final = -1
 """The word of a special token."""
@@ -143,8 +140,7 @@ class Spans:
 def _divided(text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int]) -> list[int]:
     """Return the words of tokens, where each word ends at white space.
 
-    A tokenizer that does not divide texts before the model has one word for a whole text: Gemma's,
-    for example.
+    Gemma's tokenizer, for example, has one word for a whole text.
     """
     divided: list[int] = []
     new, before, read = (words[0] if words else 0) - 1, None, None
@@ -243,10 +239,7 @@ class Tokenizer:
         return list(chain.from_iterable(ids_of[word] or () for word in words))
 
     def spans(self, text: str, enough: int | None = None) -> Spans:
-        """Return the ids, character offsets and words of a text.
-
-        The rest of the text may be left out when the result has more tokens than are enough.
-        """
+        """Return the tokens of a text, or of its start that has more tokens than are enough."""
         marked = text if self._marks_spaces else None
         spans = Spans()
         if len(text) <= _SHORT_CHARACTERS:

@@ -53,35 +53,25 @@ class QaParameters(UsageParameters):
     A number of tokens is the model's limit where that is less than the default.
     """
 
-    top_k: Count | None = Field(None, description="answers per question; the default is 1")
-    doc_stride: CountOrZero | None = Field(
-        None,
-        description="tokens that neighbouring windows share; default: min(max_seq_len // 2, 128)",
-    )
-    max_answer_len: Count | None = Field(
-        None, description="most tokens per answer; the default is 15"
-    )
-    max_seq_len: Count | None = Field(
-        None,
-        description="tokens per window, question and special tokens included; the default is 384",
-    )
-    max_question_len: Count | None = Field(
-        None, description="most tokens per question, which is cut; the default is 64"
-    )
-    handle_impossible_answer: bool | None = Field(
-        None, description='whether the empty text, "no answer", is a candidate'
-    )
-    align_to_words: bool | None = Field(
-        None, description="whether to extend answers to whole words; the default is true"
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a question or a context that is too long, truncate reads one "
-        "window, window divides the context; the default is window",
-    )
-    details: bool | None = Field(
-        None, description="whether to return the best span of each window too"
-    )
+    top_k: Count | None = None
+    """answers per question; the default is 1"""
+    doc_stride: CountOrZero | None = None
+    """tokens that neighbouring windows share; default: min(max_seq_len // 2, 128)"""
+    max_answer_len: Count | None = None
+    """most tokens per answer; the default is 15"""
+    max_seq_len: Count | None = None
+    """tokens per window, question and special tokens included; the default is 384"""
+    max_question_len: Count | None = None
+    """most tokens per question, which is cut; the default is 64"""
+    handle_impossible_answer: bool | None = None
+    """whether the empty text, "no answer", is a candidate"""
+    align_to_words: bool | None = None
+    """whether to extend answers to whole words; the default is true"""
+    long_text: LongText | None = None
+    """error refuses a question or a context that is too long, truncate reads one window, window
+    divides the context; the default is window"""
+    details: bool | None = None
+    """whether to return the best span of each window too"""
 
 
 _Result = AnswerSpans | QaDetails

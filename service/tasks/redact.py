@@ -24,7 +24,7 @@ from cloze.service.tasks.token_classification import (
     TokenClassificationParameters,
     entity_group,
 )
-from cloze.service.tasks.wire import LABEL_SET, Text, Texts, check_range
+from cloze.service.tasks.wire import Text, Texts, check_range
 
 _LABELS: Final = Location(("labels",))
 _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
@@ -33,30 +33,20 @@ _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
 class RedactParameters(UsageParameters):
     """What to replace, and how placeholders are numbered."""
 
-    labels: Texts | None = Field(
-        None, description="the labels of the model to replace; the default is all but O"
-    )
-    min_score: float | None = Field(
-        None,
-        description="least score of an entity that is replaced; the default is 0",
-        json_schema_extra={"minimum": 0, "maximum": 1},
-    )
-    patterns: list[Pattern] | None = Field(
-        None,
-        description="forms to replace besides: e-mail addresses, telephone numbers, and IBANs and "
-        "card numbers with right check digits; the default is none",
-    )
-    region: str | None = Field(
-        None,
-        description="the country, in two letters, of telephone numbers without +; "
-        "the default is to leave these",
-    )
-    across_texts: bool | None = Field(
-        None,
-        description="whether a name has the same number in all texts of the request; "
-        "the default is false: each text is numbered by itself",
-    )
-    label_set: str | None = LABEL_SET
+    labels: Texts | None = None
+    """the labels of the model to replace; the default is all but O"""
+    min_score: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
+    """least score of an entity that is replaced; the default is 0"""
+    patterns: list[Pattern] | None = None
+    """forms to replace besides: e-mail addresses, telephone numbers, and IBANs and card numbers
+    with right check digits; the default is none"""
+    region: str | None = None
+    """the country, in two letters, of telephone numbers without +; the default is to leave these"""
+    across_texts: bool | None = None
+    """whether a name has the same number in all texts of the request; the default is false: each
+    text is numbered by itself"""
+    label_set: str | None = None
+    """name of one of the model's label sets; the default is the first"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +199,7 @@ TASK: Final = Task(
     examples={
         "One text": {"inputs": "Ada Lovelace was born in London."},
         "Texts with the same names": {
-            "inputs": [
-                "Ada Lovelace was born in London.",
-                "Write to Ada Lovelace: ada@example.org",
-            ],
+            "inputs": ["Ada Lovelace was born.", "Write to Ada Lovelace: ada@example.org"],
             "parameters": {"across_texts": True, "patterns": ["EMAIL"]},
         },
     },

@@ -25,7 +25,7 @@ from cloze.service.tasks.task import (
     softmax,
 )
 from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
-from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel, check_range
+from cloze.service.tasks.wire import Count, NotEmpty, Text, WireModel, check_range
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -43,13 +43,13 @@ class TextClassificationParameters(TruncationParameters, UsageParameters):
     Windows divide only a text without a pair.
     """
 
-    label_set: str | None = LABEL_SET
-    top_k: Count | None = Field(None, description="labels per text; the default is all labels")
-    function_to_apply: Function | None = Field(
-        None,
-        description="function from logits to scores; the default depends on the problem type: "
-        "softmax (single label), sigmoid (multi-label or one label), none (regression)",
-    )
+    label_set: str | None = None
+    """name of one of the model's label sets; the default is the first"""
+    top_k: Count | None = None
+    """labels per text; the default is all labels"""
+    function_to_apply: Function | None = None
+    """function from logits to scores; the default depends on the problem type: softmax (single
+    label), sigmoid (multi-label or one label), none (regression)"""
 
 
 @dataclass(frozen=True, slots=True)

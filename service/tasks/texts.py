@@ -89,28 +89,21 @@ class LongTextRule(NamedTuple):
 class UsageParameters(WireModel):
     """Whether to report how much of each text was used."""
 
-    return_usage: bool | None = Field(
-        None,
-        description="whether to return {result, usage}: with the result, the tokens of each input, "
-        "how many of them the model read, and its windows; the answer is JSON",
-    )
+    return_usage: bool | None = None
+    """whether to return {result, usage}: with the result, the tokens of each input, how many of
+    them the model read, and its windows; the answer is JSON"""
 
 
 class TruncationParameters(WireModel):
     """What to do with a text that is too long for the model."""
 
-    truncate: bool | None = Field(
-        None, description="true cuts a long text, false refuses the text; the default is true"
-    )
-    truncation_direction: Annotated[Side | None, _LOWER_CASE] = Field(
-        None,
-        description="the end of a long text to cut; the default is the model's, usually right",
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean over its windows, or in /rerank the best of them; the default is truncate",
-    )
+    truncate: bool | None = None
+    """true cuts a long text, false refuses the text; the default is true"""
+    truncation_direction: Annotated[Side | None, _LOWER_CASE] = None
+    """the end of a long text to cut; the default is the model's, usually right"""
+    long_text: LongText | None = None
+    """error refuses a long text, truncate cuts it, window divides it and returns the mean over its
+    windows, or in /rerank the best of them; the default is truncate"""
 
     def rule(self, *, report: bool | None = False) -> LongTextRule:
         """Return what to do with long texts, unless the parameters contradict each other."""
@@ -129,15 +122,11 @@ class TruncationParameters(WireModel):
 class TextParameters(TruncationParameters, UsageParameters):
     """Request fields that change how a text is tokenized: TEI's and Cloze's own."""
 
-    prompt_name: str | None = Field(
-        None, description="name of a prompt of the model, which is put before each text"
-    )
-    input_type: str | None = Field(
-        None,
-        description="what the texts are for, query or document, which chooses the model's own "
-        "prompt; Cohere's, Jina's, Voyage's and NVIDIA's words for these are accepted",
-        json_schema_extra={"enum": [*ROLE_WORDS, None]},
-    )
+    prompt_name: str | None = None
+    """name of a prompt of the model, which is put before each text"""
+    input_type: str | None = Field(None, json_schema_extra={"enum": [*ROLE_WORDS, None]})
+    """what the texts are for, query or document, which chooses the model's own prompt; Cohere's,
+    Jina's, Voyage's and NVIDIA's words for these are accepted"""
 
     def prompt(self, context: TaskContext) -> str:
         """Return the text to put before each text."""
@@ -162,9 +151,8 @@ class TextParameters(TruncationParameters, UsageParameters):
 class CutTextParameters(TextParameters):
     """The same fields, of tasks that do not divide long texts."""
 
-    long_text: Literal["error", "truncate"] | None = Field(
-        None, description="error refuses a long text, truncate cuts it; the default is truncate"
-    )
+    long_text: Literal["error", "truncate"] | None = None
+    """error refuses a long text, truncate cuts it; the default is truncate"""
 
 
 # ---- encodings -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cloze.service.tasks.task import (
     softmax,
 )
 from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
-from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
+from cloze.service.tasks.wire import CountOrZero, Text, Texts, check_range
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
@@ -36,24 +36,20 @@ Strategy = Literal["none", "simple", "first", "average", "max"]
 class TokenClassificationParameters(UsageParameters):
     """The parameters that huggingface_hub's ``token_classification`` sends, and our own."""
 
-    aggregation_strategy: Strategy | None = Field(
-        None,
-        description="grouping of tokens: none (every token is a result), simple (neighbours "
-        "with the same label form an entity), first, average or max (each word gets one label, "
-        "then neighbours form an entity); the default is simple",
-    )
-    label_set: str | None = LABEL_SET
-    ignore_labels: list[str] | None = Field(None, description="labels to omit; the default is O")
-    stride: CountOrZero | None = Field(
-        None,
-        description="number of tokens that neighbouring windows of a long text share; "
-        "the default is to cut the text",
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and joins the "
-        "entities of its windows; the default is truncate, with stride window",
-    )
+    aggregation_strategy: Strategy | None = None
+    """grouping of tokens: none (every token is a result), simple (neighbours with the same label
+    form an entity), first, average or max (each word gets one label, then neighbours form an
+    entity); the default is simple"""
+    label_set: str | None = None
+    """name of one of the model's label sets; the default is the first"""
+    ignore_labels: list[str] | None = None
+    """labels to omit; the default is O"""
+    stride: CountOrZero | None = None
+    """number of tokens that neighbouring windows of a long text share; the default is to cut the
+    text"""
+    long_text: LongText | None = None
+    """error refuses a long text, truncate cuts it, window divides it and joins the entities of its
+    windows; the default is truncate, with stride window"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +273,5 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",
-    examples={
-        "Entities": {"inputs": "Ada Lovelace was born in London."},
-    },
+    examples={"Entities": {"inputs": "Ada Lovelace was born in London."}},
 )

@@ -1,6 +1,6 @@
 """The parts of request bodies, and how they are validated."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -33,11 +33,15 @@ def _stop_at_first_error(schema: Any) -> None:
 class WireModel(BaseModel):
     """A part of a request body. Validation is strict and refuses unknown fields.
 
+    The docstrings of fields are their descriptions in the API.
+
     Validation stops at the first wrong element of each list, tuple and dictionary, and at the first
     unknown field: one error per element of a large body would exhaust the memory.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -71,12 +75,6 @@ Text = Annotated[str, NotEmptyText]
 Texts = Annotated[list[Text], NotEmpty]
 Count = Annotated[int, Field(json_schema_extra={"minimum": 1})]
 CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
-
-LABEL_SET: Final[Any] = Field(
-    None,
-    description="name of one of the model's label sets; the default is the first",
-)
-"""The parameter of a request that names a label set."""
 
 
 def _check_ids(ids: list[Any]) -> list[Any]:

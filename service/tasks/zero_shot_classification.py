@@ -48,17 +48,14 @@ class ZeroShotParameters(TruncationParameters, UsageParameters):
     A label is never cut.
     """
 
-    candidate_labels: Texts | None = Field(None, description="the labels to choose among; needed")
-    hypothesis_template: Text | None = Field(
-        None,
-        description="the sentence that a fitting text entails, with {} in the label's place; the "
-        f"default is {_TEMPLATE}",
-    )
-    multi_label: bool | None = Field(
-        None,
-        description="whether each label is judged alone, so that several may fit; the default is "
-        "false, for which the scores of all labels have the sum 1",
-    )
+    candidate_labels: Texts | None = None
+    """the labels to choose among; needed"""
+    hypothesis_template: Text | None = None
+    """the sentence that a fitting text entails, with {} in the label's place; the default is
+    This example is {}."""
+    multi_label: bool | None = None
+    """whether each label is judged alone, so that several may fit; the default is false, for which
+    the scores of all labels have the sum 1"""
 
 
 class _State(NamedTuple):
@@ -211,10 +208,7 @@ TASK: Final = Task(
         },
         "Several labels may fit": {
             "inputs": ["The room was loud and the staff unfriendly."],
-            "parameters": {
-                "candidate_labels": ["complaint", "praise"],
-                "multi_label": True,
-            },
+            "parameters": {"candidate_labels": ["complaint", "praise"], "multi_label": True},
         },
     },
 )

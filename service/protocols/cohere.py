@@ -26,7 +26,7 @@ from cloze.service.protocols.protocol import (
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import ROLE_WORDS, Truncate, truncation_of
+from cloze.service.tasks.texts import ROLE_WORDS, TRUNCATIONS, Truncate
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
 _PATH: Final = "/v2/embed"
@@ -166,7 +166,7 @@ class _Embed(TaskRoute):
         parameters = embed.EmbedParameters(
             dimensions=body.output_dimension,
             input_type=body.input_type,
-            **truncation_of(body.truncate),
+            **TRUNCATIONS[body.truncate],
         )
         return _texts(body), parameters
 

@@ -26,7 +26,7 @@ from cloze.service.protocols.protocol import (
 from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import ROLE_WORDS, TextsOrIds, Truncate, truncation_of
+from cloze.service.tasks.texts import ROLE_WORDS, TRUNCATIONS, TextsOrIds, Truncate
 from cloze.service.tasks.wire import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
@@ -183,7 +183,7 @@ class _Embeddings(TaskRoute):
         if isinstance(body.truncate, bool):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
-            truncation = {"truncate": body.truncation} | truncation_of(body.truncate)
+            truncation = {"truncate": body.truncation} | TRUNCATIONS[body.truncate]
         parameters = embed.EmbedParameters(
             dimensions=body.dimensions,
             input_type=body.input_type,

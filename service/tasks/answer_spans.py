@@ -73,8 +73,7 @@ class QaWindow:
     """One window of a context, ``context[start:end]``, and its best span.
 
     Attributes:
-        start, end: the characters of the window.
-        best: its best span, with the score that the span has in this window.
+        best: the span, with the score that it has in this window.
         no_answer: the score of "no answer" in this window.
         rank: rank of the span's text among all answers, from 1.
         reason: whether the span is among the answers, or why it is not.
@@ -98,11 +97,9 @@ class QaDetails:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The context of a question with its windows.
+    """The context of a question with its tokens and windows.
 
     Attributes:
-        context: the text of the context.
-        spans: the tokens of the context.
         context_start: index of the context's first token in the encoding of each window.
         windows: (first, end) tokens of the context in each window.
         first_ends: see `first_ends`.
@@ -158,11 +155,7 @@ def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
 def best_answers(
     question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
 ) -> AnswerSpans | QaDetails:
-    """Return the best answers to a question, by the logits [tokens, 2] of each window.
-
-    Raises:
-        InvalidRequest: the spans of the request need too much memory.
-    """
+    """Return the best answers to a question, by the logits [tokens, 2] of each window."""
     windows = [
         _search(question, bounds, window_logits, options, memory)
         for bounds, window_logits in zip(question.windows, logits, strict=True)
@@ -279,8 +272,7 @@ def _best_spans(
         if len(best) == count and part.max() * ends[first:].max() <= best[-1]:
             continue  # no span of these starts is among the best
         products = part[:, None] * band[first : first + rows]
-        if (blank := shortest[first : first + rows]).any():
-            products[np.arange(width) < blank[:, None]] = -1
+        products[np.arange(width) < shortest[first : first + rows, None]] = -1
         products = products.ravel()
         chosen = _largest(products, count)
         best = np.concatenate([best, products[chosen]])
@@ -296,11 +288,8 @@ def _largest(values: Float32, count: int) -> NDArray[np.intp]:
     """Return the indices of the largest values, the largest first; of equal values, the first."""
     indices = np.arange(len(values))
     if len(values) > count:
-        least = np.partition(values, len(values) - count)[len(values) - count]
-        above = np.flatnonzero(values > least)
-        equal = np.flatnonzero(values == least)
-        indices = np.concatenate([above, equal[: count - len(above)]])
-    return indices[np.argsort(-values[indices], kind="stable")]
+        indices = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return indices[np.argsort(-values[indices], kind="stable")[:count]]
 
 
 def _whole_words(spans: Spans, tokens: tuple[int, int], window: Bounds) -> tuple[int, int]:

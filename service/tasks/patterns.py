@@ -55,8 +55,7 @@ def regions() -> frozenset[str]:
 def find(text: str, pattern: Pattern, region: str | None = None) -> Iterator[Place]:
     """Yield the places of a text that have a form.
 
-    The region is the country of telephone numbers without ``+``; without a region, these are not
-    found.
+    The region is the country of telephone numbers without ``+``, which are not found without it.
     """
     if pattern == "EMAIL":
         yield from _emails(text)

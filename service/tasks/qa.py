@@ -26,22 +26,13 @@ from cloze.service.tasks.task import (
     Task,
     TaskContext,
     TaskLimits,
-    TextUsage,
     check_has_tokens,
 )
-from cloze.service.tasks.texts import (
-    EncodedText,
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-)
+from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
-"""Defaults of parameters. The default is the model's limit if that is less."""
-
-_DEFAULT_STRIDE = 128
+_DEFAULT_STRIDE: Final = 128
 
 _CHARACTERS_OF_A_ROW: Final = 1_000
 """Characters of a context, which each answer may repeat, that are written as fast as one row."""
@@ -57,43 +48,30 @@ class QaPair(WireModel):
 
 
 class QaParameters(UsageParameters):
-    """The parameters of the pipeline of transformers v4, with the same names and defaults."""
+    """The parameters of the pipeline of transformers v4, with the same names and defaults.
 
-    top_k: Count | None = Field(None, description="answers per question; the default is 1")
-    doc_stride: CountOrZero | None = Field(
-        None,
-        description="number of tokens that neighbouring windows share; "
-        "the default is min(max_seq_len // 2, 128)",
-    )
-    max_answer_len: Count | None = Field(
-        None,
-        description="most tokens per answer; "
-        "the default is 15, or the model's limit if that is less",
-    )
-    max_seq_len: Count | None = Field(
-        None,
-        description="tokens per window, question and special tokens included; "
-        "the default is 384, or the model's limit if that is less",
-    )
-    max_question_len: Count | None = Field(
-        None,
-        description="most tokens per question; a longer question is cut; "
-        "the default is 64, or the model's limit if that is less",
-    )
-    handle_impossible_answer: bool | None = Field(
-        None, description='whether the empty text, "no answer", is a candidate'
-    )
-    align_to_words: bool | None = Field(
-        None, description="whether to extend answers to whole words; the default is true"
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a question or a context that is too long, truncate reads one "
-        "window, window divides the context; the default is window",
-    )
-    details: bool | None = Field(
-        None, description="whether to return the best span of each window too"
-    )
+    A number of tokens is the model's limit where that is less than the default.
+    """
+
+    top_k: Count | None = None
+    """answers per question; the default is 1"""
+    doc_stride: CountOrZero | None = None
+    """tokens that neighbouring windows share; default: min(max_seq_len // 2, 128)"""
+    max_answer_len: Count | None = None
+    """most tokens per answer; the default is 15"""
+    max_seq_len: Count | None = None
+    """tokens per window, question and special tokens included; the default is 384"""
+    max_question_len: Count | None = None
+    """most tokens per question, which is cut; the default is 64"""
+    handle_impossible_answer: bool | None = None
+    """whether the empty text, "no answer", is a candidate"""
+    align_to_words: bool | None = None
+    """whether to extend answers to whole words; the default is true"""
+    long_text: LongText | None = None
+    """error refuses a question or a context that is too long, truncate reads one window, window
+    divides the context; the default is window"""
+    details: bool | None = None
+    """whether to return the best span of each window too"""
 
 
 _Result = AnswerSpans | QaDetails
@@ -126,12 +104,13 @@ def _add(
     check_has_tokens(spans.ids, at_context)
     around = len(ids[:most]) + tokenizer.special.pair_tokens
     stride = _stride(options, encoder.room(at_question, around))
+    encoder.rule = encoder.rule._replace(stride=stride)
     whole = len(ids) + len(spans.ids) + tokenizer.special.pair_tokens
     encoder.rule.check(at_question, len(ids), most, "max_question_len is")
-    bounds = encoder.divide(at, len(spans.ids), around, stride)
+    bounds = encoder.divide(at, len(spans.ids), around)
     if len(bounds) == 1:
         encoder.count(at, around + bounds[0][1] - bounds[0][0])
-    read = spans.first(bounds[-1][1])
+    read = spans.part(0, bounds[-1][1])
     ends = first_ends(asked.context, read)
     if ends[0] == len(ends):
         raise InvalidRequest("has no answer: its tokens are white space", at_context)
@@ -139,9 +118,7 @@ def _add(
         tokenizer.pair(ids[:most], read.ids[first:end], options.max_seq_len, _REQUEST)
         for first, end in bounds
     ]
-    places = read.characters(bounds) if len(bounds) > 1 else None
-    usage = TextUsage(whole, around + len(read.ids), places)
-    encoder.texts.append(EncodedText(encodings, usage))
+    encoder.keep(encodings, whole, around + len(read.ids), bounds, asked.context)
     start = tokenizer.special.second_start(len(ids[:most]))
     return Question(asked.context, read, start, bounds, ends)
 
@@ -195,10 +172,6 @@ TASK: Final = Task(
     examples={
         "The best answer": {
             "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."}
-        },
-        "The three best answers": {
-            "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."},
-            "parameters": {"top_k": 3},
         },
     },
 )

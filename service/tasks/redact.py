@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, NamedTuple
 from pydantic import Field
 
 from cloze.model_store.heads import token_classification as head
-from cloze.model_store.sequences import without_space
 from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
 from cloze.service.tasks.patterns import Pattern, find, regions
@@ -25,49 +24,36 @@ from cloze.service.tasks.token_classification import (
     TokenClassificationParameters,
     entity_group,
 )
-from cloze.service.tasks.wire import LABEL_SET, Text, Texts, check_range
+from cloze.service.tasks.wire import Text, Texts, check_range
 
 _LABELS: Final = Location(("labels",))
-_OUTSIDE: Final = "O"
 _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
 
 
 class RedactParameters(UsageParameters):
     """What to replace, and how placeholders are numbered."""
 
-    labels: Texts | None = Field(
-        None, description="the labels of the model to replace; the default is all but O"
-    )
-    min_score: float | None = Field(
-        None,
-        description="least score of an entity that is replaced; the default is 0",
-        json_schema_extra={"minimum": 0, "maximum": 1},
-    )
-    patterns: list[Pattern] | None = Field(
-        None,
-        description="forms to replace besides: e-mail addresses, telephone numbers, and IBANs and "
-        "card numbers with right check digits; the default is none",
-    )
-    region: str | None = Field(
-        None,
-        description="the country, in two letters, of telephone numbers without +; "
-        "the default is to leave these",
-    )
-    across_texts: bool | None = Field(
-        None,
-        description="whether a name has the same number in all texts of the request; "
-        "the default is false: each text is numbered by itself",
-    )
-    label_set: str | None = LABEL_SET
+    labels: Texts | None = None
+    """the labels of the model to replace; the default is all but O"""
+    min_score: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
+    """least score of an entity that is replaced; the default is 0"""
+    patterns: list[Pattern] | None = None
+    """forms to replace besides: e-mail addresses, telephone numbers, and IBANs and card numbers
+    with right check digits; the default is none"""
+    region: str | None = None
+    """the country, in two letters, of telephone numbers without +; the default is to leave these"""
+    across_texts: bool | None = None
+    """whether a name has the same number in all texts of the request; the default is false: each
+    text is numbered by itself"""
+    label_set: str | None = None
+    """name of one of the model's label sets; the default is the first"""
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
     """A replaced entity: ``text[start:end]`` became ``redacted[redacted_start:redacted_end]``.
 
-    Attributes:
-        text: the replaced characters.
-        score: the entity's score; 1 for a pattern.
+    The score of a pattern is 1.
     """
 
     label: str
@@ -118,7 +104,7 @@ def prepare(
 
 def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) -> frozenset[str]:
     """Return the labels of entities to replace, after a check."""
-    known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != _OUTSIDE)
+    known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != "O")
     if asked is None:
         return frozenset(known)
     for at, label in context.limits.checked(asked, _LABELS, "label"):
@@ -137,14 +123,10 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Redact
     for tagged, entities in token_classification.found(state.tagged, outputs, context):
         text, least = tagged.text, parameters.min_score or 0
         kept = [e for e in entities if e.label in state.labels and e.score >= least]
-        places = without_space(text, [(e.start, e.end) for e in kept])
-        found = [
-            replace(entity, start=start, end=end)
-            for entity, (start, end) in zip(kept, places, strict=True)
-            if text[start:end].strip()  # a token may be white space, or no character at all
-        ]
+        # A token may be white space, or no character at all.
+        found = [entity for entity in kept if text[entity.start : entity.end].strip()]
         for pattern in dict.fromkeys(parameters.patterns or ()):
-            places = list(find(text, pattern, parameters.region))
+            places = find(text, pattern, parameters.region)
             found += [LabelledSpan(pattern, 1.0, [], 0, *place) for place in places]
         redactions.append(_redacted(text, _joined(found), numbers or _Placeholders([text])))
     return redactions
@@ -217,10 +199,7 @@ TASK: Final = Task(
     examples={
         "One text": {"inputs": "Ada Lovelace was born in London."},
         "Texts with the same names": {
-            "inputs": [
-                "Ada Lovelace was born in London.",
-                "Write to Ada Lovelace: ada@example.org",
-            ],
+            "inputs": ["Ada Lovelace was born.", "Write to Ada Lovelace: ada@example.org"],
             "parameters": {"across_texts": True, "patterns": ["EMAIL"]},
         },
     },

@@ -87,7 +87,7 @@ def prepare(
             raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
         if choice != "window":
             [(_, end)] = encoder.divide(at, len(spans.ids))
-            spans = spans.first(end)
+            spans = spans.part(0, end)
         read = len(spans.ids) + TEXT_TOKENS
         encoder.texts.append(EncodedText([], TextUsage(tokens, read)))
         texts.append(spans)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +31,6 @@ Outputs = Sequence[HeadOutputs]
 
 T = TypeVar("T")
 S = TypeVar("S")
-
 
 _SHOWN_TOKENS: Final = 16
 """Tokens of a text whose decoding takes about as long as the rest of its prediction."""
@@ -66,9 +66,8 @@ class TaskLimits:
     ) -> list[Input[Any]]:
         """Return one value or a list of values, each with its place; check their number and texts.
 
-        A list of token ids is one value. For example, ``["a", [5, 6]]`` has an element at
-        ``inputs[0]`` and one at ``inputs[1]``. The kind is what an error calls a value, and others
-        is the number of texts that the request has besides.
+        A list of token ids is one value: ``["a", [5, 6]]`` has values at ``inputs[0]`` and
+        ``inputs[1]``. Errors call a value by its kind. Others are texts of the request besides.
         """
         if not isinstance(values, list) or (values and isinstance(values[0], int)):
             located = [(at, values)]
@@ -99,43 +98,35 @@ class TaskLimits:
             raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TaskContext:
-    """The model and the limits of a task call.
-
-    Attributes:
-        own_vectors: the recipe of a request without parameters; None if the model does not embed.
-        default_prompt: the text before each text of such a request; often "".
-    """
+    """The model and the limits of a task call."""
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
-    own_vectors: VectorRecipe | None = field(init=False)
-    default_prompt: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        own = own_recipe(self.manifest)
-        object.__setattr__(self, "own_vectors", own)
-        object.__setattr__(self, "default_prompt", own.prompt if own else "")
+    @cached_property
+    def own_vectors(self) -> VectorRecipe | None:
+        """The recipe of a request without parameters; None if the model does not embed."""
+        return own_recipe(self.manifest)
+
+    @cached_property
+    def default_prompt(self) -> str:
+        """The text before each text of such a request; often ""."""
+        return self.own_vectors.prompt if self.own_vectors else ""
 
     def check_head(self, head: Head, need: str) -> None:
-        """Check that the model has a head that only some calls of a task need.
+        """Raise `WrongTask`, which begins with the need, unless the model has a head.
 
-        Raises:
-            WrongTask: the model lacks the head; the error begins with the need, for example
-                ``spans need vectors of tokens``.
+        A need is, for example, ``spans need vectors of tokens``.
         """
         if head.name not in {graph_head.name for graph_head in self.manifest.graph_heads}:
             reference = self.manifest.reference
             raise WrongTask(f"{need}; export {reference} with --task {head.task} too")
 
     def label_set(self, head: Head, name: str | None) -> tuple[LabelSet, slice]:
-        """Return the named label set of a classifier, and its logits; None: the first set.
-
-        Raises:
-            InvalidRequest: the classifier has no label set of that name.
-        """
+        """Return the named label set of a classifier, and its logits; None: the first set."""
         options = self.manifest.heads[head.name]
         assert isinstance(options, LabelSets)
         try:
@@ -147,11 +138,7 @@ class TaskContext:
             raise InvalidRequest(problem, Location(("label_set",))) from None
 
     def prompt(self, name: str | None) -> str:
-        """Return the prompt to put before each text: the named one, or the model's default.
-
-        Raises:
-            InvalidRequest: the model has no prompt of that name.
-        """
+        """Return the prompt to put before each text: the named one, or the model's default."""
         if not name:
             return self.default_prompt
         options = self.manifest.embedding
@@ -254,16 +241,14 @@ class Task:
             serves the task.
         alone: types of inputs that clients may send without a list; `decode` then returns a list
             of one result, and the native protocol writes the result without the list.
-        needs_thread: parameters -> whether even a short body is tokenized and decoded on a thread,
-            because one text becomes many encodings, or is searched.
+        needs_thread: parameters -> whether even a short body is tokenized and decoded on a thread.
         scores: (manifest, parameters) -> what the scores in the results are; None: the results
             have no scores.
         vectors: whether clients may request the result as bytes.
-        own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
-            the task by them.
-        own_parameters: parameters that only this task has, likewise.
-        why_not_served: manifest of a bundle with the heads -> what else the bundle lacks; None if
-            it serves the task. For example, zero-shot classification needs a label of entailment.
+        own_fields, own_parameters: fields of inputs, and parameters, that only this task has, by
+            which ``POST /`` recognises the task.
+        why_not_served: manifest of a bundle with the heads -> what else the bundle lacks, such as
+            a label of entailment; None if it serves the task.
     """
 
     name: str
@@ -302,6 +287,6 @@ def check_has_tokens(ids: Sequence[int], at: Location) -> None:
 
 
 def softmax(logits: Float32) -> Float32:
-    """Return the probabilities of each row of logits [n, L]."""
-    exponentials = np.exp(logits - logits.max(1, keepdims=True))
-    return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
+    """Return the probabilities of each row of logits [..., L]."""
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)  # type: ignore[no-any-return]

@@ -24,8 +24,8 @@ from cloze.service.tasks.task import (
     TaskContext,
     softmax,
 )
-from cloze.service.tasks.texts import LongText, TruncationParameters, UsageParameters, encode_pairs
-from cloze.service.tasks.wire import LABEL_SET, Count, NotEmpty, Text, WireModel, check_range
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
+from cloze.service.tasks.wire import Count, NotEmpty, Text, WireModel, check_range
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -38,21 +38,18 @@ class TextPair(WireModel):
 
 
 class TextClassificationParameters(TruncationParameters, UsageParameters):
-    """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
+    """The parameters that huggingface_hub's ``text_classification`` sends, and truncation.
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides a text (no pair) "
-        "and returns the mean of its windows' scores; the default is truncate",
-    )
+    Windows divide only a text without a pair.
+    """
 
-    label_set: str | None = LABEL_SET
-    top_k: Count | None = Field(None, description="labels per text; the default is all labels")
-    function_to_apply: Function | None = Field(
-        None,
-        description="function from logits to scores; the default depends on the problem type: "
-        "softmax (single label), sigmoid (multi-label or one label), none (regression)",
-    )
+    label_set: str | None = None
+    """name of one of the model's label sets; the default is the first"""
+    top_k: Count | None = None
+    """labels per text; the default is all labels"""
+    function_to_apply: Function | None = None
+    """function from logits to scores; the default depends on the problem type: softmax (single
+    label), sigmoid (multi-label or one label), none (regression)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class _State(NamedTuple):
     logits: slice
     top_k: int | None
     function: Function
-    windows: list[int] | None
+    windows: list[int]
 
 
 def prepare(
@@ -101,7 +98,7 @@ def prepare(
     encoder = encode_pairs(pairs, rule, context, REQUEST)
     chosen, columns = context.label_set(sequence_classification.HEAD, parameters.label_set)
     function = _function(chosen, parameters)
-    windows = encoder.windows if rule.choice == "window" else None
+    windows = [len(encodings) for encodings, _ in encoder.texts]
     return encoder.prepared(_State(chosen.labels, columns, parameters.top_k, function, windows))
 
 
@@ -132,13 +129,13 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelSc
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[state.logits] for output in outputs])
     scores = apply(state.function, logits)
-    if state.windows is not None:
-        scores = means(scores, state.windows)
-    return best_labels(state.labels, scores, state.top_k)
+    return best_labels(state.labels, means(scores, state.windows), state.top_k)
 
 
 def means(scores: Float32, windows: Sequence[int]) -> Float32:
     """Return the mean scores [texts, L] of windows [n, L], by the number of each text's windows."""
+    if len(windows) == len(scores):
+        return scores
     sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
     averaged: Float32 = (sums / np.array(windows)[:, None]).astype(np.float32)
     return averaged
@@ -160,9 +157,7 @@ def apply(function: Function, logits: Float32) -> Float32:
     if function == "none":
         return logits
     if function == "sigmoid":
-        exponentials = np.exp(-np.abs(logits))  # no overflow
-        scores: Float32 = np.where(logits < 0, exponentials, 1) / (1 + exponentials)
-        return scores
+        return np.exp(-np.logaddexp(0, -logits))  # no overflow
     return softmax(logits)
 
 

@@ -37,6 +37,14 @@ ROLE_WORDS: Final[Mapping[str, Role]] = {
 Truncate = Literal["NONE", "START", "END"]
 """What to do with a long text, in the words of Cohere's and NVIDIA's clients."""
 
+TRUNCATIONS: Final[Mapping[Truncate | None, dict[str, Any]]] = {
+    None: {},  # the model's tokenizer decides which end is cut
+    "NONE": {"truncate": False},
+    "START": {"truncation_direction": "left"},
+    "END": {"truncation_direction": "right"},
+}
+"""The fields of `TruncationParameters` that the words stand for."""
+
 Bounds = tuple[int, int]
 """The first token of a part of a text, and the token after its last."""
 
@@ -44,6 +52,8 @@ Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
 
 S = TypeVar("S")
+
+_LOWER_CASE: Final = BeforeValidator(lambda v: v.lower() if isinstance(v, str) else v)
 
 _OVERLAP: Final = 4
 """Neighbouring windows share this part of a window: a quarter."""
@@ -56,7 +66,6 @@ class LongTextRule(NamedTuple):
     """What a request does with its long texts.
 
     Attributes:
-        choice: whether to refuse, cut or divide them.
         refused_by: the parameter that refuses them, for the error.
         side: the end of a long text to cut; None: the model's.
         stride: tokens that neighbouring windows share; None: a quarter of a window.
@@ -77,44 +86,27 @@ class LongTextRule(NamedTuple):
             raise InvalidRequest(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 class UsageParameters(WireModel):
     """Whether to report how much of each text was used."""
 
-    return_usage: bool | None = Field(
-        None,
-        description="whether to return {result, usage}: with the result, the tokens of each input, "
-        "how many of them the model read, and its windows; the answer is JSON",
-    )
+    return_usage: bool | None = None
+    """whether to return {result, usage}: with the result, the tokens of each input, how many of
+    them the model read, and its windows; the answer is JSON"""
 
 
 class TruncationParameters(WireModel):
     """What to do with a text that is too long for the model."""
 
-    truncate: bool | None = Field(
-        None, description="true cuts a long text, false refuses the text; the default is true"
-    )
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(
-            None,
-            description="the end of a long text to cut; the default is the model's, usually right",
-        )
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it; the default "
-        "is truncate",
-    )
+    truncate: bool | None = None
+    """true cuts a long text, false refuses the text; the default is true"""
+    truncation_direction: Annotated[Side | None, _LOWER_CASE] = None
+    """the end of a long text to cut; the default is the model's, usually right"""
+    long_text: LongText | None = None
+    """error refuses a long text, truncate cuts it, window divides it and returns the mean over its
+    windows, or in /rerank the best of them; the default is truncate"""
 
     def rule(self, *, report: bool | None = False) -> LongTextRule:
-        """Return what to do with long texts.
-
-        Raises:
-            InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
-        """
+        """Return what to do with long texts, unless the parameters contradict each other."""
         side = self.truncation_direction
         if (choice := self.long_text) is None:
             choice = "error" if self.truncate is False else "truncate"
@@ -127,51 +119,24 @@ class TruncationParameters(WireModel):
         return LongTextRule(choice, side=side, report=report)
 
 
-def truncation_of(word: Truncate | None) -> dict[str, Any]:
-    """Return the parameters of truncation that a word of other clients stands for.
-
-    Without a word, the model's tokenizer decides which end is cut.
-    """
-    match word:
-        case "NONE":
-            return {"truncate": False}
-        case "START":
-            return {"truncation_direction": "left"}
-        case "END":
-            return {"truncation_direction": "right"}
-    return {}
-
-
 class TextParameters(TruncationParameters, UsageParameters):
     """Request fields that change how a text is tokenized: TEI's and Cloze's own."""
 
-    prompt_name: str | None = Field(
-        None, description="name of a prompt of the model, which is put before each text"
-    )
-    input_type: str | None = Field(
-        None,
-        description="what the texts are for, query or document, which chooses the model's own "
-        "prompt; Cohere's, Jina's, Voyage's and NVIDIA's words for these are accepted",
-        json_schema_extra={"enum": [*ROLE_WORDS, None]},
-    )
+    prompt_name: str | None = None
+    """name of a prompt of the model, which is put before each text"""
+    input_type: str | None = Field(None, json_schema_extra={"enum": [*ROLE_WORDS, None]})
+    """what the texts are for, query or document, which chooses the model's own prompt; Cohere's,
+    Jina's, Voyage's and NVIDIA's words for these are accepted"""
 
     def prompt(self, context: TaskContext) -> str:
-        """Return the text to put before each text.
-
-        Raises:
-            InvalidRequest: the model has no such prompt, or there is no such type of input.
-        """
+        """Return the text to put before each text."""
         if self.input_type is None and self.prompt_name is None:
             return context.default_prompt
         role = self.role()
         return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
 
     def role(self) -> Role | None:
-        """Return the role that ``input_type`` names; None: the request has no ``input_type``.
-
-        Raises:
-            InvalidRequest: there is no such type of input, or the request names a prompt too.
-        """
+        """Return the role that ``input_type`` names; None: the request has no ``input_type``."""
         if self.input_type is None:
             return None
         if self.prompt_name is not None:
@@ -186,9 +151,8 @@ class TextParameters(TruncationParameters, UsageParameters):
 class CutTextParameters(TextParameters):
     """The same fields, of tasks that do not divide long texts."""
 
-    long_text: Literal["error", "truncate"] | None = Field(
-        None, description="error refuses a long text, truncate cuts it; the default is truncate"
-    )
+    long_text: Literal["error", "truncate"] | None = None
+    """error refuses a long text, truncate cuts it; the default is truncate"""
 
 
 # ---- encodings -----------------------------------------------------------------------------------
@@ -211,7 +175,6 @@ class TextEncoder:
     window.
 
     Attributes:
-        max_tokens: most tokens per sequence, special tokens included.
         requests: what each encoding asks of the heads.
         prompt: the text before each text, unless each has its own.
         before: number of tokens before those of a text.
@@ -240,13 +203,10 @@ class TextEncoder:
             raise InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
         return room
 
-    def divide(
-        self, at: Location, tokens: int, around: int = TEXT_TOKENS, stride: int | None = None
-    ) -> list[Bounds]:
+    def divide(self, at: Location, tokens: int, around: int = TEXT_TOKENS) -> list[Bounds]:
         """Return the bounds of the parts of a text that the model reads, one per sequence.
 
         A sequence has ``around`` tokens besides those of the text, such as special tokens.
-        Neighbouring windows share ``stride`` tokens, or as many as the rule says.
 
         Raises:
             InvalidRequest: the text is too long and the rule refuses such texts, or the windows so
@@ -258,8 +218,7 @@ class TextEncoder:
         self.rule.check(at, tokens + around, self.max_tokens)
         if self.rule.choice == "truncate":
             return [(tokens - room, tokens) if self.keep_end else (0, room)]
-        shared = self.rule.stride if stride is None else stride
-        step = room - (room // _OVERLAP if shared is None else shared)
+        step = room - (room // _OVERLAP if self.rule.stride is None else self.rule.stride)
         count = 1 - (room - tokens) // step  # rounded up
         self.count(at, count * self.max_tokens)
         firsts = range(0, count * step, step)
@@ -328,9 +287,9 @@ class TextEncoder:
 
         Of a pair that is cut, the longer text is cut first.
         """
-        tokenizer, windows = self.context.tokenizer, None
+        tokenizer, bounds = self.context.tokenizer, [(0, len(second))]
         around = len(first) + tokenizer.special.pair_tokens
-        tokens = used = around + len(second)
+        tokens = around + len(second)
         self.rule.check(at, tokens, self.max_tokens)
         if self.rule.choice == "window" and tokens > self.max_tokens:
             if not self.rule.divides_pairs:
@@ -340,17 +299,27 @@ class TextEncoder:
                     at,
                 )
             bounds = self.divide(at, len(second), around)
-            parts, keep_end = [second[start:end] for start, end in bounds], False
-            if self.rule.report:
-                windows = tokenizer.spans(text).characters(bounds)
-        else:
-            parts, keep_end = [second], self.keep_end
         encodings = [
-            tokenizer.pair(first, part, self.max_tokens, self.requests, keep_end=keep_end)
-            for part in parts
+            tokenizer.pair(
+                first, second[start:end], self.max_tokens, self.requests, keep_end=self.keep_end
+            )
+            for start, end in bounds
         ]
-        if len(parts) == 1:
-            used = len(encodings[0])
+        used = tokens if len(bounds) > 1 else len(encodings[0])
+        self.keep(encodings, tokens, used, bounds, text)
+
+    def keep(
+        self,
+        encodings: Sequence[Encoding],
+        tokens: int,
+        used: int,
+        bounds: Sequence[Bounds],
+        text: str,
+    ) -> None:
+        """Add the encodings of the parts of a text; see `TextUsage` for the numbers of tokens."""
+        windows = None
+        if len(bounds) > 1 and self.rule.report:
+            windows = self.context.tokenizer.spans(text).characters(bounds)
         self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
 
     def offsets(self, texts: Sequence[Input[str]]) -> list[Offsets]:
@@ -362,7 +331,7 @@ class TextEncoder:
             enough = None if self.keep_end else read
             spans = self.context.tokenizer.spans(self.prompt + text, enough)
             first = len(spans.ids) - read if self.keep_end else 0
-            places = spans.offsets(first, first + read)
+            places = spans.part(first, first + read).offsets()
             own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in places]
             offsets.append([*[None] * self.before, *own, None])
         return offsets
@@ -371,11 +340,6 @@ class TextEncoder:
     def tokens(self) -> int:
         """Number of tokens of all encodings."""
         return sum(len(encoding) for text in self.texts for encoding in text.encodings)
-
-    @property
-    def windows(self) -> list[int]:
-        """Number of encodings of each text or pair."""
-        return [len(text.encodings) for text in self.texts]
 
     def prepared(self, state: S, vectors: VectorRecipe | None = None) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""

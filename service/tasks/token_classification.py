@@ -8,6 +8,7 @@ longer entity is kept. If both have the same length, the likelier entity is kept
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from cloze.service.tasks.task import (
     softmax,
 )
 from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
-from cloze.service.tasks.wire import LABEL_SET, CountOrZero, Text, Texts, check_range
+from cloze.service.tasks.wire import CountOrZero, Text, Texts, check_range
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
@@ -35,24 +36,20 @@ Strategy = Literal["none", "simple", "first", "average", "max"]
 class TokenClassificationParameters(UsageParameters):
     """The parameters that huggingface_hub's ``token_classification`` sends, and our own."""
 
-    aggregation_strategy: Strategy | None = Field(
-        None,
-        description="grouping of tokens: none (every token is a result), simple (neighbours "
-        "with the same label form an entity), first, average or max (each word gets one label, "
-        "then neighbours form an entity); the default is simple",
-    )
-    label_set: str | None = LABEL_SET
-    ignore_labels: list[str] | None = Field(None, description="labels to omit; the default is O")
-    stride: CountOrZero | None = Field(
-        None,
-        description="number of tokens that neighbouring windows of a long text share; "
-        "the default is to cut the text",
-    )
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and joins the "
-        "entities of its windows; the default is truncate, with stride window",
-    )
+    aggregation_strategy: Strategy | None = None
+    """grouping of tokens: none (every token is a result), simple (neighbours with the same label
+    form an entity), first, average or max (each word gets one label, then neighbours form an
+    entity); the default is simple"""
+    label_set: str | None = None
+    """name of one of the model's label sets; the default is the first"""
+    ignore_labels: list[str] | None = None
+    """labels to omit; the default is O"""
+    stride: CountOrZero | None = None
+    """number of tokens that neighbouring windows of a long text share; the default is to cut the
+    text"""
+    long_text: LongText | None = None
+    """error refuses a long text, truncate cuts it, window divides it and joins the entities of its
+    windows; the default is truncate, with stride window"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +121,11 @@ def prepare(
     rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[TaggedText] = []
-    most = max(limits.max_tokens, limits.max_request_tokens if choice == "window" else 0)
     for at, text in texts:
-        spans = context.tokenizer.spans(text, None if encoder.keep_end else most)
+        spans = context.tokenizer.spans(text)
         check_has_tokens(spans.ids, at)
-        is_read = encoder.keep_end or len(spans.ids) <= most
-        ids = spans.ids if is_read else context.tokenizer.ids([text])[0]
-        windows = encoder.add(at, ids, text)
-        prepared.append(TaggedText(text, spans.first(windows[-1][1]), windows))
+        windows = encoder.add(at, spans.ids, text)
+        prepared.append(TaggedText(text, spans.part(0, windows[-1][1]), windows))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     chosen, columns = context.label_set(token_classification.HEAD, parameters.label_set)
     return encoder.prepared(TaggedTexts(chosen.labels, columns, prepared, strategy, ignored))
@@ -168,12 +162,8 @@ def decode(state: TaggedTexts, outputs: Outputs, context: TaskContext) -> list[E
                 [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
             )
         else:
-            places = without_space(text.text, [(e.start, e.end) for e in kept])
             results.append(
-                [
-                    EntityGroup(e.label, e.score, join(e.words), *place)
-                    for e, place in zip(kept, places, strict=True)
-                ]
+                [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
             )
     return results
 
@@ -189,7 +179,7 @@ def found(
             logits = next(rest)[token_classification.HEAD.name].array[:, state.logits]
             labelled = _labelled(state, text, window, softmax(logits[1:-1]), context.tokenizer)
             is_grouped = state.strategy != "none"
-            entities += _grouped(labelled, state.labels) if is_grouped else labelled
+            entities += _grouped(labelled, state.labels, text.text) if is_grouped else labelled
         yield text, [entity for entity in entities if entity.label not in state.ignored]
 
 
@@ -202,39 +192,35 @@ def _labelled(
     BPE punctuation too. A word has the label of its first token, of its most certain token (max),
     or of the mean of its tokens' scores [S, L].
     """
-    spans, first = text.spans, window[0]
-    words: list[slice] = []  # the tokens of each word, counted from the first of the window
-    for token in range(window[1] - first):
-        word = spans.words[first + token]
-        continues = token and word != NO_WORD and word == spans.words[first + token - 1]
-        if continues and state.strategy not in ("none", "simple"):
-            words[-1] = slice(words[-1].start, token + 1)
-        else:
-            words.append(slice(token, token + 1))
-    shown = []  # the characters of the text replace the unknown token
-    for position in range(*window):
-        token_id = spans.ids[position]
-        characters = text.text[spans.starts[position] : spans.ends[position]]
-        is_unknown = token_id == tokenizer.unknown_id
-        shown.append(characters if is_unknown else tokenizer.token_of(token_id))
+    spans = text.spans.part(*window)
+    shown = [  # the characters of the text replace the unknown token
+        text.text[start:end] if token == tokenizer.unknown_id else tokenizer.token_of(token)
+        for token, (start, end) in zip(spans.ids, spans.offsets(), strict=True)
+    ]
+    firsts = list(range(len(shown)))
+    if state.strategy not in ("none", "simple"):
+        before = [NO_WORD, *spans.words]
+        firsts = [n for n, word in enumerate(spans.words) if word == NO_WORD or word != before[n]]
     labelled = []
-    for tokens in words:
-        rows = scores[tokens]
+    for first, end in pairwise([*firsts, len(shown)]):
+        rows = scores[first:end]
         chosen = rows[0]
         if state.strategy == "max":
             chosen = rows[rows.max(1).argmax()]
         elif state.strategy == "average":
             chosen = rows.mean(0)
         best = int(chosen.argmax())
-        start, end = spans.starts[first + tokens.start], spans.ends[first + tokens.stop - 1]
-        index = tokens.start + 1  # that of [CLS] is 0
+        places = spans.starts[first], spans.ends[end - 1]
+        index = first + 1  # that of [CLS] is 0
         labelled.append(
-            LabelledSpan(state.labels[best], float(chosen[best]), shown[tokens], index, start, end)
+            LabelledSpan(state.labels[best], float(chosen[best]), shown[first:end], index, *places)
         )
     return labelled
 
 
-def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[LabelledSpan]:
+def _grouped(
+    labelled: list[LabelledSpan], labels: tuple[str, ...], text: str
+) -> list[LabelledSpan]:
     """Join neighbours with the same tag; a label with ``B-`` begins a new entity."""
     groups: list[list[LabelledSpan]] = []
     previous = ""
@@ -245,15 +231,17 @@ def _grouped(labelled: list[LabelledSpan], labels: tuple[str, ...]) -> list[Labe
         else:
             groups.append([entity])
         previous = tag
+    places = without_space(text, [(group[0].start, group[-1].end) for group in groups])
     return [
         replace(
             group[0],
             label=entity_group(group[0].label),
             score=float(np.mean([entity.score for entity in group])),
             words=[word for entity in group for word in entity.words],
-            end=group[-1].end,
+            start=start,
+            end=end,
         )
-        for group in groups
+        for group, (start, end) in zip(groups, places, strict=True)
     ]
 
 
@@ -285,11 +273,5 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",
-    examples={
-        "Entities": {"inputs": "Ada Lovelace was born in London."},
-        "Every token": {
-            "inputs": "Ada Lovelace was born in London.",
-            "parameters": {"aggregation_strategy": "none"},
-        },
-    },
+    examples={"Entities": {"inputs": "Ada Lovelace was born in London."}},
 )

@@ -1,6 +1,6 @@
 """The parts of request bodies, and how they are validated."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -33,11 +33,15 @@ def _stop_at_first_error(schema: Any) -> None:
 class WireModel(BaseModel):
     """A part of a request body. Validation is strict and refuses unknown fields.
 
+    The docstrings of fields are their descriptions in the API.
+
     Validation stops at the first wrong element of each list, tuple and dictionary, and at the first
     unknown field: one error per element of a large body would exhaust the memory.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -72,29 +76,16 @@ Texts = Annotated[list[Text], NotEmpty]
 Count = Annotated[int, Field(json_schema_extra={"minimum": 1})]
 CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 
-LABEL_SET: Final[Any] = Field(
-    None,
-    description="name of one of the model's label sets, if it has several; "
-    "the default is the first",
-)
-"""The parameter of a request that names a label set."""
-
-_IDS_AT_ONCE = 65_536
-"""Ids that are checked in one call: more would keep the interpreter from other threads."""
-
 
 def _check_ids(ids: list[Any]) -> list[Any]:
     """Check that a list has integers only.
 
     A request may have a million token ids. pydantic needs 40 ms for them, in one call that keeps
-    the interpreter from the event loop.
+    the interpreter from the event loop; other threads may run during this loop.
     """
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        part = ids[start : start + _IDS_AT_ONCE]
-        if set(map(type, part)) != {int}:
-            index = next(index for index, item in enumerate(part) if type(item) is not int)
-            place = f"element {start + index}"
-            message = f"Input should be a list of integers; {place} is another value"
+    for index, item in enumerate(ids):
+        if type(item) is not int:
+            message = f"Input should be a list of integers; element {index} is another value"
             raise PydanticCustomError("ids", message)
     return ids
 

@@ -12,32 +12,26 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
-from cloze.model_store.heads import HeadRequest, sequence_classification
+from cloze.model_store.heads import sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.core import Float32, InvalidRequest, Location, quoted
+from cloze.service.core import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
     Outputs,
     PreparedRequest,
     Task,
     TaskContext,
-    TextUsage,
     check_has_tokens,
     softmax,
 )
 from cloze.service.tasks.text_classification import (
+    REQUEST,
     LabelScore,
     best_labels,
     means,
     sequence_labels,
 )
-from cloze.service.tasks.texts import (
-    EncodedText,
-    LongText,
-    TextEncoder,
-    TruncationParameters,
-    UsageParameters,
-)
+from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
 from cloze.service.tasks.wire import NotEmpty, Text, Texts
 
 _TEMPLATE: Final = "This example is {}."
@@ -46,31 +40,22 @@ _LABEL_CHARACTERS: Final = 1000
 """Most characters of a label, which the answer repeats for each text."""
 _LABELS: Final = Location(("candidate_labels",))
 _TEMPLATE_PLACE: Final = Location(("hypothesis_template",))
-_REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
-
-Ids = Sequence[int]
-"""The tokens of a text or of a hypothesis, without special tokens."""
 
 
 class ZeroShotParameters(TruncationParameters, UsageParameters):
-    """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts."""
+    """The parameters of huggingface_hub's ``zero_shot_classification``, and long texts.
 
-    long_text: LongText | None = Field(
-        None,
-        description="error refuses a long text, truncate cuts it, window divides it and returns "
-        "the mean of its windows' scores; the label is never cut; the default is truncate",
-    )
-    candidate_labels: Texts | None = Field(None, description="the labels to choose among; needed")
-    hypothesis_template: Text | None = Field(
-        None,
-        description="the sentence that a fitting text entails, with {} in the label's place; the "
-        f"default is {_TEMPLATE}",
-    )
-    multi_label: bool | None = Field(
-        None,
-        description="whether each label is judged alone, so that several may fit; the default is "
-        "false, for which the scores of all labels have the sum 1",
-    )
+    A label is never cut.
+    """
+
+    candidate_labels: Texts | None = None
+    """the labels to choose among; needed"""
+    hypothesis_template: Text | None = None
+    """the sentence that a fitting text entails, with {} in the label's place; the default is
+    This example is {}."""
+    multi_label: bool | None = None
+    """whether each label is judged alone, so that several may fit; the default is false, for which
+    the scores of all labels have the sum 1"""
 
 
 class _State(NamedTuple):
@@ -102,10 +87,9 @@ def _why_not_served(manifest: Manifest) -> str | None:
     """Return why a classifier cannot do this task; None if it can."""
     if _entailing(manifest) is not None:
         return None
-    shown = ", ".join(label for each in sequence_labels(manifest).sets for label in each.labels)[
-        :200
-    ]
-    return f"none of its labels begins with entail; it has {ascii(shown)[1:-1]}"
+    labels = [label for each in sequence_labels(manifest).sets for label in each.labels]
+    known = ascii(", ".join(labels)[:200])[1:-1]
+    return f"none of its labels begins with entail; it has {known}"
 
 
 def prepare(
@@ -126,34 +110,29 @@ def prepare(
         check_has_tokens(ids, at)
         # Windows have room beside the longest hypothesis. A cut is made for each hypothesis.
         parts = encoder.divide(at, len(ids), max(around))
-        is_divided = len(parts) > 1
-        parts_of = [
-            parts if is_divided else encoder.divide(at, len(ids), others) for others in around
-        ]
-        tokens += sum(
-            others + end - first
-            for others, own in zip(around, parts_of, strict=True)
-            for first, end in own
-        )
+        cuts = [parts] * len(around)
+        if len(parts) == 1:
+            cuts = [encoder.divide(at, len(ids), others) for others in around]
+        pairs = list(zip(hypotheses, cuts, strict=True))
+        tokens += sum(len(parts) * others for others in around)
+        tokens += sum(end - first for cut in cuts for first, end in cut)
         limits.check_tokens(tokens, "the texts with each of their labels hold", at)
         encodings = [
-            tokenizer.pair(ids[slice(*own[part])], hypothesis, limits.max_tokens, _REQUEST)
+            tokenizer.pair(ids[slice(*cut[part])], hypothesis, limits.max_tokens, REQUEST)
             for part in range(len(parts))
-            for own, hypothesis in zip(parts_of, hypotheses, strict=True)
+            for hypothesis, cut in pairs
         ]
-        usage = TextUsage(len(ids) + TEXT_TOKENS, len(ids) + TEXT_TOKENS)
-        if not is_divided:
-            usage.used = parts[0][1] - parts[0][0] + TEXT_TOKENS
-        elif rule.report:
-            usage.windows = tokenizer.spans(text).characters(parts)
-        encoder.texts.append(EncodedText(encodings, usage))
+        read = parts[0][1] - parts[0][0] if len(parts) == 1 else len(ids)
+        encoder.keep(encodings, len(ids) + TEXT_TOKENS, read + TEXT_TOKENS, parts, text)
         windows.append(len(parts))
     # One label alone would always have the score 1, so it is judged as one of several.
     state = _State(labels, bool(parameters.multi_label) or len(labels) == 1, windows)
     return encoder.prepared(state)
 
 
-def _hypotheses(labels: Sequence[str], template: str | None, context: TaskContext) -> list[Ids]:
+def _hypotheses(
+    labels: Sequence[str], template: str | None, context: TaskContext
+) -> list[Sequence[int]]:
     """Return the tokens of each label's hypothesis, after a check of the labels."""
     limits = context.limits
     first: dict[str, Location] = {}
@@ -196,18 +175,13 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[L
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[columns] for output in outputs])
     windows = logits.reshape(-1, len(state.labels), logits.shape[1])  # [windows, labels, L]
-    scores = _scores(windows, entailed, alone=state.alone)
+    if state.alone:
+        # transformers takes the first label for the contradiction, or the last if the first entails
+        contradicted = -1 if entailed == 0 else 0
+        scores = softmax(windows[..., [contradicted, entailed]])[..., 1]
+    else:
+        scores = softmax(windows[..., entailed])
     return best_labels(state.labels, means(scores, state.windows))
-
-
-def _scores(logits: Float32, entailed: int, *, alone: bool) -> Float32:
-    """Return the scores [n, labels] of logits [n, labels, L]."""
-    if not alone:
-        return softmax(logits[..., entailed])
-    # transformers takes the first label for the contradiction, or the last if the first entails.
-    contradicted = -1 if entailed == 0 else 0
-    both = logits[..., [contradicted, entailed]]
-    return softmax(both.reshape(-1, 2))[:, 1].reshape(both.shape[:2])
 
 
 TASK: Final = Task(
@@ -234,11 +208,7 @@ TASK: Final = Task(
         },
         "Several labels may fit": {
             "inputs": ["The room was loud and the staff unfriendly."],
-            "parameters": {
-                "candidate_labels": ["complaint", "praise"],
-                "hypothesis_template": "This text is a {}.",
-                "multi_label": True,
-            },
+            "parameters": {"candidate_labels": ["complaint", "praise"], "multi_label": True},
         },
     },
 )

@@ -82,22 +82,14 @@ def divide(
     """
     start = 0
     while boundary is not None and len(text) - start > size:
-        end = _end(text, boundary, start, start + size)
+        before = range(start + size, start, -1)
+        end = next((index for index in before if boundary.match(text, index)), 0)
+        if not end:
+            following = boundary.search(text, start + size + 1)
+            end = following.start() if following else len(text)
         yield start, text[start:end]
         start = end
     yield start, text[start:]
-
-
-def _end(text: str, boundary: Boundary, start: int, wanted: int) -> int:
-    """Return the last boundary of a text up to ``wanted``, else the first one after it."""
-    space = text.rfind(" ", (start + wanted) // 2, wanted + 1)
-    if space > start and boundary.match(text, space):
-        return space
-    for index in range(wanted, start, -1):
-        if boundary.match(text, index):
-            return index
-    found = boundary.search(text, wanted + 1)
-    return found.start() if found else len(text)
 
 
 def groups(
@@ -106,9 +98,6 @@ def groups(
     """Yield the pieces of texts in order, in groups that are tokenized at once.
 
     A tokenizer expands texts if it replaces characters by their compatibility forms.
-
-    Raises:
-        InvalidRequest: a long piece becomes too many characters.
     """
     group: list[Piece] = []
     characters = 0

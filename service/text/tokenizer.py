@@ -34,10 +34,9 @@ _LONGEST_FORM = "\ufdfa"
 """The character whose compatibility form is longest: 18 characters. Source: Unicode, UAX 15."""
 
 _SHORT_CHARACTERS = 4096
-"""Most characters that are tokenized at once on the calling thread, which takes about 1 ms.
+"""Most characters that the calling thread tokenizes, in about 1 ms.
 
-The other way passes the texts to threads of the library and waits. Under an overload these threads
-wait for a core for up to a second, and the event loop with them.
+Threads of the library tokenize longer texts. They may wait a second for a core under an overload.
 """
 
 _SHORT_IDS = 4096
@@ -64,9 +63,8 @@ class _Vocabulary:
     """A tokenizer of the library, with what its file says.
 
     Attributes:
-        boundary: see `find_boundary`.
+        boundary: where long texts may be divided.
         expands: whether the normaliser replaces characters by their compatibility forms.
-        unknown_id: see `Tokenizer`.
         size: number of tokens, those included that no text becomes.
         words: the ids of recent words; None unless the ids of plain text are those of its words,
             one after another. The library takes five times as long to find them.
@@ -81,18 +79,13 @@ class _Vocabulary:
 
 
 _IN_USE: Final[WeakValueDictionary[bytes, _Vocabulary]] = WeakValueDictionary()
-"""The vocabularies of all tokenizers, by the sha256 of their files.
+"""The vocabularies of all tokenizers, by the sha256 of their files, which many bundles share.
 
-Bundles often have equal files. One of 30,522 tokens takes 9 MB and 40 ms.
+A vocabulary of 30,522 tokens takes 9 MB and 40 ms.
 """
-
 
 NO_WORD: Final = -1
 """The word of a special token."""
-
-
-def _numbers() -> "array[int]":
-    return array("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +94,14 @@ class Spans:
 
     Attributes:
         ids: without special tokens.
-        starts: first character of each token.
-        ends: the character after the last one of each token.
+        starts, ends: first character of each token, and the character after its last one.
         words: number of the word of each token, or `NO_WORD`; neighbours of one word have the same.
     """
 
-    ids: "array[int]" = field(default_factory=_numbers)
-    starts: "array[int]" = field(default_factory=_numbers)
-    ends: "array[int]" = field(default_factory=_numbers)
-    words: "array[int]" = field(default_factory=_numbers)
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    starts: "array[int]" = field(default_factory=lambda: array("i"))
+    ends: "array[int]" = field(default_factory=lambda: array("i"))
+    words: "array[int]" = field(default_factory=lambda: array("i"))
 
     def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
         """Add the tokens of the next piece of a text, which starts at a character.
@@ -129,17 +121,16 @@ class Spans:
         self.ends.extend([end for _, end in offsets])
         self.words.extend(words)
 
-    def first(self, tokens: int) -> "Spans":
-        """Return the first tokens of the text."""
-        if tokens >= len(self.ids):
+    def part(self, first: int, end: int) -> "Spans":
+        """Return some tokens of the text."""
+        if first == 0 and end >= len(self.ids):
             return self  # a copy would double the memory
-        part = slice(tokens)
+        part = slice(first, end)
         return Spans(self.ids[part], self.starts[part], self.ends[part], self.words[part])
 
-    def offsets(self, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+    def offsets(self) -> list[tuple[int, int]]:
         """Return the (start, end) of tokens, in characters."""
-        part = slice(first, end)
-        return list(zip(self.starts[part], self.ends[part], strict=True))
+        return list(zip(self.starts, self.ends, strict=True))
 
     def characters(self, bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the (start, end) characters of parts of the text by their (first, end) tokens."""
@@ -149,8 +140,7 @@ class Spans:
 def _divided(text: str, offsets: Sequence[tuple[int, int]], words: Sequence[int]) -> list[int]:
     """Return the words of tokens, where each word ends at white space.
 
-    A tokenizer that does not divide texts before the model has one word for a whole text: Gemma's,
-    for example.
+    Gemma's tokenizer, for example, has one word for a whole text.
     """
     divided: list[int] = []
     new, before, read = (words[0] if words else 0) - 1, None, None
@@ -249,10 +239,7 @@ class Tokenizer:
         return list(chain.from_iterable(ids_of[word] or () for word in words))
 
     def spans(self, text: str, enough: int | None = None) -> Spans:
-        """Return the ids, character offsets and words of a text.
-
-        The rest of the text may be left out when the result has more tokens than are enough.
-        """
+        """Return the tokens of a text, or of its start that has more tokens than are enough."""
         marked = text if self._marks_spaces else None
         spans = Spans()
         if len(text) <= _SHORT_CHARACTERS:
@@ -286,15 +273,14 @@ class Tokenizer:
         ``max_tokens``, the longer text is cut first, as by transformers' strategy
         ``longest_first``: at its end, or at its start to keep the end.
         """
-        capacity = max_tokens - self.special.pair_tokens
-        if len(first) + len(second) > capacity:
-            shorter = min(len(first), len(second), capacity // 2)
-            longer = capacity - shorter
-            lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
+        room = max_tokens - self.special.pair_tokens
+        if len(first) + len(second) > room:
+            shorter = min(len(first), len(second), room // 2)
+            kept = shorter if len(first) <= len(second) else room - shorter
             if keep_end:
-                first, second = first[len(first) - lengths[0] :], second[len(second) - lengths[1] :]
+                first, second = first[len(first) - kept :], second[len(second) - room + kept :]
             else:
-                first, second = first[: lengths[0]], second[: lengths[1]]
+                first, second = first[:kept], second[: room - kept]
         types = self.special.pair_types(len(first), len(second))
         input_ids = np.array(self.special.pair(first, second), np.int32)
         return Encoding(input_ids, types, requests or {})

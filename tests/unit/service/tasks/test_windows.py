@@ -25,7 +25,7 @@ def divider(choice: LongText, **rule: Any) -> TextEncoder:
 
 
 def divided(tokens: int, room: int, stride: int | None) -> list[tuple[int, int]]:
-    return divider("window").divide(INPUTS, tokens, 12 - room, stride)
+    return divider("window", stride=stride).divide(INPUTS, tokens, 12 - room)
 
 
 def test_windows_overlap_by_the_stride_and_end_with_the_text() -> None:
@@ -36,10 +36,10 @@ def test_windows_overlap_by_the_stride_and_end_with_the_text() -> None:
     assert divided(2, 4, 1) == [(0, 2)]
 
 
-def test_the_stride_is_that_of_the_text_or_of_the_rule_or_a_quarter() -> None:
+def test_the_stride_is_that_of_the_rule_or_a_quarter() -> None:
     assert divider("window").divide(INPUTS, 25) == [(0, 10), (8, 18), (16, 25)]
     assert divider("window", stride=0).divide(INPUTS, 25) == [(0, 10), (10, 20), (20, 25)]
-    assert divider("window", stride=0).divide(INPUTS, 11, stride=9) == [(0, 10), (1, 11)]
+    assert divider("window", stride=9).divide(INPUTS, 11) == [(0, 10), (1, 11)]
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
@@ -56,10 +56,11 @@ def test_windows_of_all_texts_are_counted_whole() -> None:
     one = TextEncoder(LongTextRule("window"), CONTEXT, 12)  # 400 tokens per request
     assert one.divide(INPUTS, 20, around=4) == [(0, 8), (6, 14), (12, 20)]  # 3 windows x 12
     assert one.divide(INPUTS, 8, around=4) == [(0, 8)]  # no window
-    one.divide(INPUTS, 30 * 8, around=4, stride=0)  # 360 more
+    one.rule = LongTextRule("window", stride=0)
+    one.divide(INPUTS, 30 * 8, around=4)  # 360 more
     last = Location(("last",))
     with pytest.raises(InvalidRequest, match=r"up to last .* hold 420 tokens; .* is 400"):
-        one.divide(last, 9, around=4, stride=0)
+        one.divide(last, 9, around=4)
 
 
 @pytest.mark.parametrize("choice", ["error", "truncate", "window"])

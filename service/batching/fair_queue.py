@@ -148,10 +148,6 @@ class Queue(Protocol):
     def dead_reason(self) -> str | None:
         """Why no engine runs; None while one runs."""
 
-    @property
-    def draining(self) -> bool:
-        """Whether requests that come from now on are to be refused; `submit` does not ask."""
-
     def submit(self, submission: Submission) -> None:
         """Admit all encodings of a request or none.
 
@@ -175,9 +171,6 @@ class Queue(Protocol):
             tokens: number of its tokens, or an estimate.
             unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
         """
-
-    def drain(self) -> None:
-        """Set `draining`; admitted requests still run."""
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests with `ShuttingDown` and end the threads within ``timeout_s``."""

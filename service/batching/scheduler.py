@@ -72,7 +72,6 @@ class Scheduler:
         clock: tells the time.
 
     Attributes:
-        draining: see `fair_queue.Queue`.
         dead_reason: why the engine is dead; None while the engine works.
     """
 
@@ -104,7 +103,6 @@ class Scheduler:
         self._last_run = clock.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
         self._batch_tokens = limits.max_batch_tokens  # now; a longer single encoding runs alone
-        self.draining = False
         self.dead_reason: str | None = None
         self._closing = False
 
@@ -163,13 +161,8 @@ class Scheduler:
         rate, requests = self._admission.rate, self._activity.requests[client]
         return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
 
-    def drain(self) -> None:
-        """Set `draining`; admitted requests still run."""
-        self.draining = True
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `fair_queue.Queue`."""
-        self.drain()
         self._end(lambda: ShuttingDown("the server shut down before this request was answered"))
         if self.dead_reason is None:  # the threads of a dead engine may never end
             deadline = self._clock.monotonic() + timeout_s

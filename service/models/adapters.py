@@ -76,11 +76,6 @@ class AdapterQueue:
         """Why no engine runs; None while one runs."""
         return self._base.dead_reason
 
-    @property
-    def draining(self) -> bool:
-        """See `Queue`."""
-        return self._base.draining
-
     def submit(self, submission: Submission) -> None:
         """See `Queue`. A refusal is the exception of the submission."""
         for encoding in submission.encodings:
@@ -104,9 +99,6 @@ class AdapterQueue:
     ) -> ExpectedWait:
         """See `Queue`."""
         return self._base.expected_wait(client, line, tokens, unsubmitted)
-
-    def drain(self) -> None:
-        """Do nothing: the base drains."""
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002
         """Free the adapter; requests that wait end with the base."""

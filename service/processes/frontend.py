@@ -213,7 +213,6 @@ class RemoteQueue:
         self._links = links
         self._model = model
         self._loop = asyncio.get_running_loop()
-        self.draining = False
 
     @property
     def state(self) -> QueueState:
@@ -256,13 +255,8 @@ class RemoteQueue:
         served = (link.precisions[self._model] for link in self._links if link.precisions)
         return next(served, "")
 
-    def drain(self) -> None:
-        """Set `draining`; what was admitted still runs."""
-        self.draining = True
-
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002  # there is no thread to join
         """Fail pending requests with `ShuttingDown`, on the event loop."""
-        self.drain()
         for link in self._links:
             self._loop.call_soon_threadsafe(link.shut_down)
 

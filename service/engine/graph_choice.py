@@ -52,15 +52,14 @@ def choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecisi
         )
     fast = Precision.FP16 if on_cuda else Precision.INT8
     fast_graph, is_asked = manifest.fp16 if on_cuda else manifest.int8, requested is fast
-    if fast_graph is None and is_asked:
-        raise StartupError(
-            f"bundle {manifest.reference} has no {fast} graph; export it with --precision {fast}"
-        )
-    if fast_graph is None and on_cuda:
-        reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
-        return GraphChoice(*fp32, reason)
     if fast_graph is None:
-        return GraphChoice(*fp32, "since the bundle has nothing else")
+        if is_asked:
+            raise StartupError(
+                f"bundle {manifest.reference} has no {fast} graph; "
+                f"export it with --precision {fast}"
+            )
+        reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
+        return GraphChoice(*fp32, reason if on_cuda else "since the bundle has nothing else")
     advantage = "a GPU" if on_cuda else int8_advantage()
     lacking = f"the processor has none of {INT8_NAMES}, nor avx2 without avx512f"
     if advantage is None and not is_asked:

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import socket
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -60,7 +59,6 @@ class EngineLink(frames.Channel):
         dead_reason: why no engine runs; None while one runs.
         precisions: of the graphs of the models; empty before the first greeting.
         tokens: of the requests that are not answered.
-        requests: number of these requests, by client.
     """
 
     _MAX_WAITS = 4096  # lines whose expected wait is kept
@@ -83,7 +81,6 @@ class EngineLink(frames.Channel):
         self.dead_reason: str | None = f"{self.peer} has not started yet"
         self.precisions: Sequence[str] = ()
         self.tokens = 0
-        self.requests: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Stay connected until cancelled.
@@ -115,7 +112,6 @@ class EngineLink(frames.Channel):
         if self.dead_reason is None:
             self._send(number, pending)
         self.tokens += submission.tokens
-        self.requests[submission.terms.client] += 1
         self._pending[number] = pending
         submission.add_done_callback(partial(self._forget, number))
 
@@ -127,10 +123,8 @@ class EngineLink(frames.Channel):
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
         wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
-        return wait._replace(
-            seconds=max(0.0, wait.seconds - (self._clock.monotonic() - reported)),
-            requests=max(wait.requests, self.requests[client]),
-        )
+        passed_s = self._clock.monotonic() - reported
+        return wait._replace(seconds=max(0.0, wait.seconds - passed_s))
 
     def shut_down(self) -> None:
         """Refuse requests, and fail those that are not answered."""
@@ -191,10 +185,6 @@ class EngineLink(frames.Channel):
         assert isinstance(submission, Submission)
         del self._pending[number]
         self.tokens -= submission.tokens
-        client = submission.terms.client
-        self.requests[client] -= 1
-        if not self.requests[client]:
-            del self.requests[client]
         if submission.cancelled() and self.dead_reason is None:
             self.send(frames.encode(frames.Cancel(number)))
 

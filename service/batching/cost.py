@@ -75,9 +75,8 @@ def measure_cost(
 
     Args:
         engine: the engine to measure.
-        heads: the heads of the engine's graph.
+        heads: the heads of its graph.
         max_tokens: tokens of the longest sequence that the engine accepts.
-        clock: tells the time.
 
     Raises:
         Exception: the engine raised on the smallest batch.

@@ -1,9 +1,8 @@
 """The scheduler of one model: queues encodings, and runs them in batches on worker threads.
 
 The scheduler is work-conserving and late-binding: an idle worker takes a batch at once, and no
-request waits for a batch to fill. All encodings of a batch have the same length, so that a batch
-needs no padding, unless the engine supports variable-length batches. `admission` decides which
-requests wait, and `fair_queue` which encodings run next.
+request waits for a batch to fill. `admission` decides which requests wait, and `fair_queue` which
+encodings run next.
 
 On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
 text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
@@ -69,7 +68,6 @@ class Scheduler:
         activity: what all schedulers of the process share.
         on_batch: called after each batch, on the worker thread.
         on_dead: called once, on any thread, when the engine is dead.
-        clock: tells the time.
 
     Attributes:
         dead_reason: why the engine is dead; None while the engine works.
@@ -405,7 +403,6 @@ class Watchdog:
     Args:
         margin_s: seconds that a run may take beyond ten times its predicted time.
         on_hang: called once with the reason, on the thread of `watch`.
-        clock: waits.
     """
 
     def __init__(

@@ -53,7 +53,6 @@ class EngineLink(frames.Channel):
         path: of the engine's listening socket.
         references: the models that this front end serves.
         up: is set after the first greeting of any engine.
-        clock: tells the time.
 
     Attributes:
         dead_reason: why no engine runs; None while one runs.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +62,8 @@ class LoadedAdapters:
             width: np.zeros((1 + most_bytes // (4 * width), width), np.float32)
             for width in support.widths
         }
-        self._next = dict.fromkeys(self.tables, 1)
-        self._free: dict[int, list[int]] = {width: [] for width in self.tables}
+        self._unused = {width: count(1) for width in self.tables}
+        self._freed: dict[int, list[int]] = {width: [] for width in self.tables}
         self._readers: dict[str, Callable[[], Adapter]] = {}
         self._loaded: dict[str, _Loaded] = {}  # the longest unused first
         self._waits_for_room = False
@@ -193,18 +193,15 @@ class LoadedAdapters:
     def _write_rows(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
         width = matrix.shape[1]
         with self._changed:
-            free, needed = self._free[width], len(matrix)
-            numbers = [free.pop() for _ in range(min(needed, len(free)))]
-            first = self._next[width]
-            numbers += range(first, first + needed - len(numbers))
-            self._next[width] = max(first, *(number + 1 for number in numbers))
+            freed, unused = self._freed[width], self._unused[width]
+            numbers = [freed.pop() if freed else next(unused) for _ in matrix]
         self.tables[width][numbers] = matrix  # no other thread has these rows
         owned[width] += numbers
         return numbers
 
     def _drop(self, key: str) -> None:
         for width, numbers in self._loaded.pop(key).owned.items():
-            self._free[width] += numbers
+            self._freed[width] += numbers
 
 
 class AdaptedRuns:

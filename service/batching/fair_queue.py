@@ -303,14 +303,12 @@ class Demand:
 
     def __init__(self) -> None:
         self._tokens: Counter[int] = Counter()  # by the step of the due time
-        self._total = 0
 
     def add(self, due: float, tokens: int) -> None:
         """Add tokens that are due at a time; negative: subtract them."""
         if due == math.inf:
             return
         step = math.floor(due / _STEP_S)
-        self._total += tokens
         self._tokens[step] += tokens
         if not self._tokens[step]:
             del self._tokens[step]
@@ -328,7 +326,7 @@ class Demand:
             Seconds, or a lower bound above zero; below zero: something ends too late.
         """
         added = {math.floor(due / _STEP_S): tokens} if tokens and due < math.inf else {}
-        total = self._total + sum(added.values())
+        total = self._tokens.total() + sum(added.values())
         first = min([*self._tokens, *added], default=math.inf)
         bound = first * _STEP_S - now - total / rate
         if bound > 0:

@@ -103,11 +103,12 @@ class OnnxEngine:
             self._goldens = read_goldens(bundle, file, choice.graph.layout)
         except (OSError, ValueError) as error:
             raise StartupError(f"bundle {reference}: {file} {first_line(error)}") from error
+        self.adapters: LoadedAdapters | None = None
         self._adapted: AdaptedRuns | None = None
         if isinstance(session, CpuSession) and session.adapted is not None:
             assert bundle.manifest.adapters is not None
-            adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
-            self._adapted = AdaptedRuns(adapters, self._codec, session.adapted)
+            self.adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
+            self._adapted = AdaptedRuns(self.adapters, self._codec, session.adapted)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
@@ -135,11 +136,6 @@ class OnnxEngine:
             if output.dtype.kind == "f" and not np.isfinite(output).all():
                 raise FloatingPointError  # JSON would have null for the number that overflowed
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
-
-    @property
-    def adapters(self) -> LoadedAdapters | None:
-        """The loaded adapters; None: the engine takes none."""
-        return None if self._adapted is None else self._adapted.adapters
 
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""

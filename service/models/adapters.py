@@ -20,7 +20,7 @@ from cloze.model_store.manifest import NAME_PATTERN
 from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
-from cloze.service.batching.fair_queue import ExpectedWait, LineKey, Queue, QueueState, Submission
+from cloze.service.batching.fair_queue import Queue, QueueState, Submission
 from cloze.service.core import AdapterRegistry, ServiceError, StartupError
 
 _MOST_LABELS = 10_000
@@ -63,13 +63,11 @@ class AdapterQueue:
     is submitted to that queue when its adapter is loaded, so workers never wait for the disk.
     """
 
+    state: Final = QueueState(0, 0.0)  # the queue of the base counts what waits
+
     def __init__(self, base: Queue, key: str, adapters: AdapterRegistry) -> None:
         self._base, self._key, self._adapters = base, key, adapters
-
-    @property
-    def state(self) -> QueueState:
-        """Nothing: what waits is counted in the queue of the base."""
-        return QueueState(0, 0.0)
+        self.expected_wait = base.expected_wait
 
     @property
     def dead_reason(self) -> str | None:
@@ -93,12 +91,6 @@ class AdapterQueue:
             self._base.submit(submission)
         except ServiceError as refusal:
             submission.end(refusal)
-
-    def expected_wait(
-        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
-    ) -> ExpectedWait:
-        """See `Queue`."""
-        return self._base.expected_wait(client, line, tokens, unsubmitted)
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002
         """Free the adapter; requests that wait end with the base."""

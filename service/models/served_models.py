@@ -158,7 +158,7 @@ class LocalModels:
         """Return the served models, in the order of their bundles.
 
         Args:
-            bundles: the bundles to serve.
+            bundles: what to serve.
             running: models that are served already; those of these bundles are returned again.
 
         Raises:

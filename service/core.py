@@ -228,7 +228,6 @@ NEEDS_ROLL: Final = (
     "nothing was reloaded: with front ends, a reload of models needs a roll of the replicas, or a "
     "restart; keys and certificates are read again when their files change"
 )
-"""Why a server with front ends refuses a reload."""
 
 
 class StartupError(Exception):

@@ -141,7 +141,10 @@ def open_adapters(
     adapters: list[AdapterBundle] = []
     refused: dict[str, str] = {}
     for root in roots:
-        below = [root] if is_adapter(root) else _adapters_below(root)
+        try:
+            below = [root] if is_adapter(root) else sorted(filter(is_adapter, root.iterdir()))
+        except OSError as error:
+            raise StartupError(f"adapter {printable(str(root))}: {error.strerror}") from error
         served, first_error = len(adapters), None
         for folder in below:
             kept = before.get(folder)
@@ -166,14 +169,6 @@ def open_adapters(
         if first_error is not None and (len(adapters) == served or root in below):
             raise first_error
     return Opened(adapters, refused)
-
-
-def _adapters_below(folder: Path) -> list[Path]:
-    try:
-        below = sorted(folder.iterdir())
-    except OSError as error:
-        raise StartupError(f"adapter {printable(str(folder))}: {error.strerror}") from error
-    return [entry for entry in below if is_adapter(entry)]
 
 
 def _files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
@@ -219,7 +214,14 @@ def _open(
 def _read(folder: Path, base: Bundle) -> Adapter:
     support = base.manifest.adapters
     assert support is not None
-    adapter = read_adapter(folder, support, _own_tensors(base))
+    own: Tensors = {}  # of the base's heads, for adapters without them
+    if support.tensors_file is not None:
+        try:
+            own = _tensors(base.file(support.tensors_file))
+        except (OSError, ValueError) as error:
+            reference = base.manifest.reference
+            raise StartupError(f"bundle {reference}: {support.tensors_file} {error}") from error
+    adapter = read_adapter(folder, support, own)
     ours, theirs = base.manifest.source.encoder_sha256, adapter.encoder_sha256
     if None not in (ours, theirs) and ours != theirs:
         raise AdapterError(
@@ -227,19 +229,6 @@ def _read(folder: Path, base: Bundle) -> Adapter:
             f"{base.manifest.reference} ({str(ours)[:12]})"
         )
     return adapter
-
-
-def _own_tensors(base: Bundle) -> Tensors:
-    """Return the tensors of the base's heads that adapters without them use."""
-    support = base.manifest.adapters
-    if support is None or support.tensors_file is None:
-        return {}
-    try:
-        return _tensors(base.file(support.tensors_file))
-    except (OSError, ValueError) as error:
-        raise StartupError(
-            f"bundle {base.manifest.reference}: {support.tensors_file} {error}"
-        ) from error
 
 
 @lru_cache(4)  # all adapters of a base have the same; a published file does not change

@@ -147,7 +147,11 @@ class EngineLink(frames.Channel):
             self.precisions = [*decoded.models.values()]
             self.dead_reason = None
             self._up.set()
-            self._send_again()
+            for number, pending in list(self._pending.items()):
+                if pending.sent:  # what the last process admitted stays admitted
+                    submission = pending.submission
+                    submission.terms = submission.terms._replace(later_round=True)
+                self._send(number, pending)
         else:
             self.dead_reason = f"{self.peer} serves other models than this front end"
 
@@ -162,17 +166,6 @@ class EngineLink(frames.Channel):
             if pending.sent > 1:
                 pending.submission.end(EngineDead(f"the engine is dead: {self.dead_reason}"))
         self._ended.set()
-
-    def _send_again(self) -> None:
-        """Send the requests that the last engine process did not answer.
-
-        What it had admitted stays admitted: the next one does not ask how long it will wait.
-        """
-        for number, pending in list(self._pending.items()):
-            if pending.sent:
-                submission = pending.submission
-                submission.terms = submission.terms._replace(later_round=True)
-            self._send(number, pending)
 
     def _send(self, number: int, pending: _Pending) -> None:
         pending.sent += 1

@@ -203,21 +203,19 @@ class Changes:
         refused: Mapping[str, str] | None = None,
     ) -> Self:
         """Return how what is served differs, by full name; what is equal stays as it was."""
+        kept = {name: model for name, model in after.items() if before.get(name) == model}
         return cls(
-            added=[name for name, model in after.items() if before.get(name) != model],
-            removed=[name for name, model in before.items() if after.get(name) != model],
-            kept=[name for name, model in after.items() if before.get(name) == model],
-            reasons={
-                name: reason
-                for name, reason in reasons.items()
-                if name in before and before[name] == after.get(name)
-            },
+            added=[name for name in after if name not in kept],
+            removed=[name for name in before if name not in kept],
+            kept=[*kept],
+            reasons={name: reason for name, reason in reasons.items() if name in kept},
             refused=dict(refused or {}),
         )
 
     def __str__(self) -> str:
-        why = {name: f"{name} ({reason})" for name, reason in self.reasons.items()}
-        kept = [why.get(name, name) for name in self.kept]
+        kept = [
+            f"{name} ({self.reasons[name]})" if name in self.reasons else name for name in self.kept
+        ]
         lists = {"added": self.added, "removed": self.removed, "kept": kept}
         lists["refused"] = list(self.refused)
         return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
@@ -230,7 +228,6 @@ NEEDS_ROLL: Final = (
     "nothing was reloaded: with front ends, a reload of models needs a roll of the replicas, or a "
     "restart; keys and certificates are read again when their files change"
 )
-"""Why a server with front ends refuses a reload."""
 
 
 class StartupError(Exception):

@@ -399,9 +399,7 @@ class Service:
 
     def drain(self) -> None:
         """Stop admitting requests; accepted requests are still answered."""
-        self.draining = True
-        for model in self.snapshot.by_name.values():
-            model.queue.drain()
+        self.draining = self._starts.is_closed = True
 
     def close(self) -> None:
         """Fail pending requests, end all threads, and send the last spans."""

@@ -652,7 +652,7 @@ def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
     def export_by_reference(source: str, name: str, store: Store, options: ExportOptions) -> Bundle:
         return export(source, name, store, replace(options, cuda=False))
 
-    cost = BatchCostModel(1e-3, 1e-5, 0.0)
+    cost = BatchCostModel(1e-3, 1e-5)
     monkeypatch.setattr(one_size, "OnnxEngine", by_reference)
     monkeypatch.setattr(one_size, "measure_cost", lambda *_, **__: cost)
     monkeypatch.setattr(one_size, "torch_device", lambda _: torch.device("cpu"))

@@ -296,19 +296,16 @@ class Timed(FakeEngine, VirtualClock):
         )
         if self.taken[-1] > self.memory:
             raise RuntimeError("out of memory")
-        squares = sum(length**2 for length in lengths)
-        self.now += (
-            self.cost.fixed + self.cost.per_token * sum(lengths) + self.cost.per_square * squares
-        )
+        self.now += self.cost.fixed + self.cost.per_token * sum(lengths)
         return []
 
 
 @pytest.mark.parametrize(
     "cost",
     [
-        BatchCostModel(5e-4, 4e-7, 2e-10),
-        BatchCostModel(2e-3, 1e-6, 0.0),
-        BatchCostModel(1e-5, 3e-6, 1e-9),
+        BatchCostModel(5e-4, 4e-7),
+        BatchCostModel(2e-3, 1e-6),
+        BatchCostModel(1e-5, 3e-6),
     ],
 )
 def test_costs_are_found_by_measuring(cost: BatchCostModel) -> None:
@@ -317,14 +314,13 @@ def test_costs_are_found_by_measuring(cost: BatchCostModel) -> None:
     for one, other in (
         (found.fixed, cost.fixed),
         (found.per_token, cost.per_token),
-        (found.per_square, cost.per_square),
     ):
         assert one == pytest.approx(other, rel=0.01, abs=1e-12)
 
 
 def test_no_batch_is_larger_than_one_that_ran(caplog: pytest.LogCaptureFixture) -> None:
     """And the one that takes most memory ran first."""
-    engine = Timed(BatchCostModel(5e-4, 4e-7, 0.0), memory=25_000)
+    engine = Timed(BatchCostModel(5e-4, 4e-7), memory=25_000)
     found = measure_cost(engine, heads_with(masks=True), 512, engine)
     assert found.per_token == pytest.approx(4e-7, rel=0.01)
     assert found.batch_tokens(0.1) == found.max_tokens == 4096
@@ -336,7 +332,7 @@ def test_no_batch_is_larger_than_one_that_ran(caplog: pytest.LogCaptureFixture) 
         record.getMessage().split(" of ")[1].split(" tokens")[0] for record in caplog.records
     ] == ["16384", "8192"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure_cost(Timed(BatchCostModel(5e-4, 4e-7, 0.0), memory=100), (), 512)
+        measure_cost(Timed(BatchCostModel(5e-4, 4e-7), memory=100), (), 512)
 
 
 @settings(deadline=None)
@@ -374,7 +370,7 @@ def test_the_largest_batch_is_one_that_the_scheduler_makes(
 def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store: Path) -> None:
     bundle, engine = (
         Store(tiny_store).open("bert"),
-        Timed(BatchCostModel(5e-4, 4e-7, 0.0), memory=22_000),
+        Timed(BatchCostModel(5e-4, 4e-7), memory=22_000),
     )
     assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 4096})) == 4096
     assert len(engine.taken) == 1, "it ran one"
@@ -386,11 +382,11 @@ def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store:
 @pytest.mark.parametrize(
     ("cost", "objective_s", "tokens"),
     [
-        (BatchCostModel(5e-4, 1e-6, 0.0), 0.020, 9500),  # the fixed part is a twentieth of a batch
-        (BatchCostModel(5e-4, 1e-5, 0.0), 0.005, 512),  # the objective allows 450: the least
-        (BatchCostModel(5e-4, 1e-5, 0.0), 0.010, 950),
-        (BatchCostModel(5e-3, 1e-7, 0.0), 1.0, 16384),  # the most that is tried
-        (BatchCostModel(5e-4, 0.0, 0.0), 0.02, 16384),
+        (BatchCostModel(5e-4, 1e-6), 0.020, 9500),  # the fixed part is a twentieth of a batch
+        (BatchCostModel(5e-4, 1e-5), 0.005, 512),  # the objective allows 450: the least
+        (BatchCostModel(5e-4, 1e-5), 0.010, 950),
+        (BatchCostModel(5e-3, 1e-7), 1.0, 16384),  # the most that is tried
+        (BatchCostModel(5e-4, 0.0), 0.02, 16384),
     ],
 )
 def test_a_batch_holds_what_pays_and_what_the_objective_allows(

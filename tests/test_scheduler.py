@@ -582,16 +582,6 @@ def test_a_worker_runs_where_its_priority_may_not_be_lowered(
         assert scheduler.dead_reason is None
 
 
-def test_a_drain_finishes_what_was_admitted() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1) as scheduler:
-        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
-        scheduler.drain()
-        engine.gate.set()
-        assert [sums(future) for future in futures] == [[3.0], [4.0], [5.0]]
-
-
 def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
     engine = FakeEngine()
     engine.gate.clear()

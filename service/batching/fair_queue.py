@@ -12,7 +12,7 @@ Bulk requests take what the others leave, and a share of the tokens in any case:
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -148,10 +148,6 @@ class Queue(Protocol):
     def dead_reason(self) -> str | None:
         """Why no engine runs; None while one runs."""
 
-    @property
-    def draining(self) -> bool:
-        """Whether requests that come from now on are to be refused; `submit` does not ask."""
-
     def submit(self, submission: Submission) -> None:
         """Admit all encodings of a request or none.
 
@@ -171,13 +167,9 @@ class Queue(Protocol):
 
         Args:
             client: the client of the request.
-            line: its line, by its tokens or an estimate.
-            tokens: number of its tokens, or an estimate.
+            line, tokens: its line and the number of its tokens, or estimates.
             unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
         """
-
-    def drain(self) -> None:
-        """Set `draining`; admitted requests still run."""
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests with `ShuttingDown` and end the threads within ``timeout_s``."""
@@ -310,24 +302,16 @@ class Demand:
     """
 
     def __init__(self) -> None:
-        self._tokens: dict[int, int] = {}  # step of the due time -> tokens
-        self._total = 0
-        self._first: float = math.inf  # the first step, or an earlier one
+        self._tokens: Counter[int] = Counter()  # by the step of the due time
 
     def add(self, due: float, tokens: int) -> None:
         """Add tokens that are due at a time; negative: subtract them."""
         if due == math.inf:
             return
         step = math.floor(due / _STEP_S)
-        self._total += tokens
-        left = self._tokens.get(step, 0) + tokens
-        if left:
-            self._tokens[step] = left
-            self._first = min(self._first, step)
-        else:
-            self._tokens.pop(step, None)
-            if step == self._first:
-                self._first = min(self._tokens, default=math.inf)
+        self._tokens[step] += tokens
+        if not self._tokens[step]:
+            del self._tokens[step]
 
     def slack_s(self, now: float, rate: float, due: float = math.inf, tokens: int = 0) -> float:
         """Return how long the queue may do other work, and all that waits still ends in time.
@@ -342,13 +326,14 @@ class Demand:
             Seconds, or a lower bound above zero; below zero: something ends too late.
         """
         added = {math.floor(due / _STEP_S): tokens} if tokens and due < math.inf else {}
-        total = self._total + sum(added.values())
-        bound = min([self._first, *added]) * _STEP_S - now - total / rate
+        total = self._tokens.total() + sum(added.values())
+        first = min([*self._tokens, *added], default=math.inf)
+        bound = first * _STEP_S - now - total / rate
         if bound > 0:
             return bound
         waiting, slack = 0, math.inf
         for step in sorted(self._tokens.keys() | added):
-            waiting += self._tokens.get(step, 0) + added.get(step, 0)
+            waiting += self._tokens[step] + added.get(step, 0)
             if step >= min(added, default=step):
                 slack = min(slack, step * _STEP_S - now - waiting / rate)
         return slack

@@ -1,9 +1,8 @@
 """The scheduler of one model: queues encodings, and runs them in batches on worker threads.
 
 The scheduler is work-conserving and late-binding: an idle worker takes a batch at once, and no
-request waits for a batch to fill. All encodings of a batch have the same length, so that a batch
-needs no padding, unless the engine supports variable-length batches. `admission` decides which
-requests wait, and `fair_queue` which encodings run next.
+request waits for a batch to fill. `admission` decides which requests wait, and `fair_queue` which
+encodings run next.
 
 On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
 text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
@@ -69,10 +68,8 @@ class Scheduler:
         activity: what all schedulers of the process share.
         on_batch: called after each batch, on the worker thread.
         on_dead: called once, on any thread, when the engine is dead.
-        clock: tells the time.
 
     Attributes:
-        draining: see `fair_queue.Queue`.
         dead_reason: why the engine is dead; None while the engine works.
     """
 
@@ -104,7 +101,6 @@ class Scheduler:
         self._last_run = clock.monotonic()  # end of the last batch
         self._admission = Admission(self._queue, self._activity, limits)
         self._batch_tokens = limits.max_batch_tokens  # now; a longer single encoding runs alone
-        self.draining = False
         self.dead_reason: str | None = None
         self._closing = False
 
@@ -163,13 +159,8 @@ class Scheduler:
         rate, requests = self._admission.rate, self._activity.requests[client]
         return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
 
-    def drain(self) -> None:
-        """Set `draining`; admitted requests still run."""
-        self.draining = True
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `fair_queue.Queue`."""
-        self.drain()
         self._end(lambda: ShuttingDown("the server shut down before this request was answered"))
         if self.dead_reason is None:  # the threads of a dead engine may never end
             deadline = self._clock.monotonic() + timeout_s
@@ -412,7 +403,6 @@ class Watchdog:
     Args:
         margin_s: seconds that a run may take beyond ten times its predicted time.
         on_hang: called once with the reason, on the thread of `watch`.
-        clock: waits.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from itertools import chain, count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +26,6 @@ from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.session import CpuSession
 
 log = logging.getLogger("cloze")
-
-ReadAdapter = Callable[[], Adapter]
-"""Reads an adapter again; raises if it is not what was checked."""
 
 
 @dataclass(slots=True)
@@ -66,9 +62,9 @@ class LoadedAdapters:
             width: np.zeros((1 + most_bytes // (4 * width), width), np.float32)
             for width in support.widths
         }
-        self._next = dict.fromkeys(self.tables, 1)
-        self._free: dict[int, list[int]] = {width: [] for width in self.tables}
-        self._readers: dict[str, ReadAdapter] = {}
+        self._unused = {width: count(1) for width in self.tables}
+        self._freed: dict[int, list[int]] = {width: [] for width in self.tables}
+        self._readers: dict[str, Callable[[], Adapter]] = {}
         self._loaded: dict[str, _Loaded] = {}  # the longest unused first
         self._waits_for_room = False
         self._changed = threading.Condition()
@@ -84,7 +80,7 @@ class LoadedAdapters:
         """The keys of the loaded adapters, the longest unused first."""
         return list(self._loaded)
 
-    def add(self, key: str, read: ReadAdapter) -> None:
+    def add(self, key: str, read: Callable[[], Adapter]) -> None:
         """Make an adapter known, without reading it."""
         with self._changed:
             self._readers[key] = read
@@ -102,8 +98,6 @@ class LoadedAdapters:
         One thread reads adapters, one after another, so nobody else waits for the disk. If the
         adapters that are held leave no room, the thread waits until some are released. Meanwhile
         every further `hold` waits behind it, so that room comes.
-
-        The exception of the result is `AdapterUnavailable` if the adapter cannot be read.
         """
         with self._changed:
             if self._waits_for_room or not self._hold_loaded(key):
@@ -199,18 +193,15 @@ class LoadedAdapters:
     def _write_rows(self, matrix: NDArray[np.float32], owned: dict[int, list[int]]) -> list[int]:
         width = matrix.shape[1]
         with self._changed:
-            free, needed = self._free[width], len(matrix)
-            numbers = [free.pop() for _ in range(min(needed, len(free)))]
-            first = self._next[width]
-            numbers += range(first, first + needed - len(numbers))
-            self._next[width] = max(first, *(number + 1 for number in numbers))
+            freed, unused = self._freed[width], self._unused[width]
+            numbers = [freed.pop() if freed else next(unused) for _ in matrix]
         self.tables[width][numbers] = matrix  # no other thread has these rows
         owned[width] += numbers
         return numbers
 
     def _drop(self, key: str) -> None:
         for width, numbers in self._loaded.pop(key).owned.items():
-            self._free[width] += numbers
+            self._freed[width] += numbers
 
 
 class AdaptedRuns:
@@ -230,22 +221,21 @@ class AdaptedRuns:
             divided = [_divided(*pair) for pair in zip(batch, adapters, strict=True)]
             packed = self._codec.pack([encoding for encoding, _ in divided])
             heads = [head for _, head in divided]
-            first, *ends = packed.placement.starts.tolist()
-            rows = []  # of `hidden`, for each head of an adapter
-            for head, end in zip(heads, ends, strict=True):
-                if head is not None:
-                    rows.append(range(first, first + 1 if head.name == _PER_SEQUENCE else end))
-                first = end
+            starts = pairwise(packed.placement.starts.tolist())
+            rows = [_rows(head, *range_) for head, range_ in zip(heads, starts, strict=True)]
             names = packed.outputs if packed.requests else []
             feeds = packed.feeds | self.feeds(adapters)
             feeds[adapter_section.HIDDEN_ROWS.name] = np.array([*chain(*rows)], np.int32)
             *outputs, hidden = session.run([*names, adapter_section.HIDDEN.name], feeds)
-            _check_finite(*outputs, hidden)
+            states = np.split(hidden, np.cumsum([*map(len, rows)])[:-1])
+            logits = [_logits(*pair) for pair in zip(heads, states, strict=True)]
+            for output in (*outputs, hidden, *logits):
+                if output.dtype.kind == "f" and not np.isfinite(output).all():
+                    raise FloatingPointError  # as `OnnxEngine.run` does
             results = packed.unpack(dict(zip(names, outputs, strict=True)))
-            states = iter(np.split(hidden, np.cumsum([*map(len, rows)])))
             return [
-                result if head is None else {**result, head.name: _run(head, next(states))}
-                for result, head in zip(results, heads, strict=True)
+                result if head is None else {**result, head.name: ArrayResult(array)}
+                for result, head, array in zip(results, heads, logits, strict=True)
             ]
 
     def feeds(self, adapters: Sequence[_Loaded | None]) -> Feeds:
@@ -271,16 +261,17 @@ def _divided(encoding: Encoding, one: _Loaded | None) -> tuple[Encoding, Head | 
     return replace(encoding, requests=requests), one.head
 
 
-def _run(head: Head, hidden: NDArray[np.float32]) -> ArrayResult:
-    """Return the result of a head for the rows of one sequence that it reads."""
+def _rows(head: Head | None, first: int, end: int) -> range:
+    """Return the rows of a sequence that the head of its adapter reads."""
+    if head is None:
+        return range(0)
+    return range(first, first + 1 if head.name == _PER_SEQUENCE else end)
+
+
+def _logits(head: Head | None, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the result of a head for the rows of one sequence; nothing without a head."""
+    if head is None:
+        return hidden
     with np.errstate(over="ignore", invalid="ignore"):
         logits = head.logits(hidden)
-    _check_finite(logits)
-    return ArrayResult(logits[0] if head.name == _PER_SEQUENCE else logits)
-
-
-def _check_finite(*outputs: NDArray[Any]) -> None:
-    """Raise if a number overflowed, as `OnnxEngine.run` does."""
-    for output in outputs:
-        if output.dtype.kind == "f" and not np.isfinite(output).all():
-            raise FloatingPointError
+    return logits[0] if head.name == _PER_SEQUENCE else logits

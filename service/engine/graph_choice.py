@@ -52,15 +52,14 @@ def choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecisi
         )
     fast = Precision.FP16 if on_cuda else Precision.INT8
     fast_graph, is_asked = manifest.fp16 if on_cuda else manifest.int8, requested is fast
-    if fast_graph is None and is_asked:
-        raise StartupError(
-            f"bundle {manifest.reference} has no {fast} graph; export it with --precision {fast}"
-        )
-    if fast_graph is None and on_cuda:
-        reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
-        return GraphChoice(*fp32, reason)
     if fast_graph is None:
-        return GraphChoice(*fp32, "since the bundle has nothing else")
+        if is_asked:
+            raise StartupError(
+                f"bundle {manifest.reference} has no {fast} graph; "
+                f"export it with --precision {fast}"
+            )
+        reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
+        return GraphChoice(*fp32, reason if on_cuda else "since the bundle has nothing else")
     advantage = "a GPU" if on_cuda else int8_advantage()
     lacking = f"the processor has none of {INT8_NAMES}, nor avx2 without avx512f"
     if advantage is None and not is_asked:
@@ -79,12 +78,10 @@ def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
     A container is a control group.
     """
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError):
             text = (control_group / name).read_text().strip()
-        except OSError:
-            continue
-        # Version 1 has a huge number where there is no limit.
-        return int(text) if text.isdigit() and int(text) < 2**60 else None
+            # Version 1 has a huge number where there is no limit.
+            return int(text) if text.isdigit() and int(text) < 2**60 else None
     return None
 
 
@@ -97,13 +94,11 @@ def memory_used(control_group: Path = CONTROL_GROUP) -> int | None:
         ("memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        try:
+        with suppress(OSError):
             used = int((control_group / usage).read_text())
             lines = (control_group / stat).read_text().splitlines()
-        except OSError:
-            continue
-        values = dict(line.split() for line in lines)
-        return max(0, used - int(values.get(droppable, 0)))
+            values = dict(line.split() for line in lines)
+            return max(0, used - int(values.get(droppable, 0)))
     return None
 
 
@@ -132,10 +127,8 @@ def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPreci
     devices = (Device.CPU, Device.CUDA) if device is Device.AUTO else (device,)
     sizes = []
     for each in devices:
-        try:
+        with suppress(StartupError, OSError, ValueError):  # the engine says what is wrong
             graph = choose_graph(bundle.manifest, each, precision).graph
             weights = parse_onnx(read_plain(bundle.file(graph.file), MAX_GRAPH_BYTES)).weights
-        except (StartupError, OSError, ValueError):
-            continue  # the engine says what is wrong, or the device is another
-        sizes.append(sum(one.size for one in set(weights.values()) if one.file is not None))
+            sizes.append(sum(one.size for one in set(weights.values()) if one.file is not None))
     return min(sizes, default=0)

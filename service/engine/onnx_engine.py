@@ -66,8 +66,7 @@ class OnnxEngine:
         bundle: an opened, hence verified, bundle.
         device: the device to run on. If ``cuda`` is requested and does not come up, the engine
             raises; it never falls back to the CPU. ``auto`` does fall back to the CPU.
-        precision: the precision of the graph to run. ``auto`` selects fp16 on CUDA, and int8 on a
-            processor that runs it faster; see `int8_advantage`.
+        precision: see `choose_graph`.
         options: the resources of the session.
         open_session: opens the session instead of the device's runtime, for tests of graphs that
             the local runtime cannot run.
@@ -99,12 +98,17 @@ class OnnxEngine:
         self.supports_varlen = choice.graph.layout is Layout.PACKED
         self._codec = BatchCodec(bundle.manifest.graph_spec(choice.graph.layout))
         self._tolerance = choice.parity.tolerance
-        self._goldens = _read_goldens(bundle, choice)
+        reference, file = bundle.manifest.reference, choice.parity.golden_file
+        try:
+            self._goldens = read_goldens(bundle, file, choice.graph.layout)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"bundle {reference}: {file} {first_line(error)}") from error
+        self.adapters: LoadedAdapters | None = None
         self._adapted: AdaptedRuns | None = None
         if isinstance(session, CpuSession) and session.adapted is not None:
             assert bundle.manifest.adapters is not None
-            adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
-            self._adapted = AdaptedRuns(adapters, self._codec, session.adapted)
+            self.adapters = LoadedAdapters(bundle.manifest.adapters, options.adapter_bytes)
+            self._adapted = AdaptedRuns(self.adapters, self._codec, session.adapted)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
@@ -116,8 +120,7 @@ class OnnxEngine:
                 self._check(replace(golden, feeds=feeds), self._adapted.sessions)
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
-                f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "
-                f"{first_line(error)}"
+                f"bundle {reference} does not reproduce its golden outputs: {first_line(error)}"
             ) from error
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
@@ -133,11 +136,6 @@ class OnnxEngine:
             if output.dtype.kind == "f" and not np.isfinite(output).all():
                 raise FloatingPointError  # JSON would have null for the number that overflowed
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
-
-    @property
-    def adapters(self) -> LoadedAdapters | None:
-        """The loaded adapters; None: the engine takes none."""
-        return None if self._adapted is None else self._adapted.adapters
 
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""
@@ -166,21 +164,17 @@ class OnnxEngine:
                 raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
 
 
-def _read_goldens(bundle: Bundle, choice: GraphChoice) -> tuple[Golden, ...]:
-    file = choice.parity.golden_file
-    try:
-        return read_goldens(bundle, file, choice.graph.layout)
-    except (OSError, ValueError) as error:
-        raise StartupError(
-            f"bundle {bundle.manifest.reference}: {file} {first_line(error)}"
-        ) from error
-
-
 def _open_on_device(
     bundle: Bundle, requested: Device, precision: RequestedPrecision, options: SessionOptions
 ) -> tuple[Device, GraphChoice, Session]:
     """Open a graph on the requested device; ``auto`` falls back to the CPU without a GPU."""
-    device = _available_device(requested)
+    available = providers()
+    if requested is Device.CUDA and CUDA not in available:
+        raise StartupError(
+            f"device cuda was asked for, but this onnxruntime has only {', '.join(available)}; "
+            f"uninstall onnxruntime, then: {install_command('gpu')}"
+        )
+    device = Device.CPU if requested is Device.CPU or CUDA not in available else Device.CUDA
     try:
         return device, *_open(bundle, device, precision, partial(_open_session, device, options))
     except StartupError as error:
@@ -189,16 +183,6 @@ def _open_on_device(
         on_cpu = partial(_open_session, Device.CPU, options)
         choice, session = _open(bundle, Device.CPU, precision, on_cpu)
         return Device.CPU, replace(choice, reason=f"{choice.reason}; {error}"), session
-
-
-def _available_device(requested: Device) -> Device:
-    available = providers()
-    if requested is Device.CUDA and CUDA not in available:
-        raise StartupError(
-            f"device cuda was asked for, but this onnxruntime has only {', '.join(available)}; "
-            f"uninstall onnxruntime, then: {install_command('gpu')}"
-        )
-    return Device.CPU if requested is Device.CPU or CUDA not in available else Device.CUDA
 
 
 def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph: Graph) -> Session:

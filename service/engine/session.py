@@ -1,7 +1,4 @@
-"""Sessions of onnxruntime, each with one graph: on a CPU, or on CUDA with one copy for all inputs.
-
-The module does not depend on bundles or encodings.
-"""
+"""Sessions of onnxruntime, each with one graph: on a CPU, or on CUDA with one copy of inputs."""
 
 import ctypes
 import filecmp
@@ -12,7 +9,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -224,21 +221,18 @@ def _cpu_options(threads: int) -> ort.SessionOptions:
 
 def temporary_folder(mounts: Path = Path("/proc/mounts")) -> Path | None:
     """Return a writable folder for temporary files on a disk; None if all are in memory."""
+    kinds: dict[Path, str] = {}  # by the place where a file system is mounted
+    with suppress(OSError):  # not Linux
+        for line in mounts.read_text().splitlines():
+            _, place, kind, _ = line.split(" ", 3)
+            kinds[Path(place)] = kind  # the last one holds
     for name in (os.environ.get("TMPDIR"), "/var/tmp", "/tmp"):
-        if name and os.access(name, os.W_OK) and not _is_in_memory(Path(name), mounts):
-            return Path(name)
+        if name and os.access(name, os.W_OK):
+            resolved = Path(name).resolve()
+            mounted = (kinds[path] for path in (resolved, *resolved.parents) if path in kinds)
+            if next(mounted, "") not in ("tmpfs", "ramfs"):
+                return Path(name)
     return None
-
-
-def _is_in_memory(folder: Path, mounts: Path) -> bool:
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:  # not Linux
-        return False
-    kinds = {Path(line.split(" ")[1]): line.split(" ")[2] for line in lines}  # the last one holds
-    resolved = folder.resolve()
-    mounted = (kinds[path] for path in (resolved, *resolved.parents) if path in kinds)
-    return next(mounted, "") in ("tmpfs", "ramfs")
 
 
 def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSession":

@@ -52,6 +52,7 @@ class Starts:
         unsubmitted: (client, line) -> tokens of these requests.
         requests: client -> number of these requests.
         waiting: number of requests that wait for a later turn.
+        is_closed: whether the process drains, and admits no further request.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -60,6 +61,7 @@ class Starts:
         self.requests: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
         self.waiting = 0
+        self.is_closed = False
         self._started = 0  # in this turn
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
@@ -150,7 +152,7 @@ class Gate:
         served = self._routes.get(request.route)
         if not served:
             return
-        if served[0].queue.draining:
+        if self._starts.is_closed:
             raise ShuttingDown("the server is shutting down")
         client = request.client
         each = self._bytes_per_token.get(request.route, _BYTES_PER_TOKEN)

@@ -20,7 +20,7 @@ from cloze.model_store.manifest import NAME_PATTERN
 from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
-from cloze.service.batching.fair_queue import ExpectedWait, LineKey, Queue, QueueState, Submission
+from cloze.service.batching.fair_queue import Queue, QueueState, Submission
 from cloze.service.core import AdapterRegistry, ServiceError, StartupError
 
 _MOST_LABELS = 10_000
@@ -63,23 +63,16 @@ class AdapterQueue:
     is submitted to that queue when its adapter is loaded, so workers never wait for the disk.
     """
 
+    state: Final = QueueState(0, 0.0)  # the queue of the base counts what waits
+
     def __init__(self, base: Queue, key: str, adapters: AdapterRegistry) -> None:
         self._base, self._key, self._adapters = base, key, adapters
-
-    @property
-    def state(self) -> QueueState:
-        """Nothing: what waits is counted in the queue of the base."""
-        return QueueState(0, 0.0)
+        self.expected_wait = base.expected_wait
 
     @property
     def dead_reason(self) -> str | None:
         """Why no engine runs; None while one runs."""
         return self._base.dead_reason
-
-    @property
-    def draining(self) -> bool:
-        """See `Queue`."""
-        return self._base.draining
 
     def submit(self, submission: Submission) -> None:
         """See `Queue`. A refusal is the exception of the submission."""
@@ -98,15 +91,6 @@ class AdapterQueue:
             self._base.submit(submission)
         except ServiceError as refusal:
             submission.end(refusal)
-
-    def expected_wait(
-        self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
-    ) -> ExpectedWait:
-        """See `Queue`."""
-        return self._base.expected_wait(client, line, tokens, unsubmitted)
-
-    def drain(self) -> None:
-        """Do nothing: the base drains."""
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002
         """Free the adapter; requests that wait end with the base."""
@@ -157,7 +141,10 @@ def open_adapters(
     adapters: list[AdapterBundle] = []
     refused: dict[str, str] = {}
     for root in roots:
-        below = [root] if is_adapter(root) else _adapters_below(root)
+        try:
+            below = [root] if is_adapter(root) else sorted(filter(is_adapter, root.iterdir()))
+        except OSError as error:
+            raise StartupError(f"adapter {printable(str(root))}: {error.strerror}") from error
         served, first_error = len(adapters), None
         for folder in below:
             kept = before.get(folder)
@@ -182,14 +169,6 @@ def open_adapters(
         if first_error is not None and (len(adapters) == served or root in below):
             raise first_error
     return Opened(adapters, refused)
-
-
-def _adapters_below(folder: Path) -> list[Path]:
-    try:
-        below = sorted(folder.iterdir())
-    except OSError as error:
-        raise StartupError(f"adapter {printable(str(folder))}: {error.strerror}") from error
-    return [entry for entry in below if is_adapter(entry)]
 
 
 def _files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
@@ -235,7 +214,14 @@ def _open(
 def _read(folder: Path, base: Bundle) -> Adapter:
     support = base.manifest.adapters
     assert support is not None
-    adapter = read_adapter(folder, support, _own_tensors(base))
+    own: Tensors = {}  # of the base's heads, for adapters without them
+    if support.tensors_file is not None:
+        try:
+            own = _tensors(base.file(support.tensors_file))
+        except (OSError, ValueError) as error:
+            reference = base.manifest.reference
+            raise StartupError(f"bundle {reference}: {support.tensors_file} {error}") from error
+    adapter = read_adapter(folder, support, own)
     ours, theirs = base.manifest.source.encoder_sha256, adapter.encoder_sha256
     if None not in (ours, theirs) and ours != theirs:
         raise AdapterError(
@@ -243,19 +229,6 @@ def _read(folder: Path, base: Bundle) -> Adapter:
             f"{base.manifest.reference} ({str(ours)[:12]})"
         )
     return adapter
-
-
-def _own_tensors(base: Bundle) -> Tensors:
-    """Return the tensors of the base's heads that adapters without them use."""
-    support = base.manifest.adapters
-    if support is None or support.tensors_file is None:
-        return {}
-    try:
-        return _tensors(base.file(support.tensors_file))
-    except (OSError, ValueError) as error:
-        raise StartupError(
-            f"bundle {base.manifest.reference}: {support.tensors_file} {error}"
-        ) from error
 
 
 @lru_cache(4)  # all adapters of a base have the same; a published file does not change

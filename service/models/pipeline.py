@@ -20,7 +20,6 @@ from cloze.service.core import (
     BatchResult,
     OtherEmbeddingSpace,
     ServiceError,
-    ShuttingDown,
     StartupError,
     UnknownModel,
     WrongTask,
@@ -168,8 +167,6 @@ class Pipeline:
         Raises:
             ServiceError: the request gets no result.
         """
-        if self.model.queue.draining:
-            raise ShuttingDown("the server is shutting down")
         request.began = self._clock.monotonic()
         inline = request.body_bytes <= _INLINE_BYTES and not task.needs_thread(parameters)
         prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 
 from cloze.model_store import Bundle, Store, StoreError
@@ -120,12 +119,9 @@ def in_default_order(store: Store) -> tuple[str, ...]:
     oldest: dict[str, str] = {}
     for reference in store.references():
         oldest.setdefault(reference.split("@")[0], reference)
-
-    def age(name: str) -> tuple[datetime, str]:
-        return store.manifest(oldest[name]).created, name
-
     shipped = [name for name in SHIPPED_NAMES if name in oldest]
-    return *shipped, *sorted(oldest.keys() - SHIPPED_NAMES, key=age)
+    ages = [(store.manifest(oldest[name]).created, name) for name in oldest.keys() - SHIPPED_NAMES]
+    return *shipped, *(name for _, name in sorted(ages))
 
 
 class LocalModels:
@@ -162,7 +158,7 @@ class LocalModels:
         """Return the served models, in the order of their bundles.
 
         Args:
-            bundles: the bundles to serve.
+            bundles: what to serve.
             running: models that are served already; those of these bundles are returned again.
 
         Raises:
@@ -181,9 +177,12 @@ class LocalModels:
                 if isinstance(bundle, AdapterBundle):
                     base = bundle.base.manifest.reference
                     # One that is kept may be in another folder now, and is read again from there.
-                    adapted = _adapted(models[base], bundle)
+                    adapters = models[base].adapters
+                    assert adapters is not None
+                    adapters.add(bundle.key, bundle.read)
                     if model is None or base in new:
-                        model = new[reference] = adapted
+                        queue = AdapterQueue(models[base].queue, bundle.key, adapters)
+                        model = new[reference] = ServedModel(bundle, queue, models[base].precision)
                 elif model is None:
                     model = new[reference] = self._open(bundle)
                 models[reference] = model
@@ -241,11 +240,9 @@ def check_memory(bundles: Iterable[Bundle], settings: Settings) -> None:
     sizes: dict[str, int] = {}
     for bundle in bundles:
         if isinstance(bundle, AdapterBundle):
-            name, most = (
-                f"the adapters of {bundle.base.manifest.reference}",
-                settings.adapter_memory_mb,
-            )
-            sizes[name] = min(most * 2**20, sizes.get(name, 0) + bundle.size)
+            name = f"the adapters of {bundle.base.manifest.reference}"
+            most = settings.adapter_memory_mb * 2**20
+            sizes[name] = min(most, sizes.get(name, 0) + bundle.size)
         else:
             size = least_weight_bytes(bundle, settings.device, settings.precision)
             sizes[bundle.manifest.reference] = size
@@ -257,14 +254,6 @@ def check_memory(bundles: Iterable[Bundle], settings: Settings) -> None:
             f"the memory limit of this process is {limit / 1e6:.0f} MB, and the models need at "
             f"least {needed / 1e6:.0f} MB ({shown}); raise it, or serve fewer models{lower}"
         )
-
-
-def _adapted(base: ServedModel, bundle: AdapterBundle) -> ServedModel:
-    """Return the served model of an adapter, with the engine of its base."""
-    assert base.adapters is not None
-    base.adapters.add(bundle.key, bundle.read)
-    queue = AdapterQueue(base.queue, bundle.key, base.adapters)
-    return ServedModel(bundle, queue, base.precision)
 
 
 def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:

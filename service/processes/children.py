@@ -128,8 +128,6 @@ class Child:
     Attributes:
         name: for the log and the metrics.
         command: without the configuration.
-        listener: see `ChildConfig`.
-        device_id: see `ChildConfig`.
         process: None while the child waits to be started.
         ready: is set when the child has been ready once; only then it is started again.
     """
@@ -152,8 +150,6 @@ class Child:
         """Keep a process running, until this coroutine is cancelled.
 
         Args:
-            sockets: see `ChildConfig`.
-            settings: see `ChildConfig`.
             folder: where the metrics of all processes are.
             restarted: called when a process has ended.
 

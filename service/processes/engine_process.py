@@ -84,22 +84,16 @@ class FrontEndChannel(frames.Channel):
         message = None
         if not request.cancelled():
             wait = queue.expected_wait(request.terms.client, request.key, request.tokens)
-            message = frames.encode_answer(frames.Answer(number, _outcome(request), wait))
+            outcome = request.exception() or request.result()
+            if not isinstance(outcome, (BatchResult, ServiceError)):
+                outcome = EngineFailed(f"the engine process failed ({type(outcome).__name__})")
+            message = frames.encode_answer(frames.Answer(number, outcome, wait))
         self._loop.call_soon_threadsafe(self._end, number, message)
 
     def _end(self, number: int, message: bytes | None) -> None:
         del self._pending[number]
         if message is not None:
             self.send(message)
-
-
-def _outcome(future: Future[BatchResult]) -> BatchResult | ServiceError:
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, ServiceError):
-        return error
-    return EngineFailed(f"the engine process failed ({type(error).__name__})")
 
 
 class EngineServer:

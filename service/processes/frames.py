@@ -2,7 +2,7 @@
 
 Both sides are processes of one release on one machine: messages carry no version, and the byte
 order is the machine's. Requests and results of any head cross without code of their own: they are
-dataclasses of numbers, lists and arrays. Decoded arrays are views of the message.
+dataclasses of numbers, lists and arrays.
 
 A peer is one of our own processes. So a malformed message is a fault of a process: to decode it
 raises one of `MALFORMED`, and the receiver closes the connection.
@@ -14,19 +14,16 @@ bytes, as an unsigned 32-bit integer, precedes it. The end of the stream is the 
 
 import asyncio
 import logging
-import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, TypedDict, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HEADS
 from cloze.service import core
 from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, Terms
@@ -40,8 +37,9 @@ MAX_MESSAGE_BYTES = 2**30
 _PREFIX = struct.Struct("=I")  # the length of a message
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
-_FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
-_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, "?bhilqBHILQefd")}
+_by_head = {name: head.result for name, head in HEADS.items()}
+_Results: Any = list[TypedDict("Results", _by_head, total=False)]  # type: ignore[misc,operator]
+_DTYPES = {dtype.char: dtype for dtype in map(np.dtype, "?bhilqBHILQefd")}
 _ERRORS = {
     name: kind
     for name, kind in vars(core).items()
@@ -99,43 +97,39 @@ class _Run(msgspec.Struct, tag="run", array_like=True, gc=False):
     encodings: _Encodings
 
 
-class _Arrays(msgspec.Struct, array_like=True, gc=False):
-    """One field of one head's results: an array per encoding that has a result."""
-
-    dtype: str
-    shapes: list[list[_Index]]  # a single one if all arrays have one shape
-    data: memoryview
-
-
-class _Results(msgspec.Struct, array_like=True, gc=False):
-    """The results of one head: which encodings have one, and the fields, in order."""
-
-    encodings: list[_Index]
-    fields: list[_Arrays]
-
-
-class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
+class _Answer(msgspec.Struct, tag="answer", array_like=True, gc=False):
     number: int
+    outputs: _Results  # none: there is an error
     queue_s: float
     inference_s: float
-    encodings: _Length
-    heads: dict[str, _Results]
+    error: ServiceError | None
     wait: ExpectedWait
 
 
-class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
-    number: int
-    error: str
-    message: str
-    retry_after_s: float
-    reason: str
-    each_s: float
-    wait: ExpectedWait
+def _to_wire(value: Any) -> Any:
+    """Return what stands for an array or an error in a message."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.char, value.shape, value.tobytes()
+    kind, message = type(value).__name__, str(value)
+    if isinstance(value, core.Overloaded):
+        return kind, message, value.retry_after_s, value.reason, value.each_s
+    return kind, message
 
 
-_encoder = msgspec.msgpack.Encoder()
+def _from_wire(expected: type, parts: Any) -> Any:
+    """Return the array or the error that `parts` stand for."""
+    if expected is not ServiceError:
+        dtype, shape, data = parts
+        return np.ndarray(shape, _DTYPES[dtype], data)
+    kind, message, *further = parts
+    if further:
+        further[1] = core.Rejection(further[1])
+    return _ERRORS[kind](message, *further)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 _to_engine = msgspec.msgpack.Decoder(_Run | Cancel)
-_to_front_end = msgspec.msgpack.Decoder(Greeting | _Done | _Fail)
+_to_front_end = msgspec.msgpack.Decoder(Greeting | _Answer, dec_hook=_from_wire)
 
 
 def encode(message: Greeting | Cancel) -> bytes:
@@ -150,26 +144,11 @@ def encode_run(run: Run) -> bytes:
 
 def encode_answer(answer: Answer) -> bytes:
     """Return the message of an answer."""
-    number, outcome = answer.number, answer.outcome
+    number, outcome, wait = answer
     if isinstance(outcome, ServiceError):
-        retry_after_s, reason, each_s = 0.0, "", 0.0
-        if isinstance(outcome, core.Overloaded):
-            retry_after_s, reason = outcome.retry_after_s, outcome.reason.value
-            each_s = outcome.each_s
-        kind = type(outcome).__name__
-        return _encoder.encode(
-            _Fail(number, kind, str(outcome), retry_after_s, reason, each_s, answer.wait)
-        )
-    heads: dict[str, _Results] = {}
-    for head, names in _FIELDS.items():
-        asked = [index for index, output in enumerate(outcome.outputs) if head in output]
-        if asked:
-            results = [outcome.outputs[index][head] for index in asked]
-            fields = [_join([getattr(result, name) for result in results]) for name in names]
-            heads[head] = _Results(asked, fields)
-    count = len(outcome.outputs)
-    done = _Done(number, outcome.queue_s, outcome.inference_s, count, heads, answer.wait)
-    return _encoder.encode(done)
+        return _encoder.encode(_Answer(number, [], 0.0, 0.0, outcome, wait))
+    outputs, queue_s, inference_s = outcome
+    return _encoder.encode(_Answer(number, outputs, queue_s, inference_s, None, wait))
 
 
 def decode_request(message: memoryview | bytes) -> Run | Cancel:
@@ -215,53 +194,8 @@ def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
     decoded = _to_front_end.decode(message)
     if isinstance(decoded, Greeting):
         return decoded
-    if isinstance(decoded, _Fail):
-        return Answer(decoded.number, _error(decoded), decoded.wait)
-    if decoded.encodings > len(message):
-        raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
-    return Answer(decoded.number, _result(decoded), decoded.wait)
-
-
-def _result(decoded: _Done) -> BatchResult:
-    outputs: list[dict[str, Any]] = [{} for _ in range(decoded.encodings)]
-    for head, results in decoded.heads.items():
-        make, count = HEADS[head].result, len(results.encodings)
-        rows = zip(*[_split(field, count) for field in results.fields], strict=True)
-        for index, row in zip(results.encodings, rows, strict=True):
-            outputs[index][head] = make(*row)
-    done: list[HeadOutputs] = list(outputs)
-    return BatchResult(done, decoded.queue_s, decoded.inference_s)
-
-
-def _join(values: list[NDArray[Any]]) -> _Arrays:
-    shapes = [list(value.shape) for value in values]
-    if all(shape == shapes[0] for shape in shapes):
-        shapes = shapes[:1]
-    data = memoryview(b"".join([value.tobytes() for value in values]))
-    return _Arrays(values[0].dtype.name, shapes, data)
-
-
-def _split(field: _Arrays, count: int) -> Sequence[NDArray[Any]]:
-    """Return the array of each encoding, without copying."""
-    array = np.frombuffer(field.data, _DTYPES[field.dtype])
-    if len(field.shapes) == 1:
-        return list(array.reshape(count, *field.shapes[0]))
-    sizes = list(map(math.prod, field.shapes))
-    if sum(sizes) != len(array):
-        raise ValueError(f"{len(array)} numbers do not have the shapes {field.shapes[:4]}")
-    bounds = pairwise(accumulate(sizes, initial=0))
-    return [
-        array[first:end].reshape(shape)
-        for (first, end), shape in zip(bounds, field.shapes, strict=True)
-    ]
-
-
-def _error(failed: _Fail) -> ServiceError:
-    kind = _ERRORS[failed.error]
-    if kind is core.Overloaded:
-        reason = core.Rejection(failed.reason)
-        return core.Overloaded(failed.message, failed.retry_after_s, reason, failed.each_s)
-    return kind(failed.message)
+    result = BatchResult(decoded.outputs, decoded.queue_s, decoded.inference_s)
+    return Answer(decoded.number, decoded.error or result, decoded.wait)
 
 
 class Channel(asyncio.Protocol, ABC):

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import socket
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -54,13 +53,11 @@ class EngineLink(frames.Channel):
         path: of the engine's listening socket.
         references: the models that this front end serves.
         up: is set after the first greeting of any engine.
-        clock: tells the time.
 
     Attributes:
         dead_reason: why no engine runs; None while one runs.
         precisions: of the graphs of the models; empty before the first greeting.
         tokens: of the requests that are not answered.
-        requests: number of these requests, by client.
     """
 
     _MAX_WAITS = 4096  # lines whose expected wait is kept
@@ -83,7 +80,6 @@ class EngineLink(frames.Channel):
         self.dead_reason: str | None = f"{self.peer} has not started yet"
         self.precisions: Sequence[str] = ()
         self.tokens = 0
-        self.requests: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Stay connected until cancelled.
@@ -115,7 +111,6 @@ class EngineLink(frames.Channel):
         if self.dead_reason is None:
             self._send(number, pending)
         self.tokens += submission.tokens
-        self.requests[submission.terms.client] += 1
         self._pending[number] = pending
         submission.add_done_callback(partial(self._forget, number))
 
@@ -127,10 +122,8 @@ class EngineLink(frames.Channel):
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
         wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
-        return wait._replace(
-            seconds=max(0.0, wait.seconds - (self._clock.monotonic() - reported)),
-            requests=max(wait.requests, self.requests[client]),
-        )
+        passed_s = self._clock.monotonic() - reported
+        return wait._replace(seconds=max(0.0, wait.seconds - passed_s))
 
     def shut_down(self) -> None:
         """Refuse requests, and fail those that are not answered."""
@@ -154,7 +147,11 @@ class EngineLink(frames.Channel):
             self.precisions = [*decoded.models.values()]
             self.dead_reason = None
             self._up.set()
-            self._send_again()
+            for number, pending in list(self._pending.items()):
+                if pending.sent:  # what the last process admitted stays admitted
+                    submission = pending.submission
+                    submission.terms = submission.terms._replace(later_round=True)
+                self._send(number, pending)
         else:
             self.dead_reason = f"{self.peer} serves other models than this front end"
 
@@ -170,17 +167,6 @@ class EngineLink(frames.Channel):
                 pending.submission.end(EngineDead(f"the engine is dead: {self.dead_reason}"))
         self._ended.set()
 
-    def _send_again(self) -> None:
-        """Send the requests that the last engine process did not answer.
-
-        What it had admitted stays admitted: the next one does not ask how long it will wait.
-        """
-        for number, pending in list(self._pending.items()):
-            if pending.sent:
-                submission = pending.submission
-                submission.terms = submission.terms._replace(later_round=True)
-            self._send(number, pending)
-
     def _send(self, number: int, pending: _Pending) -> None:
         pending.sent += 1
         submission = pending.submission
@@ -191,10 +177,6 @@ class EngineLink(frames.Channel):
         assert isinstance(submission, Submission)
         del self._pending[number]
         self.tokens -= submission.tokens
-        client = submission.terms.client
-        self.requests[client] -= 1
-        if not self.requests[client]:
-            del self.requests[client]
         if submission.cancelled() and self.dead_reason is None:
             self.send(frames.encode(frames.Cancel(number)))
 
@@ -213,7 +195,6 @@ class RemoteQueue:
         self._links = links
         self._model = model
         self._loop = asyncio.get_running_loop()
-        self.draining = False
 
     @property
     def state(self) -> QueueState:
@@ -256,13 +237,8 @@ class RemoteQueue:
         served = (link.precisions[self._model] for link in self._links if link.precisions)
         return next(served, "")
 
-    def drain(self) -> None:
-        """Set `draining`; what was admitted still runs."""
-        self.draining = True
-
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002  # there is no thread to join
         """Fail pending requests with `ShuttingDown`, on the event loop."""
-        self.drain()
         for link in self._links:
             self._loop.call_soon_threadsafe(link.shut_down)
 

@@ -113,7 +113,7 @@ class Supervisor:
             restarted = self._restarts[child.name.partition("-")[0]].inc
             kept = child.keep(self._sockets, self._settings, self._folder, restarted)
             self._tasks.append(asyncio.create_task(kept))
-        ready = asyncio.create_task(_all_ready(children))
+        ready = asyncio.gather(*(child.ready.wait() for child in children))
         try:
             return await self._wait(ready, stop)
         finally:
@@ -123,11 +123,6 @@ class Supervisor:
         """Wait until one future ends, or a child that does not start; return that child's code."""
         await asyncio.wait([*ends, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         return next((task.result() or 1 for task in self._tasks if task.done()), None)
-
-
-async def _all_ready(children: Sequence[Child]) -> None:
-    for child in children:
-        await child.ready.wait()
 
 
 def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:

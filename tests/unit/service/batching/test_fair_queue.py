@@ -727,5 +727,5 @@ def test_a_deadline_of_a_bulk_request_delays_nobody() -> None:
     queue = Queue()
     bulk = queue.put("bulk", 50, key=BULK, deadline=1001.0)
     queue.put("a", 9, deadline=1100.0)
-    assert (bulk.due, queue.demand._total) == (math.inf, 9)
+    assert (bulk.due, queue.demand._tokens.total()) == (math.inf, 9)
     assert queue.took(rate=10.0) == [9]

@@ -44,7 +44,7 @@ class Waiting:
     dead_reason: str | None = None
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.draining = seconds, False
+        self.seconds = seconds
         self.asked: list[tuple[str, LineKey, int, int]] = []
 
     def expected_wait(
@@ -55,9 +55,6 @@ class Waiting:
 
     def submit(self, *_: Any) -> None:
         raise NotImplementedError
-
-    def drain(self) -> None:
-        self.draining = True
 
     def close(self, timeout_s: float = 5.0) -> None:
         raise NotImplementedError
@@ -291,9 +288,8 @@ def test_a_server_that_drains_refuses_all(play: Any) -> None:
     async def run() -> None:
         first, second = Waiting(9.0), Waiting(9.0)
         gated = Gated(first, second)
-        second.drain()
         assert isinstance(await gated.ask(), Overloaded)
-        first.drain()
+        gated.starts.is_closed = True
         assert isinstance(await gated.ask(), ShuttingDown)
         first.seconds = 0.0
         assert isinstance(await gated.ask(), ShuttingDown)

@@ -253,19 +253,6 @@ def test_an_engine_with_other_models_is_not_used() -> None:
     on_loop(test)
 
 
-def test_a_drain_is_for_those_who_ask() -> None:
-    def test() -> None:
-        engines = Engines()
-        engines.start()
-        assert not engines.queue.draining
-        engines.queue.drain()
-        assert engines.queue.draining
-        engines.submit()  # who submits has come before the drain
-        assert engines.queue.state.tokens == 3
-
-    on_loop(test)
-
-
 def test_a_closed_queue_fails_what_is_pending() -> None:
     async def run() -> None:
         engines = Engines()

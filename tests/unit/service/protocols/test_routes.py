@@ -246,7 +246,6 @@ def test_errors_of_the_engine_and_of_texts(service: Service) -> None:
 
 
 def test_a_full_queue_is_a_rejection(alone: Service) -> None:
-    alone.queues[0].drain()
     alone.queues[0].close()
     status, _ = refused(alone.post("/embed", {"inputs": "the"}))
     assert status == 503

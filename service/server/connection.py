@@ -2,6 +2,8 @@
 
 uvicorn limits neither the size of headers nor the time in which they arrive, and ends no connection
 that has sent nothing.
+
+No other module imports uvicorn's inner modules. `tests/test_uvicorn.py` finds what is used of them.
 """
 
 import asyncio
@@ -12,10 +14,11 @@ from typing import Any, Final, cast
 
 import httptools
 import orjson
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
-from cloze.service.server.uvicorn_internals import FlowControl, HttpToolsProtocol
 
 log = logging.getLogger("cloze")
 

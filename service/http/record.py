@@ -275,10 +275,9 @@ class Access:
         Raises:
             ServiceError: the host, the key, its permission or its rate is wrong, or it has expired.
         """
+        by_address = request.path in self.by_address
         for name, value in request.headers if self.hosts else ():
-            if name != b"host" or is_accepted(value, self.hosts):
-                continue
-            if not (request.path in self.by_address and is_address(value)):
+            if name == b"host" and not is_accepted(value, self.hosts, or_address=by_address):
                 raise Forbidden(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
@@ -301,10 +300,15 @@ class Access:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address to listen on is reached from this machine only."""
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
@@ -316,20 +320,14 @@ def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
 
 
 @lru_cache(64)  # a client sends the same one with each request
-def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
-    """Return whether the value of a Host header names one of the hosts, with or without a port."""
+def is_accepted(value: bytes, hosts: frozenset[bytes], *, or_address: bool = False) -> bool:
+    """Return whether the value of a Host header names one of the hosts, with or without a port.
+
+    With `or_address`, any IP address is accepted too.
+    """
     name = value.strip().lower()
-    if name.startswith(b"["):
-        return name.partition(b"]")[0] + b"]" in hosts
-    return name.partition(b":")[0] in hosts
-
-
-def is_address(value: bytes) -> bool:
-    """Return whether the value of a Host header is an IP address, with or without a port."""
-    name = value.strip().decode("latin-1")
-    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    is_ipv6 = name.startswith(b"[")
+    host = name.partition(b"]")[0] + b"]" if is_ipv6 else name.partition(b":")[0]
+    if host in hosts or not or_address:
+        return host in hosts
+    return _address(host.decode("latin-1")[is_ipv6 : len(host) - is_ipv6]) is not None

@@ -6,16 +6,16 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from email.utils import formatdate
 from random import getrandbits
 from ssl import SSLContext
 from typing import Final
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.http.record import is_accepted, is_address
+from cloze.service.http.record import is_accepted
 from cloze.service.http.routes import Connection
 from cloze.service.observe.logs import LineLimit
+from cloze.service.settings import Settings
 
 log = logging.getLogger("cloze")
 
@@ -42,36 +42,28 @@ _PROBE_HEADERS: Final = frozenset(
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The limits of connections.
+class ConnectionTable:
+    """The open connections of a process, and their limits.
+
+    Args:
+        max_connections: most open connections.
 
     Attributes:
         header_timeout_s: longest time from the first byte of a request to the end of its headers.
         idle_timeout_s: longest time without a request.
         answer_timeout_s: longest time in which a client reads nothing of its answer.
-        max_per_address: most open connections of one address; 0: no such limit.
-    """
-
-    header_timeout_s: float
-    idle_timeout_s: float
-    answer_timeout_s: float
-    max_connections: int
-    max_per_address: int = 0
-
-
-class ConnectionTable:
-    """The open connections of a process.
-
-    Attributes:
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
         closed_count: number of connections that have closed; the owner may reset it.
         idle: the connections without a request; the one that is idle for longest is first.
     """
 
-    def __init__(self, limits: ConnectionLimits, clock: Clock = CLOCK) -> None:
-        self.limits, self._clock = limits, clock
+    def __init__(self, settings: Settings, max_connections: int, clock: Clock = CLOCK) -> None:
+        self.header_timeout_s = settings.header_timeout_ms / 1000
+        self.idle_timeout_s = settings.idle_timeout_ms / 1000
+        self.answer_timeout_s = settings.request_timeout_ms / 1000
+        self._most, self._most_per_address = max_connections, settings.max_connections_per_address
+        self._clock = clock
         self._refusals = LineLimit()
         self.is_draining = False
         self.closed_count = 0
@@ -97,13 +89,13 @@ class ConnectionTable:
         address = connection.address
         self._by_address[address] += 1
         self.idle[connection] = None
-        most = self.limits.max_per_address
+        most = self._most_per_address
         if most and self._by_address[address] > most:
             return f"the address has {self._by_address[address]} connections, and {most} at most"
-        if self._open > self.limits.max_connections:
+        if self._open > self._most:
             oldest = next(iter(self.idle))
             if oldest is connection:
-                return f"the server has {self.limits.max_connections} connections, the most"
+                return f"the server has {self._most} connections, the most"
             del self.idle[oldest]  # several connections may open before this one has closed
             oldest.end("it made room for a new one")
         return None
@@ -171,7 +163,7 @@ class Probes:
             and _PROBE_HEADERS.issuperset(values)
             and values.get(b"connection", b"").lower() == b"close"
             and host is not None
-            and (not self._hosts or is_accepted(host, self._hosts) or is_address(host))
+            and (not self._hosts or is_accepted(host, self._hosts, or_address=True))
         )
         if not is_probe or (body := self._bodies[path]()) is None:
             return None
@@ -193,7 +185,7 @@ class Acceptor:
     Args:
         listener: a socket that listens.
         make_protocol: returns the protocol of a connection.
-        tls: returns the certificate for a connection that opens now; None: no TLS.
+        tls: returns the certificate for a connection that opens now, or None without TLS.
         probes: answers probes that have arrived with their connection; not used with TLS.
     """
 
@@ -201,7 +193,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        tls: Callable[[], SSLContext | None] | None,
+        tls: Callable[[], SSLContext | None],
         probes: Probes,
     ) -> None:
         self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
@@ -230,20 +222,21 @@ class Acceptor:
                 self._loop.call_later(_PAUSE_S, self.begin)
                 return
             connection.setblocking(False)
-            if self._tls is None and self._probes.answers(connection):
+            tls = self._tls()
+            if tls is None and self._probes.answers(connection):
                 continue
-            task = self._loop.create_task(self._open(connection))
+            task = self._loop.create_task(self._open(connection, tls))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
-    async def _open(self, connection: socket.socket) -> None:
+    async def _open(self, connection: socket.socket, tls: SSLContext | None) -> None:
         try:
             await self._loop.connect_accepted_socket(
                 self._make_protocol,
                 connection,
-                ssl=self._tls() if self._tls else None,
-                ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
-                ssl_shutdown_timeout=_TLS_CLOSE_S if self._tls else None,
+                ssl=tls,
+                ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
+                ssl_shutdown_timeout=_TLS_CLOSE_S if tls else None,
             )
         except (OSError, EOFError):  # the client has gone, or speaks no TLS
             connection.close()

@@ -107,7 +107,7 @@ class ServerProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(**arguments)
         self.app_state = {CONNECTION: self}
-        self.timeout_keep_alive = table.limits.idle_timeout_s  # type: ignore[assignment]
+        self.timeout_keep_alive = table.idle_timeout_s  # type: ignore[assignment]
         self._table, self._closed = table, closed
         self._unparsed = b""
         self._header_bytes = 0
@@ -131,7 +131,7 @@ class ServerProtocol(HttpToolsProtocol):
         elif self._table.is_draining:
             self.shutdown()
         else:
-            self._end_after(self._table.limits.idle_timeout_s, "it sent no request in time")
+            self._end_after(self._table.idle_timeout_s, "it sent no request in time")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
@@ -169,7 +169,7 @@ class ServerProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Begin to wait for the client to read; see `asyncio.Protocol`."""
         super().pause_writing()
-        limit_s, reason = self._table.limits.answer_timeout_s, "it does not read its answer"
+        limit_s, reason = self._table.answer_timeout_s, "it does not read its answer"
         self._unread_timer = self.loop.call_later(limit_s, self.end, reason)
 
     def resume_writing(self) -> None:
@@ -201,7 +201,7 @@ class ServerProtocol(HttpToolsProtocol):
             self._refuse_error(error)
         if self._in_head and self._timer is None:
             reason = "the headers of its request did not arrive in time"
-            self._end_after(self._table.limits.header_timeout_s, reason)
+            self._end_after(self._table.header_timeout_s, reason)
         self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
@@ -281,7 +281,7 @@ class ServerProtocol(HttpToolsProtocol):
         cast(_OneWrite, self.transport).end_answer()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._end_after(self._table.limits.answer_timeout_s, "it does not read its answer")
+            self._end_after(self._table.answer_timeout_s, "it does not read its answer")
         elif self.cycle.response_complete:
             self._table.idle[self] = None  # else the next request of a pipeline has begun
 

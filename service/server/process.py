@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.http.record import accepted_hosts
 from cloze.service.models.served_models import EngineFactory
 from cloze.service.protocols import operations
-from cloze.service.server.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
+from cloze.service.server.acceptor import Acceptor, ConnectionTable, Probes
 from cloze.service.server.connection import ServerProtocol
 from cloze.service.server.listen import BACKLOG, bind, listen
 from cloze.service.server.startup import exit_on_signal
@@ -167,14 +168,7 @@ class _Server(uvicorn.Server):
         self._grace_s = settings.shutdown_grace_ms / 1000
         self._drain_timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
-        limits = ConnectionLimits(
-            settings.header_timeout_ms / 1000,
-            settings.idle_timeout_ms / 1000,
-            settings.request_timeout_ms / 1000,
-            max_connections,
-            settings.max_connections_per_address,
-        )
-        self._table = ConnectionTable(limits)
+        self._table = ConnectionTable(settings, max_connections)
         self._probes = Probes(
             operations.probe_bodies(service),
             accepted_hosts(settings.host, settings.allowed_hosts),
@@ -200,18 +194,18 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         service, certificate = self._service, self._service.certificate
 
-        def make_protocol() -> asyncio.Protocol:
-            return ServerProtocol(
-                table=self._table,
-                closed=service.connection_closed,
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
-
-        has_tls = certificate.context is not None
-        tls = (lambda: certificate.context) if has_tls else None
-        acceptors = [Acceptor(each, make_protocol, tls, self._probes) for each in sockets or ()]
+        make_protocol = partial(
+            ServerProtocol,
+            table=self._table,
+            closed=service.connection_closed,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        acceptors = [
+            Acceptor(each, make_protocol, lambda: certificate.context, self._probes)
+            for each in sockets or ()
+        ]
         if service.has_engines:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
         self._watching = asyncio.create_task(self._watch())

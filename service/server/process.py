@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,8 +25,9 @@ from cloze.service.server.acceptor import Acceptor, ConnectionTable, Probes
 from cloze.service.server.connection import ServerProtocol
 from cloze.service.server.listen import BACKLOG, bind, listen
 from cloze.service.server.startup import exit_on_signal
-from cloze.service.service import DEFAULT_REGISTRIES, Registries, Service, single_process
+from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
+from cloze.service.tasks import TASKS, Task
 
 log = logging.getLogger("cloze")
 
@@ -61,7 +62,7 @@ _DRAIN_MARGIN_S = 5
 def serve_in_one_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
-    registries: Registries = DEFAULT_REGISTRIES,
+    tasks: Mapping[str, Task] = TASKS,
     bundles: Sequence[Bundle] | None = None,
 ) -> int:
     """Serve until a signal, with the engines in this process. SIGHUP reloads the models.
@@ -75,7 +76,7 @@ def serve_in_one_process(
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
     listener = bind(settings)
-    service = single_process(settings, make_engine, registries, bundles)
+    service = single_process(settings, make_engine, tasks, bundles)
     listen(listener, settings)
     uvloop.run(answer_http(service, settings, listener))
     if service.dead_reason is None:

@@ -50,14 +50,12 @@ class Starts:
 
     Attributes:
         unsubmitted: (client, line) -> tokens of these requests.
-        requests: client -> number of these requests.
         waiting: number of requests that wait for a later turn.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
         self.clock = clock
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
-        self.requests: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
         self.waiting = 0
         self._started = 0  # in this turn
@@ -74,26 +72,21 @@ class Starts:
         turn = asyncio.get_running_loop().create_future()
         self._lines.setdefault(client, deque()).append(turn)
         self.waiting += 1
-        self.requests[client] += 1
         self.unsubmitted[client, line] += tokens
         try:
             await turn
         finally:
-            self.requests[client] -= 1
             self.unsubmitted[client, line] -= tokens
-            if not self.requests[client]:
-                del self.requests[client]
             if not self.unsubmitted[client, line]:
                 del self.unsubmitted[client, line]
 
-    def expected_wait_s(self, client: str) -> float:
-        """Return the seconds until a request of a client that arrives now starts."""
-        rate = self._rate.per_s
-        if not rate or self.clock.monotonic() - self._measured > _RATE_LASTS_S:
-            return 0.0
-        own = len(self._lines.get(client, ())) + 1
-        clients = len(self._lines) + (own == 1)
-        return min(self.waiting, own * clients) / rate
+    def with_start(self, wait: ExpectedWait, client: str) -> ExpectedWait:
+        """Return an expected wait of a client's next request, with the time until it starts."""
+        own, seconds = len(self._lines.get(client, ())), wait.seconds
+        if (rate := self._rate.per_s) and self.clock.monotonic() <= self._measured + _RATE_LASTS_S:
+            clients = len(self._lines) + (own == 0)
+            seconds += min(self.waiting, (own + 1) * clients) / rate
+        return wait._replace(seconds=seconds, requests=wait.requests + own)
 
     def _turn(self) -> None:
         """Start the requests of the next turn."""
@@ -176,9 +169,7 @@ class Gate:
         """
         limits, starts, returns = self._limits, self._starts, self._returns
         if starts.waiting:
-            seconds = wait.seconds + starts.expected_wait_s(request.client)
-            requests = wait.requests + starts.requests[request.client]
-            wait = wait._replace(seconds=seconds, requests=requests)
+            wait = starts.with_start(wait, request.client)
         excess_s = partial(limits.excess_s, wait, request.stated_s, is_bulk=request.is_bulk)
         line = _refused_line(request, model, Rejection.WAIT)
         if excess_s(share=returns.share(request.connection, line, request.arrived)) <= 0:

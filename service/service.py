@@ -204,6 +204,7 @@ class Service:
     Attributes:
         snapshot: answers new requests.
         certificate: the server's certificate, which a reload reads again.
+        draining: whether readiness fails and reloads are refused; `drain` also admits no request.
         has_engines: whether the engines are in this process, which so can reload.
 
     Raises:
@@ -372,10 +373,6 @@ class Service:
         self._metrics.certificate_end = lambda: self.certificate.end
         self._metrics.begin()
         self._add_series(self.snapshot)
-
-    def announce_drain(self) -> None:
-        """Fail readiness and refuse reloads; requests are still admitted until `drain`."""
-        self.draining = True
 
     def drain(self) -> None:
         """Stop admitting requests; accepted requests are still answered."""

@@ -10,6 +10,7 @@ A refused request is told when to come back; see `Returns`.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -214,12 +215,13 @@ def _refused_line(request: ServedRequest, model: str, reason: Rejection) -> Refu
     return RefusedLine(reason, model, request.client, patience, request.is_bulk)
 
 
+@dataclass(frozen=True, slots=True)
 class Door:
     """The ASGI application of all routes, which calls the handlers of POST routes without a router.
 
     `docs/decisions/0007` has the measured difference.
 
-    Args:
+    Attributes:
         access: refuses requests without a key, and requests for another host.
         gate: refuses requests of a full server.
         router: answers all requests but those with a handler.
@@ -227,30 +229,25 @@ class Door:
         respond: returns the response to a `ServiceError`.
     """
 
-    def __init__(
-        self,
-        access: Access,
-        gate: Gate,
-        router: ASGIApp,
-        handlers: Mapping[str, Handler],
-        respond: Respond,
-    ) -> None:
-        self._access, self._gate = access, gate
-        self._router, self._handlers, self._respond = router, handlers, respond
+    access: Access
+    gate: Gate
+    router: ASGIApp
+    handlers: Mapping[str, Handler]
+    respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         request, record = Request(scope, receive), scope[RECORD]
         is_post = record.method == "POST"
-        handler = self._handlers.get(record.path) if is_post else None
+        handler = self.handlers.get(record.path) if is_post else None
         try:
-            self._access.check(record)
+            self.access.check(record)
             if is_post:
-                await self._gate.pass_through(record)
+                await self.gate.pass_through(record)
             if handler is None:
-                await self._router(scope, receive, send)
+                await self.router(scope, receive, send)
                 return
             response = await handler(request)
         except ServiceError as error:
-            response = await self._respond(request, error)
+            response = await self.respond(request, error)
         await response(scope, receive, send)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from starlette.requests import Request
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloze.service.clock import CLOCK, Clock
@@ -160,11 +161,7 @@ class Paths:
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._routes = frozenset(routes)
-        self._patterns = {
-            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
-            for route in self._routes
-            if "{" in route
-        }
+        self._patterns = {route: compile_path(route)[0] for route in self._routes if "{" in route}
 
     def route(self, path: str) -> str | None:
         """Return the route of a path; None if there is none."""
@@ -173,35 +170,30 @@ class Paths:
         return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
 
 
+@dataclass(frozen=True, slots=True)
 class Recorder:
     """Records the requests of one process: their metrics, their spans and their log lines.
 
-    Args:
+    Attributes:
         tracing: makes the spans of requests; None: there are none.
         limits: the limits of the requests.
         respond: returns the response to an error that nothing else has handled.
         is_ending: returns whether each connection is to end with its next answer.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        access_log: AccessLog,
-        tracing: Tracing | None,
-        limits: RequestLimits,
-        respond: Respond,
-        is_ending: Callable[[], bool],
-        clock: Clock = CLOCK,
-    ) -> None:
-        self._clock = clock
-        self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
-        self._limits, self._respond, self._is_ending = limits, respond, is_ending
+    metrics: Metrics
+    access_log: AccessLog
+    tracing: Tracing | None
+    limits: RequestLimits
+    respond: Respond
+    is_ending: Callable[[], bool]
+    clock: Clock = CLOCK
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an application answer a request, add its id and its model, and record the answer."""
         record: ServedRequest = scope[RECORD]
-        if self._tracing is not None:
-            record.trace = self._tracing.begin(
+        if self.tracing is not None:
+            record.trace = self.tracing.begin(
                 record.method, record.path, record.headers, record.arrived
             )
 
@@ -212,36 +204,36 @@ class Recorder:
                 if record.model:
                     message["headers"].append((b"x-model", record.model.encode("ascii")))
                 # A client that asks whether to send its body may send it or not after a refusal.
-                if self._is_ending() or (record.received == 0 and b"expect" in record.first):
+                if self.is_ending() or (record.received == 0 and b"expect" in record.first):
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        self._metrics.in_flight += 1
+        self.metrics.in_flight += 1
         try:
             await app(scope, receive, send_with_id)
         except Exception as error:
             # Starlette's own handler is outside of this one, so its answer would have no id.
-            response = await self._respond(Request(scope), error)
+            response = await self.respond(Request(scope), error)
             if not record.status:
                 await response(scope, receive, send_with_id)
             raise  # so that uvicorn logs the traceback
         finally:
-            clock = self._clock
-            self._metrics.in_flight -= 1
+            clock = self.clock
+            self.metrics.in_flight -= 1
             if record.answer is not None:
-                self._limits.sent(record)
+                self.limits.sent(record)
             if record.tokens and not record.texts:  # without a result it costs its key no tokens
                 if record.key is not None:
                     record.key.take_tokens(-record.tokens, clock.monotonic())
                 record.tokens = 0
             record.status = record.status or 500
             record.ended, record.seconds = clock.wall(), clock.monotonic() - record.arrived
-            self._metrics.observe_request(record)
+            self.metrics.observe_request(record)
             if record.trace is not None:
                 record.trace.end(record)
             # The access log keeps the record for longer than its connection and its span.
             record.trace = record.usage = record.connection = None
-            self._access_log.add(record)
+            self.access_log.add(record)
 
 
 # ---- access --------------------------------------------------------------------------------------

@@ -248,17 +248,16 @@ def _line(form: LogFormat, request: ServedRequest, left_out: int = 0) -> str:
         parts = (request.tokenize_s, request.queue_s, request.inference_s)
         ms |= zip(("tokenize", "queue", "inference"), parts, strict=True)
     rounded = {name: round(seconds * 1000, 2) for name, seconds in ms.items()}
-    fields: dict[str, Any] = {"id": request.identity.decode()}
-    if request.client:
-        fields["client"] = request.client
-    if request.model:
-        fields["model"] = request.model
-    if request.texts:
-        fields |= {"texts": request.texts, "tokens": request.tokens}
-    if request.error:
-        fields["error"] = request.error
-    if left_out:
-        fields["left_out"] = left_out
+    fields: dict[str, Any] = {
+        "id": request.identity.decode(),
+        "client": request.client,
+        "model": request.model,
+        "texts": request.texts,
+        "tokens": request.texts and request.tokens,
+        "error": request.error,
+        "left_out": left_out,
+    }
+    fields = {name: value for name, value in fields.items() if value}
     if form == "json":
         values = {
             "time": _iso_time(request.ended),

@@ -232,7 +232,7 @@ class _Server(uvicorn.Server):
     def _announce_drain(self) -> None:
         """Let balancers send their requests elsewhere, and drain later."""
         log.info("readiness fails; requests are served for another %g s", self._drain_s)
-        self._service.announce_drain()
+        self._service.draining = True
         loop = asyncio.get_running_loop()
         self._drain_timer = loop.call_later(self._drain_s, self._drain, signal.SIGTERM, None)
 

@@ -193,9 +193,7 @@ class Recorder:
         """Let an application answer a request, add its id and its model, and record the answer."""
         record: ServedRequest = scope[RECORD]
         if self.tracing is not None:
-            record.trace = self.tracing.begin(
-                record.method, record.path, record.headers, record.arrived
-            )
+            record.trace = self.tracing.begin(record)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -43,25 +44,24 @@ OnBatch = Callable[[str, BatchReport], None]
 """Called after each batch, with the model's full name and the report."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequestTrace:
     """The span of a request in progress.
 
-    Args:
+    Attributes:
         tracer: makes the spans of its parts.
-        span: the span.
         parent: the ``traceparent`` of the span, for the spans of other processes and batches.
     """
 
-    __slots__ = ("_span", "_tracer", "parent")
-
-    def __init__(self, tracer: "Tracer", span: "Span", parent: str) -> None:
-        self._tracer, self._span, self.parent = tracer, span, parent
+    tracer: "Tracer"
+    span: "Span"
+    parent: str
 
     def end(self, request: ServedRequest) -> None:
         """End the span, and add those of its parts."""
         from opentelemetry.trace import StatusCode
 
-        span = self._span
+        span = self.span
         span.update_name(f"{request.method} {request.route}")
         span.set_attributes(
             {
@@ -82,7 +82,7 @@ class RequestTrace:
             parts = (request.tokenize_s, request.queue_s, request.inference_s)
             began, context = request.began, _context_of(span)
             for name, seconds in zip(("tokenize", "queue", "inference"), parts, strict=True):
-                part = self._tracer.start_span(name, context, start_time=_epoch_ns(began))
+                part = self.tracer.start_span(name, context, start_time=_epoch_ns(began))
                 began += seconds
                 part.end(_epoch_ns(began))
         span.end()
@@ -135,26 +135,21 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._untraced = frozenset(untraced)
 
-    def begin(
-        self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], arrived: float
-    ) -> RequestTrace | None:
-        """Begin the span of a request; None if the request is not traced.
-
-        `arrived` is the `time.monotonic` time of its arrival.
-        """
+    def begin(self, request: ServedRequest) -> RequestTrace | None:
+        """Begin the span of a request; None if the request is not traced."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
-        if path in self._untraced:
+        if request.path in self._untraced:
             return None
         continued = {
             name.decode(): value.decode("latin-1")
-            for name, value in headers
+            for name, value in request.headers
             if name in (b"traceparent", b"tracestate")
         }
         context = self._propagator.extract(continued, Context())
         span = self._requests.start_span(
-            method, context, SpanKind.SERVER, start_time=_epoch_ns(arrived)
+            request.method, context, SpanKind.SERVER, start_time=_epoch_ns(request.arrived)
         )
         if not span.is_recording():
             return None

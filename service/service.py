@@ -76,11 +76,7 @@ def single_process(
 ) -> "Service":
     """Return a service whose engines run in this process.
 
-    Args:
-        settings: the operator's settings.
-        make_engine: opens the engines; None selects `OnnxEngine`.
-        tasks: the tasks by name.
-        bundles: the bundles to serve; None: those that the settings name.
+    By default, the engines are `OnnxEngine`, and the bundles are those that the settings name.
 
     Raises:
         StartupError: the store is empty, a bundle does not open, or the device is missing; or the
@@ -195,11 +191,8 @@ class Service:
     Args:
         metrics: the metrics of this process, or of all processes of a server.
         models: the served models, in the order of preference.
-        tasks: the tasks by name.
         opener: opens engines in this process; None: other processes have the engines, and a
             supervisor restarts them.
-        tracing: makes the spans of requests; None: there are none.
-        clock: tells the time.
 
     Attributes:
         snapshot: answers new requests.

@@ -304,9 +304,7 @@ def available_cpus(control_group: Path = _CONTROL_GROUP, cores: int | None = Non
     The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
     control group (version 2 or 1), rounded up. A container is a control group.
 
-    Args:
-        control_group: the folder of the control group.
-        cores: number of cores in the affinity; None asks the operating system.
+    `cores` is the number of cores in the affinity; None asks the operating system.
     """
     cores = cores or len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):

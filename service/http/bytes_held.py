@@ -44,10 +44,7 @@ class ByteBudget:
     async def grow(self, hold: Hold, size: int, left_s: float) -> None:
         """Wait until a hold may have ``size`` bytes in all; `release` must follow in any case.
 
-        Args:
-            hold: what holds them.
-            size: the bytes.
-            left_s: seconds that are left to the request.
+        `left_s` is the time that is left to the request.
 
         Raises:
             Overloaded: there was no room in time.

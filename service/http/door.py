@@ -115,9 +115,7 @@ class Gate:
     The body names the model, and the gate sees only the head. So it refuses a request only if the
     line of each model of the route is full.
 
-    Args:
-        routes: route, as in `Paths` -> the served models, the default first.
-        limits: how long requests may wait.
+    `routes` has the served models of each route, the default first.
     """
 
     def __init__(
@@ -163,10 +161,7 @@ class Gate:
     def _check(self, request: ServedRequest, model: str, wait: ExpectedWait) -> None:
         """Raise `Overloaded` if a request may not wait so long, or others come before it.
 
-        Args:
-            request: the request.
-            model: the model whose queue is the shortest.
-            wait: the expected wait in that queue.
+        `model` has the shortest queue, where the request would wait.
         """
         limits, starts, returns = self._limits, self._starts, self._returns
         if starts.waiting:
@@ -221,12 +216,7 @@ class Door:
 
     `docs/decisions/0007` has the measured difference.
 
-    Attributes:
-        access: refuses requests without a key, and requests for another host.
-        gate: refuses requests of a full server.
-        router: answers all requests but those with a handler.
-        handlers: the handlers of POST routes by path.
-        respond: returns the response to a `ServiceError`.
+    `handlers` has the handlers of POST routes by path; `router` answers all other requests.
     """
 
     access: Access

@@ -155,8 +155,7 @@ class Paths:
     reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
     before them) reads the same one.
 
-    Args:
-        routes: paths of routes. A part in braces stands for any text without a slash.
+    A part of a route in braces stands for any text without a slash.
     """
 
     def __init__(self, routes: Iterable[str]) -> None:
@@ -174,11 +173,8 @@ class Paths:
 class Recorder:
     """Records the requests of one process: their metrics, their spans and their log lines.
 
-    Attributes:
-        tracing: makes the spans of requests; None: there are none.
-        limits: the limits of the requests.
-        respond: returns the response to an error that nothing else has handled.
-        is_ending: returns whether each connection is to end with its next answer.
+    `respond` answers an error that nothing else has handled. `is_ending` returns whether each
+    connection is to end with its next answer.
     """
 
     metrics: Metrics

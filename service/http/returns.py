@@ -104,17 +104,11 @@ class Returns:
     def refuse(
         self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
     ) -> tuple[float, float]:
-        """Return when a refused request may come back, and how long its refusal is to be held.
+        """Return in how many seconds a refused request may come back, and how long to hold it.
 
         Args:
-            request: the request.
-            line: the line that refused the request.
-            now: `time.monotonic` time.
             room_s: seconds until the line has room.
             each_s: seconds in which the line works off one such request.
-
-        Returns:
-            Two numbers of seconds.
         """
         connection = request.connection
         before = None if connection is None else self.refused.get(connection)

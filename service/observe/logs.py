@@ -53,9 +53,6 @@ class LineWriter(logging.Handler):
     `logging.handlers.QueueListener` would wake its thread for each line, and format it before the
     queue; it has no limit of lines, and none of its wait for a stuck reader at the end.
 
-    Args:
-        most_waiting: lines that may wait; the oldest of more lines are counted and dropped.
-
     Attributes:
         waiting: lines with their line ends, and the arguments of `_line` for a line of a request.
     """
@@ -177,12 +174,7 @@ class LineLimit:
         self._left_out: Counter[Hashable] = Counter()
 
     def left_out(self, kind: Hashable, now: float) -> int | None:
-        """Return how many lines of the kind were left out before this one; None: leave it out.
-
-        Args:
-            kind: one of few.
-            now: time in seconds.
-        """
+        """Return how many lines of the kind were left out before this one; None: leave it out."""
         if int(now) != self._second:
             self._second = int(now)
             self._counts.clear()
@@ -197,12 +189,9 @@ class AccessLog:
     """Chooses the requests of one process that get a line.
 
     Args:
-        form: the format of a line.
-        level: the lowest level of a line.
         share: the share of the results to log, in [0, 1]; all errors are logged, except many
             refusals per second.
         quiet_routes: routes of probes and scrapes, whose results are logged only at debug.
-        writer: formats and writes the lines.
     """
 
     def __init__(
@@ -238,8 +227,7 @@ class AccessLog:
 def _line(form: LogFormat, request: ServedRequest, left_out: int = 0) -> str:
     """Return the line of a request, with its line end.
 
-    Args:
-        left_out: the number of refusals of its kind since the last one with a line.
+    `left_out` counts the refusals of its kind since the last one with a line.
     """
     status = request.status
     level = "INFO" if status < 400 else "WARNING" if status < 500 else "ERROR"

@@ -253,11 +253,7 @@ class Metrics:
     ) -> None:
         """Create the counters of a route before its first request.
 
-        Args:
-            route: the path.
-            models: the full names of the models that serve the route.
-            statuses: the HTTP statuses that start from zero; another one's series begins with the
-                first such answer.
+        The series of another status begins with the first such answer.
         """
         for model in models:
             for status in statuses:
@@ -357,13 +353,10 @@ class Metrics:
             yield from used_by_all(os.getppid())
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics, and their content type.
+        """Return all metrics, and their content type. This takes milliseconds: use a thread.
 
-        This takes milliseconds, so call it on a thread.
-
-        Args:
-            accept: the header ``Accept`` of the request, which chooses between Prometheus's text
-                and OpenMetrics. Only the latter has exemplars, and only of a single process.
+        `accept`, a header, chooses between Prometheus's text and OpenMetrics. Only the latter has
+        exemplars, and only of a single process.
         """
         content_type = choose_encoder(accept)[1]
         with self._scraping:  # several at once would only wait for each other's interpreter

@@ -34,10 +34,8 @@ def forget_process(folder: Path, name: str) -> None:
 def count_restarts(folder: Path, kinds: Iterable[str]) -> Mapping[str, Counter]:
     """Return the counters of restarts by kind of process, and note that the server has started.
 
-    Args:
-        folder: the metrics of all processes. The environment of the supervisor does not name it
-            afterwards, since the folder ends with the server.
-        kinds: the kinds of processes; the counters begin at zero.
+    The environment of the supervisor does not name the folder afterwards, since the folder ends
+    with the server.
     """
     class_before, folder_before = values.ValueClass, os.environ.get(_FOLDER)
     os.environ[_FOLDER] = str(folder)

@@ -45,9 +45,6 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class ConnectionTable:
     """The open connections of a process, and their limits.
 
-    Args:
-        max_connections: most open connections.
-
     Attributes:
         header_timeout_s: longest time from the first byte of a request to the end of its headers.
         idle_timeout_s: longest time without a request.
@@ -183,8 +180,6 @@ class Acceptor:
     the listening queue. An acceptor accepts several per turn.
 
     Args:
-        listener: a socket that listens.
-        make_protocol: returns the protocol of a connection.
         tls: returns the certificate for a connection that opens now, or None without TLS.
         probes: answers probes that have arrived with their connection; not used with TLS.
     """

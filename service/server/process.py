@@ -94,11 +94,7 @@ def answer_http(
 ) -> Coroutine[Any, Any, None]:
     """Answer requests on a listening socket until a signal, or until a local engine dies.
 
-    Args:
-        service: answers the requests.
-        settings: the operator's settings.
-        listener: the listening socket.
-        before_accepting: called when nothing can fail any more.
+    Call `before_accepting` when nothing can fail any more.
 
     Raises:
         StartupError: the certificate or its key cannot be read.
@@ -136,8 +132,7 @@ def _make_collections_rare() -> None:
 def _connection_limit(most: int) -> int:
     """Return the most open connections of this process, and raise its limit of open files.
 
-    Args:
-        most: the setting; 0: what the limit of open files allows.
+    `most` is the setting.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)

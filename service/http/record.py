@@ -5,7 +5,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final
@@ -50,25 +50,22 @@ _LONGEST_ADDRESS: Final = 64
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
+@dataclass(frozen=True, slots=True)
 class Callers:
     """Reads what the headers of requests say about their clients.
 
-    Args:
+    Attributes:
         keys: the API keys; None: there are none.
         max_timeout_s: largest time limit that a request may state.
         timeout_s: time limit of a request that states none.
+        told: addresses of which the log says that they forward requests.
     """
 
-    def __init__(
-        self,
-        keys: Keys | None = None,
-        max_timeout_s: float = 300.0,
-        timeout_s: float = 30.0,
-        clock: Clock = CLOCK,
-    ) -> None:
-        self.keys, self.clock = keys, clock
-        self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
-        self._told: set[str] = set()
+    keys: Keys | None = None
+    max_timeout_s: float = 300.0
+    timeout_s: float = 30.0
+    clock: Clock = CLOCK
+    told: set[str] = field(default_factory=set)
 
     def record(self, scope: Scope, route: str | None) -> ServedRequest:
         """Return the request of an ASGI scope, whose headers have arrived."""
@@ -88,13 +85,13 @@ class Callers:
         stated_s, terms_problem = None, ""
         if TIMEOUT_HEADER in first or _READ_TIMEOUT_HEADER in first:
             try:
-                stated_s = timeout_s(first, self._max_timeout_s)
+                stated_s = timeout_s(first, self.max_timeout_s)
             except InvalidRequest as error:
                 terms_problem = error.problem
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
-        arrived, limit_s = self.clock.monotonic(), self._timeout_s if stated_s is None else stated_s
+        arrived, limit_s = self.clock.monotonic(), self.timeout_s if stated_s is None else stated_s
         return ServedRequest(
             method=scope["method"],
             path=scope["path"],
@@ -116,9 +113,9 @@ class Callers:
 
     def _tell_of_proxy(self, address: str) -> None:
         """Log, once per address, that all clients behind a proxy count as one."""
-        if address in self._told or len(self._told) == _MOST_TOLD:
+        if address in self.told or len(self.told) == _MOST_TOLD:
             return
-        self._told.add(address)
+        self.told.add(address)
         log.warning(
             "%s forwards requests of others, which all count as its own, with one fair share: if "
             "it is your proxy, name it in CLOZE_TRUSTED_PROXIES, and let it set X-Forwarded-For",

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from email.utils import formatdate
 from random import getrandbits
 from ssl import SSLContext
@@ -73,29 +74,24 @@ class ConnectionTable:
 
         The log has a few refusals per second.
         """
-        reason = self._refusal(connection)
+        self._open += 1
+        self._by_address[connection.address] += 1
+        self.idle[connection] = None
+        own, most = self._by_address[connection.address], self._most_per_address
+        oldest, reason = next(iter(self.idle)), None
+        if most and own > most:
+            reason = f"the address has {own} connections, and {most} at most"
+        elif self._open > self._most and oldest is connection:
+            reason = f"the server has {self._most} connections, the most"
+        elif self._open > self._most:
+            del self.idle[oldest]  # several connections may open before this one has closed
+            oldest.end("it made room for a new one")
         if reason is not None:
             left_out = self._refusals.left_out("connection", self._clock.monotonic())
             if left_out is not None:
                 others = f"; {left_out} others have no line" if left_out else ""
                 log.warning("a connection was refused: %s%s", reason, others)
         return reason
-
-    def _refusal(self, connection: Connection) -> str | None:
-        self._open += 1
-        address = connection.address
-        self._by_address[address] += 1
-        self.idle[connection] = None
-        most = self._most_per_address
-        if most and self._by_address[address] > most:
-            return f"the address has {self._by_address[address]} connections, and {most} at most"
-        if self._open > self._most:
-            oldest = next(iter(self.idle))
-            if oldest is connection:
-                return f"the server has {self._most} connections, the most"
-            del self.idle[oldest]  # several connections may open before this one has closed
-            oldest.end("it made room for a new one")
-        return None
 
     def closed(self, connection: Connection) -> None:
         """Forget a connection."""
@@ -107,6 +103,7 @@ class ConnectionTable:
             del self._by_address[connection.address]
 
 
+@dataclass(frozen=True, slots=True)
 class Probes:
     """Answers probes on connections that were just accepted.
 
@@ -116,16 +113,14 @@ class Probes:
     turn. Only the plainest probe is, which asks for ``Connection: close`` as Kubernetes does; all
     else goes the usual way.
 
-    Args:
+    Attributes:
         bodies: path -> a function that returns the body of the answer with status 200; None: the
             usual way answers.
         hosts: names in the Host header that are accepted besides addresses; empty: any.
     """
 
-    def __init__(
-        self, bodies: Mapping[bytes, Callable[[], bytes | None]], hosts: frozenset[bytes]
-    ) -> None:
-        self._bodies, self._hosts = bodies, hosts
+    bodies: Mapping[bytes, Callable[[], bytes | None]]
+    hosts: frozenset[bytes]
 
     def answers(self, connection: socket.socket) -> bool:
         """Answer a probe that has arrived, and close its connection.
@@ -154,15 +149,15 @@ class Probes:
         values = {name.lower(): value.strip() for name, _, value in pairs}
         host = values.get(b"host")
         is_probe = (
-            path in self._bodies
+            path in self.bodies
             and version == b"HTTP/1.1"
             and len(values) == len(pairs)
             and _PROBE_HEADERS.issuperset(values)
             and values.get(b"connection", b"").lower() == b"close"
             and host is not None
-            and (not self._hosts or is_accepted(host, self._hosts, or_address=True))
+            and (not self.hosts or is_accepted(host, self.hosts, or_address=True))
         )
-        if not is_probe or (body := self._bodies[path]()) is None:
+        if not is_probe or (body := self.bodies[path]()) is None:
             return None
         head = (
             f"HTTP/1.1 200 OK\r\ndate: {formatdate(usegmt=True)}\r\n"

@@ -146,7 +146,7 @@ def test_handlers_are_called_without_the_router() -> None:
     async def fails(_: Request) -> Response:
         raise Overloaded("full", 1)
 
-    access = controlled()._access
+    access = controlled().access
     direct = Door(access, GATE, application, {"/embed": embed, "/fails": fails}, named)
     for method, path, result in (
         ("POST", "/embed", "direct"),

@@ -53,7 +53,7 @@ from cloze.service.models.served_models import (
     open_bundles,
 )
 from cloze.service.observe.logs import AccessLog
-from cloze.service.observe.metrics import Metrics, ModelInfo
+from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
 from cloze.service.protocols import (
     PROTOCOLS,
@@ -134,20 +134,17 @@ class Snapshot:
         """The served models by their full names."""
         return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
 
-    def model_infos(self) -> list[ModelInfo]:
-        """Return the labels of each served model that never change."""
-        return [
-            ModelInfo(
-                pipeline.reference,
-                {
-                    "family": pipeline.manifest.architecture.family,
-                    "precision": pipeline.model.precision(),
-                    "tasks": ",".join(self.models.tasks_of[pipeline]),
-                },
-            )
+    def model_infos(self) -> dict[str, dict[str, str]]:
+        """Return the labels of each served model that never change, by its full name."""
+        return {
+            pipeline.reference: {
+                "family": pipeline.manifest.architecture.family,
+                "precision": pipeline.model.precision(),
+                "tasks": ",".join(self.models.tasks_of[pipeline]),
+            }
             for pipeline in self.models.pipelines
             if self.metric_names[pipeline.reference] == pipeline.reference
-        ]
+        }
 
     def queues(self) -> dict[str, QueueState]:
         """Return the state of the queue of each model, by its full name."""

@@ -12,7 +12,7 @@ import select
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from datetime import UTC, datetime
 from typing import Any
@@ -169,20 +169,18 @@ class LineLimit:
     """Lets `_MOST_REFUSALS` lines per second and kind through, and counts the others."""
 
     def __init__(self) -> None:
-        self._second = 0
-        self._counts: Counter[Hashable] = Counter()  # of this second
-        self._left_out: Counter[Hashable] = Counter()
+        self._kinds: dict[Hashable, tuple[int, int, int]] = {}  # second, lines in it, left out
 
     def left_out(self, kind: Hashable, now: float) -> int | None:
         """Return how many lines of the kind were left out before this one; None: leave it out."""
-        if int(now) != self._second:
-            self._second = int(now)
-            self._counts.clear()
-        if self._counts[kind] >= _MOST_REFUSALS:
-            self._left_out[kind] += 1
+        second, lines, left_out = self._kinds.get(kind, (0, 0, 0))
+        if second != int(now):
+            lines = 0
+        if lines >= _MOST_REFUSALS:
+            self._kinds[kind] = second, lines, left_out + 1
             return None
-        self._counts[kind] += 1
-        return self._left_out.pop(kind, 0)
+        self._kinds[kind] = int(now), lines + 1, 0
+        return left_out
 
 
 class AccessLog:

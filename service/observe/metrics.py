@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from prometheus_client import (
@@ -68,13 +68,6 @@ _MAX_EXEMPLAR_CHARACTERS = 128
 
 Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
 """
-
-
-class ModelInfo(NamedTuple):
-    """A served model: its full name, and its labels that never change."""
-
-    reference: str
-    labels: Mapping[str, str]
 
 
 def model_labels(reference: str) -> tuple[str, str]:
@@ -179,7 +172,8 @@ class Metrics:
     Attributes:
         in_flight: requests of this process that have arrived and are not answered.
         unready_reason: returns why the server admits no request; None if it admits requests.
-        model_infos: returns the labels of each served model; all have labels of the same names.
+        model_infos: returns the labels of each served model that never change, by its full name;
+            all have labels of the same names.
         names: the model in the metrics of each served model, where it has another name.
         queues: returns the state of each queue of this process, by the model's full name.
         keys_readable: returns whether the keys file can be read; None if there is none.
@@ -192,7 +186,7 @@ class Metrics:
         self.in_flight = 0
         self._last_reload_ok = True
         self.unready_reason: Callable[[], object | None] = lambda: "the service has not begun"
-        self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
+        self.model_infos: Callable[[], Mapping[str, Mapping[str, str]]] = dict
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
         self.keys_readable: Callable[[], bool | None] = lambda: None
         self.certificate_end: Callable[[], float | None] = lambda: None
@@ -344,9 +338,9 @@ class Metrics:
         built.add_metric(self._build, 1)
         yield built
         if infos := self.model_infos():
-            labels = (*MODEL, *infos[0].labels)
+            labels = (*MODEL, *next(iter(infos.values())))
             info = GaugeMetricFamily("cloze_model_info", "1 per served model.", labels=labels)
-            for reference, values in infos:
+            for reference, values in infos.items():
                 info.add_metric((*model_labels(reference), *values.values()), 1)
             yield info
         if self._shared:

@@ -96,9 +96,6 @@ class Tracing:
         share: share of the requests to trace, in [0, 1]. A request that continues a trace of its
             caller has a span if the caller's span is sampled.
         untraced: paths of requests without spans.
-
-    Raises:
-        StartupError: the address is malformed, or packages are missing.
     """
 
     def __init__(self, endpoint: str, share: float, untraced: Collection[str] = ()) -> None:

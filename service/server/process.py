@@ -101,8 +101,7 @@ def answer_http(
     """
     _make_collections_rare()
     service.certificate.files.read()
-    most = _connection_limit(settings.max_connections)
-    server = _Server(service, settings, most, before_accepting)
+    server = _Server(service, settings, before_accepting)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # uvicorn raises the signal again after its shutdown. The handler ignores that second
@@ -119,8 +118,6 @@ def _make_collections_rare() -> None:
     """Exclude the objects of the start from garbage collection, and make collections rarer.
 
     What the start freed goes back to the operating system.
-
-    A full collection otherwise takes 150 ms under load, and a request waits for it.
     """
     gc.collect()
     return_freed_memory()
@@ -152,11 +149,7 @@ class _Server(uvicorn.Server):
     """A uvicorn server that starts a bounded drain at the first signal; see `answer_http`."""
 
     def __init__(
-        self,
-        service: Service,
-        settings: Settings,
-        max_connections: int,
-        before_accepting: Callable[[], None],
+        self, service: Service, settings: Settings, before_accepting: Callable[[], None]
     ) -> None:
         self._service = service
         self._before_accepting = before_accepting
@@ -164,7 +157,7 @@ class _Server(uvicorn.Server):
         self._grace_s = settings.shutdown_grace_ms / 1000
         self._drain_timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._table = ConnectionTable(settings, max_connections)
+        self._table = ConnectionTable(settings, _connection_limit(settings.max_connections))
         self._probes = Probes(
             operations.probe_bodies(service),
             accepted_hosts(settings.host, settings.allowed_hosts),

@@ -215,13 +215,9 @@ class Service:
         self._settings, self._metrics, self._tasks = settings, metrics, tasks
         self._opener, self._tracing, self._clock = opener, tracing, clock
         keys = Keys(settings.keys_file) if settings.keys_file else None
-        self._callers = Callers(
-            keys,
-            settings.max_timeout_s,
-            settings.request_timeout_ms / 1000,
-            clock,
-        )
-        self._access_log = AccessLog(
+        timeout_s = settings.request_timeout_ms / 1000
+        self._callers = Callers(keys, settings.max_timeout_s, timeout_s, clock)
+        access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
@@ -234,10 +230,10 @@ class Service:
             clock,
         )
         self._starts, self._returns = Starts(clock), Returns(max(1, settings.frontends))
-        self._responder = ErrorResponder(PROTOCOLS, settings.request_timeout_ms / 1000)
+        self._responder = ErrorResponder(PROTOCOLS, timeout_s)
         self._recorder = Recorder(
             metrics,
-            self._access_log,
+            access_log,
             tracing,
             self._limits,
             self._respond,

@@ -50,9 +50,6 @@ class LineWriter(logging.Handler):
     A pipe that is ready for writing takes at least `_CHUNK_BYTES` at once, so a write of so many
     bytes after a poll does not wait, and lines of several processes do not mix.
 
-    `logging.handlers.QueueListener` would wake its thread for each line, and format it before the
-    queue; it has no limit of lines, and none of its wait for a stuck reader at the end.
-
     Attributes:
         waiting: lines with their line ends, and the arguments of `_line` for a line of a request.
     """

@@ -157,7 +157,7 @@ class Families:
 
 
 class Metrics:
-    """The metrics of one process, or of all processes that share a folder (`share_folder`).
+    """The metrics of one process, or of all processes that share a folder (`processes.FOLDER`).
 
     In a shared folder each process writes its own values. The process that is scraped returns the
     sum over all processes, including processes that have exited.

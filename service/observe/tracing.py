@@ -59,7 +59,7 @@ class RequestTrace:
 
     def end(self, request: ServedRequest) -> None:
         """End the span, and add those of its parts."""
-        from opentelemetry.trace import StatusCode
+        from opentelemetry.trace import StatusCode, set_span_in_context
 
         span = self.span
         span.update_name(f"{request.method} {request.route}")
@@ -80,7 +80,7 @@ class RequestTrace:
         if request.texts:
             span.set_attributes({"cloze.texts": request.texts, "cloze.tokens": request.tokens})
             parts = (request.tokenize_s, request.queue_s, request.inference_s)
-            began, context = request.began, _context_of(span)
+            began, context = request.began, set_span_in_context(span)
             for name, seconds in zip(("tokenize", "queue", "inference"), parts, strict=True):
                 part = self.tracer.start_span(name, context, start_time=_epoch_ns(began))
                 began += seconds
@@ -135,7 +135,7 @@ class Tracing:
     def begin(self, request: ServedRequest) -> RequestTrace | None:
         """Begin the span of a request; None if the request is not traced."""
         from opentelemetry.context import Context
-        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace import SpanKind, set_span_in_context
 
         if request.path in self._untraced:
             return None
@@ -151,7 +151,7 @@ class Tracing:
         if not span.is_recording():
             return None
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, _context_of(span))
+        self._propagator.inject(carrier, set_span_in_context(span))
         return RequestTrace(self._requests, span, carrier["traceparent"])
 
     def batch(self, model: str, report: BatchReport) -> None:
@@ -228,13 +228,6 @@ def _exporter(endpoint: str) -> Any:
             return result
 
     return Reporting(endpoint=endpoint.rstrip("/") + _PATH, timeout=_TIMEOUT_S)
-
-
-def _context_of(span: "Span") -> Any:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import set_span_in_context
-
-    return set_span_in_context(span, Context())
 
 
 def _epoch_ns(monotonic_s: float) -> int:

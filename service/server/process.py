@@ -191,17 +191,14 @@ class _Server(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        acceptors = [
-            Acceptor(each, make_protocol, lambda: certificate.context, self._probes)
-            for each in sockets or ()
-        ]
+        [listener] = sockets or []
+        acceptor = Acceptor(listener, make_protocol, lambda: certificate.context, self._probes)
         if service.has_engines:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
         self._watching = asyncio.create_task(self._watch())
         self._before_accepting()
-        for acceptor in acceptors:
-            acceptor.begin()
-        self.servers = acceptors  # type: ignore[assignment]
+        acceptor.begin()
+        self.servers = [acceptor]  # type: ignore[list-item]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; if SIGTERM asks for it, fail readiness and serve on for `Settings.drain_s` first.
@@ -211,18 +208,14 @@ class _Server(uvicorn.Server):
         """
         if sig == signal.SIGTERM and self._drain_s:
             if self._drain_timer is None:
-                self._announce_drain()
+                log.info("readiness fails; requests are served for another %g s", self._drain_s)
+                self._service.draining = True
+                loop = asyncio.get_running_loop()
+                self._drain_timer = loop.call_later(self._drain_s, self._drain, sig, None)
             return
         if self._drain_timer is not None:
             self._drain_timer.cancel()
         self._drain(sig, frame)
-
-    def _announce_drain(self) -> None:
-        """Let balancers send their requests elsewhere, and drain later."""
-        log.info("readiness fails; requests are served for another %g s", self._drain_s)
-        self._service.draining = True
-        loop = asyncio.get_running_loop()
-        self._drain_timer = loop.call_later(self._drain_s, self._drain, signal.SIGTERM, None)
 
     def _drain(self, sig: int, frame: FrameType | None) -> None:
         """Stop admitting requests, and fail accepted requests after the grace period."""

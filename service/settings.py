@@ -211,13 +211,9 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
+    def _fit_each_other(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: set both or neither")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_have_one_process(self) -> Self:
         if self.adapter and (self.frontends or self.gpus > 1):
             raise ValueError("adapters are served by one process: leave out frontends and gpus")
         return self

@@ -79,9 +79,7 @@ def model_labels(reference: str) -> tuple[str, str]:
 class Families:
     """The metric families that the service observes. The labels of a model are the last ones.
 
-    Args:
-        registry: the registry of the families; None for families whose values lie in a folder that
-            all processes of a server share.
+    Without a registry, the values lie in a folder that all processes of a server share.
 
     Attributes:
         of_models: the families that have series of models.
@@ -167,7 +165,6 @@ class Metrics:
 
     Args:
         models: the full names of the served models; `add_models` adds further ones.
-        shared: whether the values are those of all processes.
 
     Attributes:
         in_flight: requests of this process that have arrived and are not answered.
@@ -375,8 +372,7 @@ class Metrics:
     def _write_observed(self) -> None:
         """Add all observed values to their series, with the id of a recent request per bucket.
 
-        Histograms of several processes keep no ids, nor do any keep an id that OpenMetrics does not
-        allow, because it is too long.
+        Histograms of several processes keep no ids.
         """
         for series, values in list(self._observed.items()):
             observed: list[float] = []

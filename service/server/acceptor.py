@@ -6,7 +6,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from random import getrandbits
 from ssl import SSLContext
@@ -167,6 +167,7 @@ class Probes:
         return head.encode() + body
 
 
+@dataclass(slots=True, eq=False)
 class Acceptor:
     """Accepts the connections of a listening socket, from `begin` to `close`.
 
@@ -174,55 +175,50 @@ class Acceptor:
     handles hundreds of requests, so new connections, probes among them, would wait for minutes in
     the listening queue. An acceptor accepts several per turn.
 
-    Args:
+    Attributes:
         tls: returns the certificate for a connection that opens now, or None without TLS.
         probes: answers probes that have arrived with their connection; not used with TLS.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        tls: Callable[[], SSLContext | None],
-        probes: Probes,
-    ) -> None:
-        self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
-        self._probes = probes
-        self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
-        self._closed = False
+    listener: socket.socket
+    make_protocol: Callable[[], asyncio.Protocol]
+    tls: Callable[[], SSLContext | None]
+    probes: Probes
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    opening: set[asyncio.Task[None]] = field(default_factory=set)
+    is_closed: bool = False
 
     def begin(self) -> None:
         """Begin to accept connections, or go on after a pause."""
-        if not self._closed:
-            self._listener.setblocking(False)
-            self._loop.add_reader(self._listener, self._accept)
+        if not self.is_closed:
+            self.listener.setblocking(False)
+            self.loop.add_reader(self.listener, self._accept)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connection, _address = self._listener.accept()
+                connection, _address = self.listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
                 log.error("connections wait: %s", error.strerror)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(_PAUSE_S, self.begin)
+                self.loop.remove_reader(self.listener)
+                self.loop.call_later(_PAUSE_S, self.begin)
                 return
             connection.setblocking(False)
-            tls = self._tls()
-            if tls is None and self._probes.answers(connection):
+            tls = self.tls()
+            if tls is None and self.probes.answers(connection):
                 continue
-            task = self._loop.create_task(self._open(connection, tls))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            task = self.loop.create_task(self._open(connection, tls))
+            self.opening.add(task)
+            task.add_done_callback(self.opening.discard)
 
     async def _open(self, connection: socket.socket, tls: SSLContext | None) -> None:
         try:
-            await self._loop.connect_accepted_socket(
-                self._make_protocol,
+            await self.loop.connect_accepted_socket(
+                self.make_protocol,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
@@ -233,10 +229,10 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept no further connection."""
-        self._closed = True
-        self._loop.remove_reader(self._listener)
+        self.is_closed = True
+        self.loop.remove_reader(self.listener)
 
     async def wait_closed(self) -> None:
         """Wait for the connections that are being opened."""
-        if self._opening:
-            await asyncio.wait(self._opening)
+        if self.opening:
+            await asyncio.wait(self.opening)

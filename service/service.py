@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,13 +53,12 @@ from cloze.service.models.served_models import (
     open_bundles,
 )
 from cloze.service.observe.logs import AccessLog
-from cloze.service.observe.metrics import Metrics, ModelInfo
+from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
 from cloze.service.protocols import (
     PROTOCOLS,
     ErrorResponder,
     ProtocolContext,
-    WireProtocol,
     operations,
 )
 from cloze.service.settings import Settings
@@ -70,30 +68,15 @@ from cloze.service.text.tokenizer import Tokenizer
 log = logging.getLogger("cloze")
 
 
-@dataclass(frozen=True, slots=True)
-class Registries:
-    """The tasks, by name, and the protocols that a service offers."""
-
-    tasks: Mapping[str, Task]
-    protocols: Sequence[WireProtocol]
-
-
-DEFAULT_REGISTRIES: Final = Registries(TASKS, PROTOCOLS)
-
-
 def single_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
-    registries: Registries = DEFAULT_REGISTRIES,
+    tasks: Mapping[str, Task] = TASKS,
     bundles: Sequence[Bundle] | None = None,
 ) -> "Service":
     """Return a service whose engines run in this process.
 
-    Args:
-        settings: the operator's settings.
-        make_engine: opens the engines; None selects `OnnxEngine`.
-        registries: the tasks and the protocols.
-        bundles: the bundles to serve; None: those that the settings name.
+    By default, the engines are `OnnxEngine`, and the bundles are those that the settings name.
 
     Raises:
         StartupError: the store is empty, a bundle does not open, or the device is missing; or the
@@ -111,7 +94,7 @@ def single_process(
     opener = LocalModels(settings, make_engine, on_batch=on_batch)
     models = opener.open(bundles)
     try:
-        return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
+        return Service(settings, metrics, models, tasks, opener=opener, tracing=tracing)
     except BaseException:
         close_models(models)
         raise
@@ -134,6 +117,7 @@ class Snapshot:
     Attributes:
         routes: the routes of all protocols, which `app` answers besides `PAGES`.
         paths: the paths of the routes and of `PAGES`.
+        metric_names: the model in the metrics of each served model, by its full name.
         running: number of requests that `app` has not answered.
     """
 
@@ -142,6 +126,7 @@ class Snapshot:
     app: ASGIApp
     routes: Sequence[Route]
     paths: Paths
+    metric_names: Mapping[str, str]
     running: int = 0
 
     @property
@@ -149,38 +134,21 @@ class Snapshot:
         """The served models by their full names."""
         return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
 
-    def metric_names(self) -> dict[str, str]:
-        """Return the model in the metrics of each served model, by its full name.
-
-        Further adapters than `MOST_ADAPTER_SERIES` count as their base.
-        """
-        names, adapters = {}, 0
-        for pipeline in self.models.pipelines:
-            bundle, name = pipeline.model.bundle, pipeline.reference
-            if isinstance(bundle, AdapterBundle):
-                adapters += 1
-                if adapters > MOST_ADAPTER_SERIES:
-                    name = bundle.base.manifest.reference
-            names[pipeline.reference] = name
-        return names
-
-    def model_infos(self) -> list[ModelInfo]:
-        """Return the labels of each served model that never change."""
-        infos, names = [], self.metric_names()
-        for pipeline in self.models.pipelines:
-            if names[pipeline.reference] != pipeline.reference:
-                continue
-            labels = {
+    def model_infos(self) -> dict[str, dict[str, str]]:
+        """Return the labels of each served model that never change, by its full name."""
+        return {
+            pipeline.reference: {
                 "family": pipeline.manifest.architecture.family,
                 "precision": pipeline.model.precision(),
                 "tasks": ",".join(self.models.tasks_of[pipeline]),
             }
-            infos.append(ModelInfo(pipeline.manifest.reference, labels))
-        return infos
+            for pipeline in self.models.pipelines
+            if self.metric_names[pipeline.reference] == pipeline.reference
+        }
 
     def queues(self) -> dict[str, QueueState]:
         """Return the state of the queue of each model, by its full name."""
-        names = self.metric_names()
+        names = self.metric_names
         return {n: model.queue.state for n, model in self.by_name.items() if names[n] == n}
 
     def close_unused(self, other: "Snapshot") -> None:
@@ -189,9 +157,17 @@ class Snapshot:
         close_models(model for model in self.by_name.values() if id(model) not in used)
 
 
-def return_memory_later() -> None:
-    """Return the memory of an old snapshot when its last connections are gone."""
-    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+def _metric_names(served: Sequence[ServedModel]) -> dict[str, str]:
+    """Return the model in the metrics of each served model, by its full name.
+
+    Further adapters than `MOST_ADAPTER_SERIES` count as their base.
+    """
+    bundles = [model.bundle for model in served]
+    names = {bundle.manifest.reference: bundle.manifest.reference for bundle in bundles}
+    adapters = [bundle for bundle in bundles if isinstance(bundle, AdapterBundle)]
+    for adapter in adapters[MOST_ADAPTER_SERIES:]:
+        names[adapter.manifest.reference] = adapter.base.manifest.reference
+    return names
 
 
 def _return_memory() -> None:
@@ -214,12 +190,11 @@ class Service:
         models: the served models, in the order of preference.
         opener: opens engines in this process; None: other processes have the engines, and a
             supervisor restarts them.
-        tracing: makes the spans of requests; None: there are none.
-        clock: tells the time.
 
     Attributes:
         snapshot: answers new requests.
         certificate: the server's certificate, which a reload reads again.
+        draining: whether readiness fails and reloads are refused; `drain` also admits no request.
         has_engines: whether the engines are in this process, which so can reload.
 
     Raises:
@@ -229,24 +204,20 @@ class Service:
     def __init__(
         self,
         settings: Settings,
-        registries: Registries,
         metrics: Metrics,
         models: Sequence[ServedModel],
+        tasks: Mapping[str, Task] = TASKS,
         *,
         opener: LocalModels | None = None,
         tracing: Tracing | None = None,
         clock: Clock = CLOCK,
     ) -> None:
-        self._settings, self._registries, self._metrics = settings, registries, metrics
+        self._settings, self._metrics, self._tasks = settings, metrics, tasks
         self._opener, self._tracing, self._clock = opener, tracing, clock
         keys = Keys(settings.keys_file) if settings.keys_file else None
-        self._callers = Callers(
-            keys,
-            settings.max_timeout_s,
-            settings.request_timeout_ms / 1000,
-            clock,
-        )
-        self._access_log = AccessLog(
+        timeout_s = settings.request_timeout_ms / 1000
+        self._callers = Callers(keys, settings.max_timeout_s, timeout_s, clock)
+        access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
@@ -259,10 +230,10 @@ class Service:
             clock,
         )
         self._starts, self._returns = Starts(clock), Returns(max(1, settings.frontends))
-        self._responder = ErrorResponder(registries.protocols, settings.request_timeout_ms / 1000)
+        self._responder = ErrorResponder(PROTOCOLS, timeout_s)
         self._recorder = Recorder(
             metrics,
-            self._access_log,
+            access_log,
             tracing,
             self._limits,
             self._respond,
@@ -274,7 +245,7 @@ class Service:
         self.has_engines = opener is not None
         self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
         self._alone.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._work: set[asyncio.Task[None]] = set()
         self.snapshot = self._make_snapshot(models)
 
     # ---- the snapshot ---------------------------------------------------------------------------
@@ -285,17 +256,17 @@ class Service:
         Raises:
             StartupError: a tokenizer cannot be read, or a setting does not fit the models.
         """
-        settings, registries = self._settings, self._registries
+        settings = self._settings
         pipelines = []
         tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
         for model in served:
             limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
             pipelines.append(Pipeline(model, limits, tokenizers.get(path), self._clock))
             tokenizers[path] = pipelines[-1].context.tokenizer
-        models = Models(pipelines, registries.tasks.values(), settings.default_models())
+        models = Models(pipelines, self._tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
         context = ProtocolContext(
-            registries.tasks,
+            self._tasks,
             models,
             self._metrics,
             self,
@@ -308,7 +279,7 @@ class Service:
             self._limits,
             has_keys,
         )
-        routes = [route for protocol in registries.protocols for route in protocol.routes(context)]
+        routes = [route for protocol in PROTOCOLS for route in protocol.routes(context)]
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             limits=self._waits,
@@ -325,12 +296,11 @@ class Service:
         )
         app = create_app(routes, access, gate, self._respond, settings.cors_origins)
         paths = Paths([*PAGES, *(route.path for route in routes)])
-        return Snapshot(models, gate, app, routes, paths)
+        return Snapshot(models, gate, app, routes, paths, _metric_names(served))
 
     def _add_series(self, snapshot: Snapshot) -> None:
         """Create the metric series of a snapshot's models and routes, which start from zero."""
-        names = snapshot.metric_names()
-        self._metrics.names = names
+        names = self._metrics.names = snapshot.metric_names
         self._metrics.add_models(dict.fromkeys(names.values()))
         for route in snapshot.routes:
             references = [*dict.fromkeys(names[model.reference] for model in route.models or ())]
@@ -392,10 +362,6 @@ class Service:
         self._metrics.certificate_end = lambda: self.certificate.end
         self._metrics.begin()
         self._add_series(self.snapshot)
-
-    def announce_drain(self) -> None:
-        """Fail readiness and refuse reloads; requests are still admitted until `drain`."""
-        self.draining = True
 
     def drain(self) -> None:
         """Stop admitting requests; accepted requests are still answered."""
@@ -463,10 +429,13 @@ class Service:
         self._alone.clear()
         old = self.snapshot
         try:
-            new, refused = await self._open_next(old)
+            self.certificate.check()
+            new, refused = await asyncio.to_thread(self._reopened, old)
+            if self.draining:
+                await asyncio.to_thread(new.close_unused, old)
+                raise ShuttingDown("the server is shutting down")
         except BaseException as error:
-            self._alone.set()
-            return_memory_later()
+            self._end_reload()
             if not isinstance(error, StartupError):
                 raise
             self._metrics.observe_reload(ok=False)
@@ -482,31 +451,14 @@ class Service:
         log.info("reloaded: %s", changes)
         return changes
 
-    async def _open_next(self, old: Snapshot) -> tuple[Snapshot, dict[str, str]]:
-        """Return the next snapshot, and use the certificate of now; or change nothing.
-
-        The second value has the adapters that are left out, by folder.
-
-        Raises:
-            StartupError: the certificate, the keys or a bundle cannot be used.
-            ShuttingDown: the server drains.
-        """
-        self.certificate.load()
-        new, refused = await asyncio.to_thread(self._reopened, old)
-        try:
-            if self.draining:
-                raise ShuttingDown("the server is shutting down")
-            self.certificate.files.read()
-        except BaseException:
-            await asyncio.to_thread(new.close_unused, old)
-            raise
-        return new, refused
-
     def _reopened(self, old: Snapshot) -> tuple[Snapshot, dict[str, str]]:
-        """Return a snapshot of what the store and the keys hold now, with the engines that stay.
+        """Return a snapshot of what the store holds now, with the engines that stay.
+
+        The keys and the certificate of now are in use afterwards. The second value has the adapters
+        that are left out, by folder.
 
         Raises:
-            StartupError: the keys cannot be read, or a bundle or an engine does not open.
+            StartupError: a file cannot be read, or a bundle or an engine does not open.
         """
         assert self._opener is not None
         running = [*old.by_name.values()]
@@ -514,8 +466,9 @@ class Service:
         models = self._opener.open(opened.bundles, running)
         try:
             snapshot = self._make_snapshot(models)
-            if self._callers.keys is not None:
-                self._callers.keys.file.read()  # last, since the keys are replaced at once
+            if self._callers.keys is not None:  # last, since the keys are replaced at once
+                self._callers.keys.file.read()
+            self.certificate.files.read()  # which `check` has read
         except BaseException:
             close_models(model for model in models if all(model is not other for other in running))
             raise
@@ -528,11 +481,15 @@ class Service:
             unserved = old.by_name.keys() - self.snapshot.by_name.keys()
             await asyncio.to_thread(self._metrics.forget_models, unserved)
         finally:
-            self._alone.set()
-            return_memory_later()
+            self._end_reload()
+
+    def _end_reload(self) -> None:
+        """Admit the next reload, and return the memory of this one when connections are gone."""
+        self._alone.set()
+        asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         """Run work in a task that is kept until it ends; the event loop alone would not keep it."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)

@@ -211,13 +211,9 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
+    def _fit_each_other(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: set both or neither")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_have_one_process(self) -> Self:
         if self.adapter and (self.frontends or self.gpus > 1):
             raise ValueError("adapters are served by one process: leave out frontends and gpus")
         return self
@@ -304,9 +300,7 @@ def available_cpus(control_group: Path = _CONTROL_GROUP, cores: int | None = Non
     The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
     control group (version 2 or 1), rounded up. A container is a control group.
 
-    Args:
-        control_group: the folder of the control group.
-        cores: number of cores in the affinity; None asks the operating system.
+    `cores` is the number of cores in the affinity; None asks the operating system.
     """
     cores = cores or len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):

@@ -16,10 +16,8 @@ import pytest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD
-from cloze.service.protocols import PROTOCOLS
 from cloze.service.server.process import serve_in_one_process
 from cloze.service.server.startup import begin
-from cloze.service.service import Registries
 from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext
@@ -74,8 +72,7 @@ def main() -> int:
     names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
     settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
     begin(settings)
-    registries = Registries({**TASKS, TOY.name: TOY}, PROTOCOLS)
-    return serve_in_one_process(settings, registries=registries)
+    return serve_in_one_process(settings, tasks={**TASKS, TOY.name: TOY})
 
 
 # ---- the tests -----------------------------------------------------------------------------------

@@ -278,10 +278,7 @@ def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
 def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:
     """Return the value of a JSON body. A byte order mark of UTF-8 before it is ignored.
 
-    Args:
-        data: the body.
-        limits: the limits of bodies above ``chunk_bytes``.
-        chunk_bytes: how much is scanned at once; at least 2.
+    Bodies above ``chunk_bytes``, at least 2, have the limits; so much is scanned at once.
 
     Raises:
         MalformedRequest: the body is not JSON.

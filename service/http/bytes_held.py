@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cloze.service.core import Overloaded, Rejection
 
@@ -16,17 +16,6 @@ class Hold:
 
     client: str
     size: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A hold that waits until it may have some bytes more."""
-
-    hold: Hold
-    more: int
-    granted: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
 
 
 class ByteBudget:
@@ -49,34 +38,30 @@ class ByteBudget:
         self._share = most - most // 2
         self._holds: dict[Hold, None] = {}  # in the order in which they came
         self._held = 0
-        self._of_client: dict[str, dict[Hold, None]] = {}  # in the same order
         self._by_client: Counter[str] = Counter()  # bytes
-        self._waiting: dict[Hold, _Waiter] = {}
+        self._waiting: dict[Hold, tuple[int, asyncio.Future[None]]] = {}  # for so many more
 
     async def grow(self, hold: Hold, size: int, left_s: float) -> None:
         """Wait until a hold may have ``size`` bytes in all; `release` must follow in any case.
 
-        Args:
-            hold: what holds them.
-            size: the bytes.
-            left_s: seconds that are left to the request.
+        `left_s` is the time that is left to the request.
 
         Raises:
             Overloaded: there was no room in time.
         """
         if size <= hold.size:
             return
-        self._enter(hold)
-        waiter = _Waiter(hold, size - hold.size)
-        self._waiting[hold] = waiter
+        more, granted = size - hold.size, asyncio.get_running_loop().create_future()
+        self._holds.setdefault(hold)
+        self._waiting[hold] = more, granted
         self._wake()
-        if waiter.granted.done():
+        if granted.done():
             return
         try:
             async with asyncio.timeout(min(self._longest_wait_s or left_s, left_s)):
-                await waiter.granted
+                await granted
         except TimeoutError:
-            raise self._refusal(hold.client, waiter.more) from None
+            raise self._refusal(hold.client, more) from None
         finally:
             self._waiting.pop(hold, None)
 
@@ -89,15 +74,9 @@ class ByteBudget:
     def release(self, hold: Hold) -> None:
         """Forget a hold."""
         if hold in self._holds:
-            del self._holds[hold], self._of_client[hold.client][hold]
-            if not self._of_client[hold.client]:
-                del self._of_client[hold.client]
+            del self._holds[hold]
             self._add(hold, -hold.size)
             self._wake()
-
-    def _enter(self, hold: Hold) -> None:
-        self._holds.setdefault(hold)
-        self._of_client.setdefault(hold.client, {}).setdefault(hold)
 
     def _add(self, hold: Hold, more: int) -> None:
         hold.size += more
@@ -106,29 +85,23 @@ class ByteBudget:
         if not self._by_client[hold.client]:
             del self._by_client[hold.client]
 
-    def _in_share(self, hold: Hold, more: int) -> bool:
-        """Whether the share of its client lets a hold have so many bytes more."""
-        if self._by_client[hold.client] + more <= self._share:
-            return True
-        return next(iter(self._of_client[hold.client])) is hold
-
-    def _in_limit(self, hold: Hold, more: int) -> bool:
-        return self._held + more <= self._most or next(iter(self._holds)) is hold
-
     def _wake(self) -> None:
         """Let the holds that wait grow, the first one first, as far as there is room."""
-        if not self._waiting:
-            return
-        for hold in [hold for hold in self._holds if hold in self._waiting]:
-            waiter = self._waiting[hold]
-            if not self._in_share(hold, waiter.more):
+        clients: set[str] = set()
+        for hold in [*self._holds] if self._waiting else ():
+            is_first, is_first_of_client = not clients, hold.client not in clients
+            clients.add(hold.client)
+            if hold not in self._waiting:
                 continue
-            if not self._in_limit(hold, waiter.more):
+            more, granted = self._waiting[hold]
+            if self._by_client[hold.client] + more > self._share and not is_first_of_client:
+                continue
+            if self._held + more > self._most and not is_first:
                 return  # later ones must not take the room for which it waits
             del self._waiting[hold]
-            self._add(hold, waiter.more)
-            if not waiter.granted.done():
-                waiter.granted.set_result(None)
+            self._add(hold, more)
+            if not granted.done():
+                granted.set_result(None)
 
     def _refusal(self, client: str, more: int) -> Overloaded:
         own = self._by_client[client]

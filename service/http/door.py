@@ -10,6 +10,7 @@ A refused request is told when to come back; see `Returns`.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -50,7 +51,6 @@ class Starts:
 
     Attributes:
         unsubmitted: (client, line) -> tokens of these requests.
-        requests: client -> number of these requests.
         waiting: number of requests that wait for a later turn.
         is_closed: whether the process drains, and admits no further request.
     """
@@ -58,7 +58,6 @@ class Starts:
     def __init__(self, clock: Clock = CLOCK) -> None:
         self.clock = clock
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
-        self.requests: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
         self.waiting = 0
         self.is_closed = False
@@ -76,26 +75,21 @@ class Starts:
         turn = asyncio.get_running_loop().create_future()
         self._lines.setdefault(client, deque()).append(turn)
         self.waiting += 1
-        self.requests[client] += 1
         self.unsubmitted[client, line] += tokens
         try:
             await turn
         finally:
-            self.requests[client] -= 1
             self.unsubmitted[client, line] -= tokens
-            if not self.requests[client]:
-                del self.requests[client]
             if not self.unsubmitted[client, line]:
                 del self.unsubmitted[client, line]
 
-    def expected_wait_s(self, client: str) -> float:
-        """Return the seconds until a request of a client that arrives now starts."""
-        rate = self._rate.per_s
-        if not rate or self.clock.monotonic() - self._measured > _RATE_LASTS_S:
-            return 0.0
-        own = len(self._lines.get(client, ())) + 1
-        clients = len(self._lines) + (own == 1)
-        return min(self.waiting, own * clients) / rate
+    def with_start(self, wait: ExpectedWait, client: str) -> ExpectedWait:
+        """Return an expected wait of a client's next request, with the time until it starts."""
+        own, seconds = len(self._lines.get(client, ())), wait.seconds
+        if (rate := self._rate.per_s) and self.clock.monotonic() <= self._measured + _RATE_LASTS_S:
+            clients = len(self._lines) + (own == 0)
+            seconds += min(self.waiting, (own + 1) * clients) / rate
+        return wait._replace(seconds=seconds, requests=wait.requests + own)
 
     def _turn(self) -> None:
         """Start the requests of the next turn."""
@@ -123,9 +117,7 @@ class Gate:
     The body names the model, and the gate sees only the head. So it refuses a request only if the
     line of each model of the route is full.
 
-    Args:
-        routes: route, as in `Paths` -> the served models, the default first.
-        limits: how long requests may wait.
+    `routes` has the served models of each route, the default first.
     """
 
     def __init__(
@@ -171,16 +163,11 @@ class Gate:
     def _check(self, request: ServedRequest, model: str, wait: ExpectedWait) -> None:
         """Raise `Overloaded` if a request may not wait so long, or others come before it.
 
-        Args:
-            request: the request.
-            model: the model whose queue is the shortest.
-            wait: the expected wait in that queue.
+        `model` has the shortest queue, where the request would wait.
         """
         limits, starts, returns = self._limits, self._starts, self._returns
         if starts.waiting:
-            seconds = wait.seconds + starts.expected_wait_s(request.client)
-            requests = wait.requests + starts.requests[request.client]
-            wait = wait._replace(seconds=seconds, requests=requests)
+            wait = starts.with_start(wait, request.client)
         excess_s = partial(limits.excess_s, wait, request.stated_s, is_bulk=request.is_bulk)
         line = _refused_line(request, model, Rejection.WAIT)
         if excess_s(share=returns.share(request.connection, line, request.arrived)) <= 0:
@@ -225,43 +212,34 @@ def _refused_line(request: ServedRequest, model: str, reason: Rejection) -> Refu
     return RefusedLine(reason, model, request.client, patience, request.is_bulk)
 
 
+@dataclass(frozen=True, slots=True)
 class Door:
     """The ASGI application of all routes, which calls the handlers of POST routes without a router.
 
     `docs/decisions/0007` has the measured difference.
 
-    Args:
-        access: refuses requests without a key, and requests for another host.
-        gate: refuses requests of a full server.
-        router: answers all requests but those with a handler.
-        handlers: the handlers of POST routes by path.
-        respond: returns the response to a `ServiceError`.
+    `handlers` has the handlers of POST routes by path; `router` answers all other requests.
     """
 
-    def __init__(
-        self,
-        access: Access,
-        gate: Gate,
-        router: ASGIApp,
-        handlers: Mapping[str, Handler],
-        respond: Respond,
-    ) -> None:
-        self._access, self._gate = access, gate
-        self._router, self._handlers, self._respond = router, handlers, respond
+    access: Access
+    gate: Gate
+    router: ASGIApp
+    handlers: Mapping[str, Handler]
+    respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         request, record = Request(scope, receive), scope[RECORD]
         is_post = record.method == "POST"
-        handler = self._handlers.get(record.path) if is_post else None
+        handler = self.handlers.get(record.path) if is_post else None
         try:
-            self._access.check(record)
+            self.access.check(record)
             if is_post:
-                await self._gate.pass_through(record)
+                await self.gate.pass_through(record)
             if handler is None:
-                await self._router(scope, receive, send)
+                await self.router(scope, receive, send)
                 return
             response = await handler(request)
         except ServiceError as error:
-            response = await self._respond(request, error)
+            response = await self.respond(request, error)
         await response(scope, receive, send)

@@ -5,12 +5,13 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final
 
 from starlette.requests import Request
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloze.service.clock import CLOCK, Clock
@@ -49,25 +50,22 @@ _LONGEST_ADDRESS: Final = 64
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
+@dataclass(frozen=True, slots=True)
 class Callers:
     """Reads what the headers of requests say about their clients.
 
-    Args:
+    Attributes:
         keys: the API keys; None: there are none.
         max_timeout_s: largest time limit that a request may state.
         timeout_s: time limit of a request that states none.
+        told: addresses of which the log says that they forward requests.
     """
 
-    def __init__(
-        self,
-        keys: Keys | None = None,
-        max_timeout_s: float = 300.0,
-        timeout_s: float = 30.0,
-        clock: Clock = CLOCK,
-    ) -> None:
-        self.keys, self.clock = keys, clock
-        self._max_timeout_s, self._timeout_s = max_timeout_s, timeout_s
-        self._told: set[str] = set()
+    keys: Keys | None = None
+    max_timeout_s: float = 300.0
+    timeout_s: float = 30.0
+    clock: Clock = CLOCK
+    told: set[str] = field(default_factory=set)
 
     def record(self, scope: Scope, route: str | None) -> ServedRequest:
         """Return the request of an ASGI scope, whose headers have arrived."""
@@ -87,13 +85,13 @@ class Callers:
         stated_s, terms_problem = None, ""
         if TIMEOUT_HEADER in first or _READ_TIMEOUT_HEADER in first:
             try:
-                stated_s = timeout_s(first, self._max_timeout_s)
+                stated_s = timeout_s(first, self.max_timeout_s)
             except InvalidRequest as error:
                 terms_problem = error.problem
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
-        arrived, limit_s = self.clock.monotonic(), self._timeout_s if stated_s is None else stated_s
+        arrived, limit_s = self.clock.monotonic(), self.timeout_s if stated_s is None else stated_s
         return ServedRequest(
             method=scope["method"],
             path=scope["path"],
@@ -115,9 +113,9 @@ class Callers:
 
     def _tell_of_proxy(self, address: str) -> None:
         """Log, once per address, that all clients behind a proxy count as one."""
-        if address in self._told or len(self._told) == _MOST_TOLD:
+        if address in self.told or len(self.told) == _MOST_TOLD:
             return
-        self._told.add(address)
+        self.told.add(address)
         log.warning(
             "%s forwards requests of others, which all count as its own, with one fair share: if "
             "it is your proxy, name it in CLOZE_TRUSTED_PROXIES, and let it set X-Forwarded-For",
@@ -154,17 +152,12 @@ class Paths:
     reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
     before them) reads the same one.
 
-    Args:
-        routes: paths of routes. A part in braces stands for any text without a slash.
+    A part of a route in braces stands for any text without a slash.
     """
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._routes = frozenset(routes)
-        self._patterns = {
-            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
-            for route in self._routes
-            if "{" in route
-        }
+        self._patterns = {route: compile_path(route)[0] for route in self._routes if "{" in route}
 
     def route(self, path: str) -> str | None:
         """Return the route of a path; None if there is none."""
@@ -173,37 +166,27 @@ class Paths:
         return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
 
 
+@dataclass(frozen=True, slots=True)
 class Recorder:
     """Records the requests of one process: their metrics, their spans and their log lines.
 
-    Args:
-        tracing: makes the spans of requests; None: there are none.
-        limits: the limits of the requests.
-        respond: returns the response to an error that nothing else has handled.
-        is_ending: returns whether each connection is to end with its next answer.
+    `respond` answers an error that nothing else has handled. `is_ending` returns whether each
+    connection is to end with its next answer.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        access_log: AccessLog,
-        tracing: Tracing | None,
-        limits: RequestLimits,
-        respond: Respond,
-        is_ending: Callable[[], bool],
-        clock: Clock = CLOCK,
-    ) -> None:
-        self._clock = clock
-        self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
-        self._limits, self._respond, self._is_ending = limits, respond, is_ending
+    metrics: Metrics
+    access_log: AccessLog
+    tracing: Tracing | None
+    limits: RequestLimits
+    respond: Respond
+    is_ending: Callable[[], bool]
+    clock: Clock = CLOCK
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an application answer a request, add its id and its model, and record the answer."""
         record: ServedRequest = scope[RECORD]
-        if self._tracing is not None:
-            record.trace = self._tracing.begin(
-                record.method, record.path, record.headers, record.arrived
-            )
+        if self.tracing is not None:
+            record.trace = self.tracing.begin(record)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -212,36 +195,36 @@ class Recorder:
                 if record.model:
                     message["headers"].append((b"x-model", record.model.encode("ascii")))
                 # A client that asks whether to send its body may send it or not after a refusal.
-                if self._is_ending() or (record.received == 0 and b"expect" in record.first):
+                if self.is_ending() or (record.received == 0 and b"expect" in record.first):
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        self._metrics.in_flight += 1
+        self.metrics.in_flight += 1
         try:
             await app(scope, receive, send_with_id)
         except Exception as error:
             # Starlette's own handler is outside of this one, so its answer would have no id.
-            response = await self._respond(Request(scope), error)
+            response = await self.respond(Request(scope), error)
             if not record.status:
                 await response(scope, receive, send_with_id)
             raise  # so that uvicorn logs the traceback
         finally:
-            clock = self._clock
-            self._metrics.in_flight -= 1
+            clock = self.clock
+            self.metrics.in_flight -= 1
             if record.answer is not None:
-                self._limits.sent(record)
+                self.limits.sent(record)
             if record.tokens and not record.texts:  # without a result it costs its key no tokens
                 if record.key is not None:
                     record.key.take_tokens(-record.tokens, clock.monotonic())
                 record.tokens = 0
             record.status = record.status or 500
             record.ended, record.seconds = clock.wall(), clock.monotonic() - record.arrived
-            self._metrics.observe_request(record)
+            self.metrics.observe_request(record)
             if record.trace is not None:
                 record.trace.end(record)
             # The access log keeps the record for longer than its connection and its span.
             record.trace = record.usage = record.connection = None
-            self._access_log.add(record)
+            self.access_log.add(record)
 
 
 # ---- access --------------------------------------------------------------------------------------
@@ -275,10 +258,9 @@ class Access:
         Raises:
             ServiceError: the host, the key, its permission or its rate is wrong, or it has expired.
         """
+        by_address = request.path in self.by_address
         for name, value in request.headers if self.hosts else ():
-            if name != b"host" or is_accepted(value, self.hosts):
-                continue
-            if not (request.path in self.by_address and is_address(value)):
+            if name == b"host" and not is_accepted(value, self.hosts, or_address=by_address):
                 raise Forbidden(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
@@ -301,10 +283,15 @@ class Access:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address to listen on is reached from this machine only."""
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
@@ -316,20 +303,14 @@ def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
 
 
 @lru_cache(64)  # a client sends the same one with each request
-def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
-    """Return whether the value of a Host header names one of the hosts, with or without a port."""
+def is_accepted(value: bytes, hosts: frozenset[bytes], *, or_address: bool = False) -> bool:
+    """Return whether the value of a Host header names one of the hosts, with or without a port.
+
+    With `or_address`, any IP address is accepted too.
+    """
     name = value.strip().lower()
-    if name.startswith(b"["):
-        return name.partition(b"]")[0] + b"]" in hosts
-    return name.partition(b":")[0] in hosts
-
-
-def is_address(value: bytes) -> bool:
-    """Return whether the value of a Host header is an IP address, with or without a port."""
-    name = value.strip().decode("latin-1")
-    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    is_ipv6 = name.startswith(b"[")
+    host = name.partition(b"]")[0] + b"]" if is_ipv6 else name.partition(b":")[0]
+    if host in hosts or not or_address:
+        return host in hosts
+    return _address(host.decode("latin-1")[is_ipv6 : len(host) - is_ipv6]) is not None

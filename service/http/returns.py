@@ -70,7 +70,7 @@ class _Refused:
 
 
 class Returns:
-    """When refused requests may come back: one after another, as fast as their line is worked off.
+    """When refused requests may come back: as fast as their line is worked off.
 
     Nothing is kept for a request that does not come back: a time passes, and a connection that
     closes or is admitted gives its time back. Each connection has one time, however often it asks.
@@ -90,13 +90,13 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self.refused: dict[Connection, _Refused] = {}
+        self.refused: dict[Connection | None, _Refused] = {}
 
     def share(self, connection: Connection | None, line: RefusedLine, now: float) -> float:
         """Return the share of the limits that a request may use; all if it comes back as told."""
         if self._last.get(line, 0.0) <= now:
             return 1.0
-        refused = None if connection is None else self.refused.get(connection)
+        refused = self.refused.get(connection)
         if refused is None or refused.line != line or refused.over is not None:
             return _SHARE_OF_NEW
         return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
@@ -104,20 +104,14 @@ class Returns:
     def refuse(
         self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
     ) -> tuple[float, float]:
-        """Return when a refused request may come back, and how long its refusal is to be held.
+        """Return in how many seconds a refused request may come back, and how long to hold it.
 
         Args:
-            request: the request.
-            line: the line that refused the request.
-            now: `time.monotonic` time.
             room_s: seconds until the line has room.
             each_s: seconds in which the line works off one such request.
-
-        Returns:
-            Two numbers of seconds.
         """
         connection = request.connection
-        before = None if connection is None else self.refused.get(connection)
+        before = self.refused.get(connection)
         if before is not None and before.over not in (None, request.arrived):
             before = None
         early, hold_s = 0, 0.0
@@ -146,7 +140,7 @@ class Returns:
 
     def admitted(self, request: ServedRequest) -> None:
         """Note that the gate admits a request; if it comes early, its time is given back."""
-        refused = None if request.connection is None else self.refused.get(request.connection)
+        refused = self.refused.get(request.connection)
         if refused is not None and refused.over is None:
             self._give_back(request.connection, request.arrived)
             refused.over = request.arrived
@@ -157,7 +151,7 @@ class Returns:
         self.refused.pop(connection, None)
 
     def _give_back(self, connection: Connection | None, now: float) -> None:
-        refused = None if connection is None else self.refused.get(connection)
+        refused = self.refused.get(connection)
         if refused is not None and refused.at > now and refused.line in self._last:
             self._last[refused.line] -= refused.moved_s
             refused.moved_s = 0.0

@@ -12,7 +12,7 @@ import select
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -51,12 +51,6 @@ class LineWriter(logging.Handler):
 
     A pipe that is ready for writing takes at least `_CHUNK_BYTES` at once, so a write of so many
     bytes after a poll does not wait, and lines of several processes do not mix.
-
-    `logging.handlers.QueueListener` would wake its thread for each line, and format it before the
-    queue; it has no limit of lines, and none of its wait for a stuck reader at the end.
-
-    Args:
-        most_waiting: lines that may wait; the oldest of more lines are counted and dropped.
 
     Attributes:
         waiting: lines with their line ends, and the arguments of `_line` for a line of a request.
@@ -182,37 +176,27 @@ class LineLimit:
     """Lets `_MOST_REFUSALS` lines per second and kind through, and counts the others."""
 
     def __init__(self) -> None:
-        self._second = 0
-        self._counts: Counter[Hashable] = Counter()  # of this second
-        self._left_out: Counter[Hashable] = Counter()
+        self._kinds: dict[Hashable, tuple[int, int, int]] = {}  # second, lines in it, left out
 
     def left_out(self, kind: Hashable, now: float) -> int | None:
-        """Return how many lines of the kind were left out before this one; None: leave it out.
-
-        Args:
-            kind: one of few.
-            now: time in seconds.
-        """
-        if int(now) != self._second:
-            self._second = int(now)
-            self._counts.clear()
-        if self._counts[kind] >= _MOST_REFUSALS:
-            self._left_out[kind] += 1
+        """Return how many lines of the kind were left out before this one; None: leave it out."""
+        second, lines, left_out = self._kinds.get(kind, (0, 0, 0))
+        if second != int(now):
+            lines = 0
+        if lines >= _MOST_REFUSALS:
+            self._kinds[kind] = second, lines, left_out + 1
             return None
-        self._counts[kind] += 1
-        return self._left_out.pop(kind, 0)
+        self._kinds[kind] = int(now), lines + 1, 0
+        return left_out
 
 
 class AccessLog:
     """Chooses the requests of one process that get a line.
 
     Args:
-        form: the format of a line.
-        level: the lowest level of a line.
         share: the share of the results to log, in [0, 1]; all errors are logged, except many
             refusals per second.
         quiet_routes: routes of probes and scrapes, whose results are logged only at debug.
-        writer: formats and writes the lines.
     """
 
     def __init__(
@@ -248,8 +232,7 @@ class AccessLog:
 def _line(form: LogFormat, request: ServedRequest, left_out: int = 0) -> str:
     """Return the line of a request, with its line end.
 
-    Args:
-        left_out: the number of refusals of its kind since the last one with a line.
+    `left_out` counts the refusals of its kind since the last one with a line.
     """
     status = request.status
     level = "INFO" if status < 400 else "WARNING" if status < 500 else "ERROR"
@@ -258,17 +241,16 @@ def _line(form: LogFormat, request: ServedRequest, left_out: int = 0) -> str:
         parts = (request.tokenize_s, request.queue_s, request.inference_s)
         ms |= zip(("tokenize", "queue", "inference"), parts, strict=True)
     rounded = {name: round(seconds * 1000, 2) for name, seconds in ms.items()}
-    fields: dict[str, Any] = {"id": request.identity.decode()}
-    if request.client:
-        fields["client"] = request.client
-    if request.model:
-        fields["model"] = request.model
-    if request.texts:
-        fields |= {"texts": request.texts, "tokens": request.tokens}
-    if request.error:
-        fields["error"] = request.error
-    if left_out:
-        fields["left_out"] = left_out
+    fields: dict[str, Any] = {
+        "id": request.identity.decode(),
+        "client": request.client,
+        "model": request.model,
+        "texts": request.texts,
+        "tokens": request.texts and request.tokens,
+        "error": request.error,
+        "left_out": left_out,
+    }
+    fields = {name: value for name, value in fields.items() if value}
     if form == "json":
         values = {
             "time": _iso_time(request.ended),

@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from prometheus_client import (
@@ -70,13 +70,6 @@ Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition w
 """
 
 
-class ModelInfo(NamedTuple):
-    """A served model: its full name, and its labels that never change."""
-
-    reference: str
-    labels: Mapping[str, str]
-
-
 def model_labels(reference: str) -> tuple[str, str]:
     """Return the labels of a model, ``NAME@VERSION``; of no model if the name is empty."""
     name, _, version = reference.partition("@")
@@ -86,9 +79,7 @@ def model_labels(reference: str) -> tuple[str, str]:
 class Families:
     """The metric families that the service observes. The labels of a model are the last ones.
 
-    Args:
-        registry: the registry of the families; None for families whose values lie in a folder that
-            all processes of a server share.
+    Without a registry, the values lie in a folder that all processes of a server share.
 
     Attributes:
         of_models: the families that have series of models.
@@ -164,7 +155,7 @@ class Families:
 
 
 class Metrics:
-    """The metrics of one process, or of all processes that share a folder (`share_folder`).
+    """The metrics of one process, or of all processes that share a folder (`processes.FOLDER`).
 
     In a shared folder each process writes its own values. The process that is scraped returns the
     sum over all processes, including processes that have exited.
@@ -174,12 +165,12 @@ class Metrics:
 
     Args:
         models: the full names of the served models; `add_models` adds further ones.
-        shared: whether the values are those of all processes.
 
     Attributes:
         in_flight: requests of this process that have arrived and are not answered.
         unready_reason: returns why the server admits no request; None if it admits requests.
-        model_infos: returns the labels of each served model; all have labels of the same names.
+        model_infos: returns the labels of each served model that never change, by its full name;
+            all have labels of the same names.
         names: the model in the metrics of each served model, where it has another name.
         queues: returns the state of each queue of this process, by the model's full name.
         keys_readable: returns whether the keys file can be read; None if there is none.
@@ -192,7 +183,7 @@ class Metrics:
         self.in_flight = 0
         self._last_reload_ok = True
         self.unready_reason: Callable[[], object | None] = lambda: "the service has not begun"
-        self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
+        self.model_infos: Callable[[], Mapping[str, Mapping[str, str]]] = dict
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
         self.keys_readable: Callable[[], bool | None] = lambda: None
         self.certificate_end: Callable[[], float | None] = lambda: None
@@ -253,11 +244,7 @@ class Metrics:
     ) -> None:
         """Create the counters of a route before its first request.
 
-        Args:
-            route: the path.
-            models: the full names of the models that serve the route.
-            statuses: the HTTP statuses that start from zero; another one's series begins with the
-                first such answer.
+        The series of another status begins with the first such answer.
         """
         for model in models:
             for status in statuses:
@@ -348,22 +335,19 @@ class Metrics:
         built.add_metric(self._build, 1)
         yield built
         if infos := self.model_infos():
-            labels = (*MODEL, *infos[0].labels)
+            labels = (*MODEL, *next(iter(infos.values())))
             info = GaugeMetricFamily("cloze_model_info", "1 per served model.", labels=labels)
-            for reference, values in infos:
+            for reference, values in infos.items():
                 info.add_metric((*model_labels(reference), *values.values()), 1)
             yield info
         if self._shared:
             yield from used_by_all(os.getppid())
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics, and their content type.
+        """Return all metrics, and their content type. This takes milliseconds: use a thread.
 
-        This takes milliseconds, so call it on a thread.
-
-        Args:
-            accept: the header ``Accept`` of the request, which chooses between Prometheus's text
-                and OpenMetrics. Only the latter has exemplars, and only of a single process.
+        `accept`, a header, chooses between Prometheus's text and OpenMetrics. Only the latter has
+        exemplars, and only of a single process.
         """
         content_type = choose_encoder(accept)[1]
         with self._scraping:  # several at once would only wait for each other's interpreter
@@ -388,8 +372,7 @@ class Metrics:
     def _write_observed(self) -> None:
         """Add all observed values to their series, with the id of a recent request per bucket.
 
-        Histograms of several processes keep no ids, nor do any keep an id that OpenMetrics does not
-        allow, because it is too long.
+        Histograms of several processes keep no ids.
         """
         for series, values in list(self._observed.items()):
             observed: list[float] = []

@@ -6,15 +6,8 @@ from pathlib import Path
 
 from prometheus_client import Counter, Gauge, multiprocess, values
 
-_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-
-
-def share_folder(folder: Path) -> dict[str, str]:
-    """Return the environment variables of processes that write their metrics to ``folder``.
-
-    prometheus_client reads the variables when it is imported.
-    """
-    return {_FOLDER: str(folder)}
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Variable of the folder of metrics, which prometheus_client reads when it is imported."""
 
 
 def write_as(name: str) -> None:
@@ -34,13 +27,11 @@ def forget_process(folder: Path, name: str) -> None:
 def count_restarts(folder: Path, kinds: Iterable[str]) -> Mapping[str, Counter]:
     """Return the counters of restarts by kind of process, and note that the server has started.
 
-    Args:
-        folder: the metrics of all processes. The environment of the supervisor does not name it
-            afterwards, since the folder ends with the server.
-        kinds: the kinds of processes; the counters begin at zero.
+    The environment of the supervisor does not name the folder afterwards, since the folder ends
+    with the server.
     """
-    class_before, folder_before = values.ValueClass, os.environ.get(_FOLDER)
-    os.environ[_FOLDER] = str(folder)
+    class_before, folder_before = values.ValueClass, os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(folder)
     write_as("supervisor")
     try:
         started = Gauge(
@@ -60,6 +51,6 @@ def count_restarts(folder: Path, kinds: Iterable[str]) -> Mapping[str, Counter]:
     finally:
         values.ValueClass = class_before
         if folder_before is None:
-            del os.environ[_FOLDER]
+            del os.environ[FOLDER]
         else:
-            os.environ[_FOLDER] = folder_before
+            os.environ[FOLDER] = folder_before

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -43,25 +44,24 @@ OnBatch = Callable[[str, BatchReport], None]
 """Called after each batch, with the model's full name and the report."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequestTrace:
     """The span of a request in progress.
 
-    Args:
+    Attributes:
         tracer: makes the spans of its parts.
-        span: the span.
         parent: the ``traceparent`` of the span, for the spans of other processes and batches.
     """
 
-    __slots__ = ("_span", "_tracer", "parent")
-
-    def __init__(self, tracer: "Tracer", span: "Span", parent: str) -> None:
-        self._tracer, self._span, self.parent = tracer, span, parent
+    tracer: "Tracer"
+    span: "Span"
+    parent: str
 
     def end(self, request: ServedRequest) -> None:
         """End the span, and add those of its parts."""
-        from opentelemetry.trace import StatusCode
+        from opentelemetry.trace import StatusCode, set_span_in_context
 
-        span = self._span
+        span = self.span
         span.update_name(f"{request.method} {request.route}")
         span.set_attributes(
             {
@@ -80,9 +80,9 @@ class RequestTrace:
         if request.texts:
             span.set_attributes({"cloze.texts": request.texts, "cloze.tokens": request.tokens})
             parts = (request.tokenize_s, request.queue_s, request.inference_s)
-            began, context = request.began, _context_of(span)
+            began, context = request.began, set_span_in_context(span)
             for name, seconds in zip(("tokenize", "queue", "inference"), parts, strict=True):
-                part = self._tracer.start_span(name, context, start_time=_epoch_ns(began))
+                part = self.tracer.start_span(name, context, start_time=_epoch_ns(began))
                 began += seconds
                 part.end(_epoch_ns(began))
         span.end()
@@ -96,9 +96,6 @@ class Tracing:
         share: share of the requests to trace, in [0, 1]. A request that continues a trace of its
             caller has a span if the caller's span is sampled.
         untraced: paths of requests without spans.
-
-    Raises:
-        StartupError: the address is malformed, or packages are missing.
     """
 
     def __init__(self, endpoint: str, share: float, untraced: Collection[str] = ()) -> None:
@@ -135,31 +132,26 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._untraced = frozenset(untraced)
 
-    def begin(
-        self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], arrived: float
-    ) -> RequestTrace | None:
-        """Begin the span of a request; None if the request is not traced.
-
-        `arrived` is the `time.monotonic` time of its arrival.
-        """
+    def begin(self, request: ServedRequest) -> RequestTrace | None:
+        """Begin the span of a request; None if the request is not traced."""
         from opentelemetry.context import Context
-        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace import SpanKind, set_span_in_context
 
-        if path in self._untraced:
+        if request.path in self._untraced:
             return None
         continued = {
             name.decode(): value.decode("latin-1")
-            for name, value in headers
+            for name, value in request.headers
             if name in (b"traceparent", b"tracestate")
         }
         context = self._propagator.extract(continued, Context())
         span = self._requests.start_span(
-            method, context, SpanKind.SERVER, start_time=_epoch_ns(arrived)
+            request.method, context, SpanKind.SERVER, start_time=_epoch_ns(request.arrived)
         )
         if not span.is_recording():
             return None
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, _context_of(span))
+        self._propagator.inject(carrier, set_span_in_context(span))
         return RequestTrace(self._requests, span, carrier["traceparent"])
 
     def batch(self, model: str, report: BatchReport) -> None:
@@ -236,13 +228,6 @@ def _exporter(endpoint: str) -> Any:
             return result
 
     return Reporting(endpoint=endpoint.rstrip("/") + _PATH, timeout=_TIMEOUT_S)
-
-
-def _context_of(span: "Span") -> Any:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import set_span_in_context
-
-    return set_span_in_context(span, Context())
 
 
 def _epoch_ns(monotonic_s: float) -> int:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import StartupError
-from cloze.service.observe.processes import forget_process, share_folder, write_as
+from cloze.service.observe.processes import FOLDER, forget_process, write_as
 from cloze.service.server.startup import begin, memory_problem
 from cloze.service.settings import Settings
 
@@ -193,7 +193,7 @@ class Child:
             self.process = subprocess.Popen(
                 [*self.command, config.to_argument()],
                 pass_fds=[writer, listener],
-                env=os.environ | share_folder(folder),
+                env=os.environ | {FOLDER: str(folder)},
                 # Ctrl-C reaches the supervisor alone: front ends finish before engines end.
                 start_new_session=True,
             )

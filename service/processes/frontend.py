@@ -27,7 +27,7 @@ from cloze.service.processes import frames
 from cloze.service.processes.children import ChildConfig, run_child
 from cloze.service.protocols.operations import QUIET_ROUTES
 from cloze.service.server.process import answer_http
-from cloze.service.service import DEFAULT_REGISTRIES, Service
+from cloze.service.service import Service
 
 _ENGINE_WAIT_S = 5.0
 """Longest time that a front end waits for an engine before it accepts connections.
@@ -262,12 +262,11 @@ async def run_front_end(config: ChildConfig) -> None:
     ]
     service = Service(
         config.settings,
-        DEFAULT_REGISTRIES,
         Metrics(shared=True),
         models,
         tracing=make_tracing(config.settings, QUIET_ROUTES),
     )
-    service.certificate.check()  # an error in the group would be no `StartupError`
+    service.certificate.load()  # an error in the group would be no `StartupError`
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in links]
         with suppress(TimeoutError):

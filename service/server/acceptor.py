@@ -6,16 +6,17 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from random import getrandbits
 from ssl import SSLContext
 from typing import Final
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.http.record import is_accepted, is_address
+from cloze.service.http.record import is_accepted
 from cloze.service.http.routes import Connection
 from cloze.service.observe.logs import LineLimit
+from cloze.service.settings import Settings
 
 log = logging.getLogger("cloze")
 
@@ -42,36 +43,25 @@ _PROBE_HEADERS: Final = frozenset(
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The limits of connections.
+class ConnectionTable:
+    """The open connections of a process, and their limits.
 
     Attributes:
         header_timeout_s: longest time from the first byte of a request to the end of its headers.
         idle_timeout_s: longest time without a request.
         answer_timeout_s: longest time in which a client reads nothing of its answer.
-        max_per_address: most open connections of one address; 0: no such limit.
-    """
-
-    header_timeout_s: float
-    idle_timeout_s: float
-    answer_timeout_s: float
-    max_connections: int
-    max_per_address: int = 0
-
-
-class ConnectionTable:
-    """The open connections of a process.
-
-    Attributes:
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
         closed_count: number of connections that have closed; the owner may reset it.
         idle: the connections without a request; the one that is idle for longest is first.
     """
 
-    def __init__(self, limits: ConnectionLimits, clock: Clock = CLOCK) -> None:
-        self.limits, self._clock = limits, clock
+    def __init__(self, settings: Settings, max_connections: int, clock: Clock = CLOCK) -> None:
+        self.header_timeout_s = settings.header_timeout_ms / 1000
+        self.idle_timeout_s = settings.idle_timeout_ms / 1000
+        self.answer_timeout_s = settings.request_timeout_ms / 1000
+        self._most, self._most_per_address = max_connections, settings.max_connections_per_address
+        self._clock = clock
         self._refusals = LineLimit()
         self.is_draining = False
         self.closed_count = 0
@@ -84,29 +74,24 @@ class ConnectionTable:
 
         The log has a few refusals per second.
         """
-        reason = self._refusal(connection)
+        self._open += 1
+        self._by_address[connection.address] += 1
+        self.idle[connection] = None
+        own, most = self._by_address[connection.address], self._most_per_address
+        oldest, reason = next(iter(self.idle)), None
+        if most and own > most:
+            reason = f"the address has {own} connections, and {most} at most"
+        elif self._open > self._most and oldest is connection:
+            reason = f"the server has {self._most} connections, the most"
+        elif self._open > self._most:
+            del self.idle[oldest]  # several connections may open before this one has closed
+            oldest.end("it made room for a new one")
         if reason is not None:
             left_out = self._refusals.left_out("connection", self._clock.monotonic())
             if left_out is not None:
                 others = f"; {left_out} others have no line" if left_out else ""
                 log.warning("a connection was refused: %s%s", reason, others)
         return reason
-
-    def _refusal(self, connection: Connection) -> str | None:
-        self._open += 1
-        address = connection.address
-        self._by_address[address] += 1
-        self.idle[connection] = None
-        most = self.limits.max_per_address
-        if most and self._by_address[address] > most:
-            return f"the address has {self._by_address[address]} connections, and {most} at most"
-        if self._open > self.limits.max_connections:
-            oldest = next(iter(self.idle))
-            if oldest is connection:
-                return f"the server has {self.limits.max_connections} connections, the most"
-            del self.idle[oldest]  # several connections may open before this one has closed
-            oldest.end("it made room for a new one")
-        return None
 
     def closed(self, connection: Connection) -> None:
         """Forget a connection."""
@@ -118,6 +103,7 @@ class ConnectionTable:
             del self._by_address[connection.address]
 
 
+@dataclass(frozen=True, slots=True)
 class Probes:
     """Answers probes on connections that were just accepted.
 
@@ -127,16 +113,14 @@ class Probes:
     turn. Only the plainest probe is, which asks for ``Connection: close`` as Kubernetes does; all
     else goes the usual way.
 
-    Args:
+    Attributes:
         bodies: path -> a function that returns the body of the answer with status 200; None: the
             usual way answers.
         hosts: names in the Host header that are accepted besides addresses; empty: any.
     """
 
-    def __init__(
-        self, bodies: Mapping[bytes, Callable[[], bytes | None]], hosts: frozenset[bytes]
-    ) -> None:
-        self._bodies, self._hosts = bodies, hosts
+    bodies: Mapping[bytes, Callable[[], bytes | None]]
+    hosts: frozenset[bytes]
 
     def answers(self, connection: socket.socket) -> bool:
         """Answer a probe that has arrived, and close its connection.
@@ -165,15 +149,15 @@ class Probes:
         values = {name.lower(): value.strip() for name, _, value in pairs}
         host = values.get(b"host")
         is_probe = (
-            path in self._bodies
+            path in self.bodies
             and version == b"HTTP/1.1"
             and len(values) == len(pairs)
             and _PROBE_HEADERS.issuperset(values)
             and values.get(b"connection", b"").lower() == b"close"
             and host is not None
-            and (not self._hosts or is_accepted(host, self._hosts) or is_address(host))
+            and (not self.hosts or is_accepted(host, self.hosts, or_address=True))
         )
-        if not is_probe or (body := self._bodies[path]()) is None:
+        if not is_probe or (body := self.bodies[path]()) is None:
             return None
         head = (
             f"HTTP/1.1 200 OK\r\ndate: {formatdate(usegmt=True)}\r\n"
@@ -183,6 +167,7 @@ class Probes:
         return head.encode() + body
 
 
+@dataclass(slots=True, eq=False)
 class Acceptor:
     """Accepts the connections of a listening socket, from `begin` to `close`.
 
@@ -190,70 +175,64 @@ class Acceptor:
     handles hundreds of requests, so new connections, probes among them, would wait for minutes in
     the listening queue. An acceptor accepts several per turn.
 
-    Args:
-        listener: a socket that listens.
-        make_protocol: returns the protocol of a connection.
-        tls: returns the certificate for a connection that opens now; None: no TLS.
+    Attributes:
+        tls: returns the certificate for a connection that opens now, or None without TLS.
         probes: answers probes that have arrived with their connection; not used with TLS.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        tls: Callable[[], SSLContext | None] | None,
-        probes: Probes,
-    ) -> None:
-        self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
-        self._probes = probes
-        self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
-        self._closed = False
+    listener: socket.socket
+    make_protocol: Callable[[], asyncio.Protocol]
+    tls: Callable[[], SSLContext | None]
+    probes: Probes
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    opening: set[asyncio.Task[None]] = field(default_factory=set)
+    is_closed: bool = False
 
     def begin(self) -> None:
         """Begin to accept connections, or go on after a pause."""
-        if not self._closed:
-            self._listener.setblocking(False)
-            self._loop.add_reader(self._listener, self._accept)
+        if not self.is_closed:
+            self.listener.setblocking(False)
+            self.loop.add_reader(self.listener, self._accept)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connection, _address = self._listener.accept()
+                connection, _address = self.listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
                 log.error("connections wait: %s", error.strerror)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(_PAUSE_S, self.begin)
+                self.loop.remove_reader(self.listener)
+                self.loop.call_later(_PAUSE_S, self.begin)
                 return
             connection.setblocking(False)
-            if self._tls is None and self._probes.answers(connection):
+            tls = self.tls()
+            if tls is None and self.probes.answers(connection):
                 continue
-            task = self._loop.create_task(self._open(connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            task = self.loop.create_task(self._open(connection, tls))
+            self.opening.add(task)
+            task.add_done_callback(self.opening.discard)
 
-    async def _open(self, connection: socket.socket) -> None:
+    async def _open(self, connection: socket.socket, tls: SSLContext | None) -> None:
         try:
-            await self._loop.connect_accepted_socket(
-                self._make_protocol,
+            await self.loop.connect_accepted_socket(
+                self.make_protocol,
                 connection,
-                ssl=self._tls() if self._tls else None,
-                ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
-                ssl_shutdown_timeout=_TLS_CLOSE_S if self._tls else None,
+                ssl=tls,
+                ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
+                ssl_shutdown_timeout=_TLS_CLOSE_S if tls else None,
             )
         except (OSError, EOFError):  # the client has gone, or speaks no TLS
             connection.close()
 
     def close(self) -> None:
         """Accept no further connection."""
-        self._closed = True
-        self._loop.remove_reader(self._listener)
+        self.is_closed = True
+        self.loop.remove_reader(self.listener)
 
     async def wait_closed(self) -> None:
         """Wait for the connections that are being opened."""
-        if self._opening:
-            await asyncio.wait(self._opening)
+        if self.opening:
+            await asyncio.wait(self.opening)

@@ -2,6 +2,8 @@
 
 uvicorn limits neither the size of headers nor the time in which they arrive, and ends no connection
 that has sent nothing.
+
+No other module imports uvicorn's inner modules. `tests/test_uvicorn.py` finds what is used of them.
 """
 
 import asyncio
@@ -12,10 +14,11 @@ from typing import Any, Final, cast
 
 import httptools
 import orjson
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
-from cloze.service.server.uvicorn_internals import FlowControl, HttpToolsProtocol
 
 log = logging.getLogger("cloze")
 
@@ -104,7 +107,7 @@ class ServerProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(**arguments)
         self.app_state = {CONNECTION: self}
-        self.timeout_keep_alive = table.limits.idle_timeout_s  # type: ignore[assignment]
+        self.timeout_keep_alive = table.idle_timeout_s  # type: ignore[assignment]
         self._table, self._closed = table, closed
         self._unparsed = b""
         self._header_bytes = 0
@@ -124,11 +127,11 @@ class ServerProtocol(HttpToolsProtocol):
         self.flow = _Flow(self)
         self.address = self.client[0] if self.client else ""
         if (reason := self._table.opened(self)) is not None:
-            self._answer_and_close(503, reason, "retry-after: 1\r\n")
+            self._refuse(503, reason, "retry-after: 1\r\n")
         elif self._table.is_draining:
             self.shutdown()
         else:
-            self._end_after(self._table.limits.idle_timeout_s, "it sent no request in time")
+            self._end_after(self._table.idle_timeout_s, "it sent no request in time")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
@@ -166,7 +169,7 @@ class ServerProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Begin to wait for the client to read; see `asyncio.Protocol`."""
         super().pause_writing()
-        limit_s, reason = self._table.limits.answer_timeout_s, "it does not read its answer"
+        limit_s, reason = self._table.answer_timeout_s, "it does not read its answer"
         self._unread_timer = self.loop.call_later(limit_s, self.end, reason)
 
     def resume_writing(self) -> None:
@@ -198,11 +201,11 @@ class ServerProtocol(HttpToolsProtocol):
             self._refuse_error(error)
         if self._in_head and self._timer is None:
             reason = "the headers of its request did not arrive in time"
-            self._end_after(self._table.limits.header_timeout_s, reason)
+            self._end_after(self._table.header_timeout_s, reason)
         self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
-            self._refuse_unread(431, message)
+            self._refuse(431, message)
         if self._unparsed:
             self.transport.pause_reading()
             if not self.flow.read_paused:
@@ -218,27 +221,23 @@ class ServerProtocol(HttpToolsProtocol):
         """
         if self.parser.get_method() == b"CONNECT":
             message = "the server is no proxy: it does not answer CONNECT"
-            self._refuse_unread(405, message, "allow: GET, HEAD, POST\r\n")
+            self._refuse(405, message, "allow: GET, HEAD, POST\r\n")
             return
-        self._unparsed = self._head_without_upgrade() + rest + self._unparsed
+        version = self.parser.get_http_version().encode()
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        self._unparsed = b"\r\n".join((first, *fields, b"", rest)) + self._unparsed
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def _refuse_error(self, error: httptools.HttpParserError) -> None:
         """Refuse bytes that are no request of HTTP/1.1."""
         if self.parser.get_method() == b"PRI":  # the first bytes of HTTP/2
-            self._refuse_unread(505, "the server speaks HTTP/1.1 only, not HTTP/2")
+            self._refuse(505, "the server speaks HTTP/1.1 only, not HTTP/2")
             return
         is_url = isinstance(error.__context__, httptools.HttpParserInvalidURLError)
         problem = "its target is not a URL" if is_url else error  # not the client's text
-        self._refuse_unread(400, f"the request is not HTTP/1.1: {problem}")
-
-    def _head_without_upgrade(self) -> bytes:
-        """Return the head of the current request without its headers ``Upgrade``."""
-        version = self.parser.get_http_version().encode()
-        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
-        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
-        return b"\r\n".join((first, *fields, b"", b""))
+        self._refuse(400, f"the request is not HTTP/1.1: {problem}")
 
     def on_message_begin(self) -> None:
         """Note the first byte of a request."""
@@ -278,7 +277,7 @@ class ServerProtocol(HttpToolsProtocol):
         cast(_OneWrite, self.transport).end_answer()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._end_after(self._table.limits.answer_timeout_s, "it does not read its answer")
+            self._end_after(self._table.answer_timeout_s, "it does not read its answer")
         elif self.cycle.response_complete:
             self._table.idle[self] = None  # else the next request of a pipeline has begun
 
@@ -298,12 +297,10 @@ class ServerProtocol(HttpToolsProtocol):
 
     # ---- refusals -------------------------------------------------------------------------------
 
-    def _refuse_unread(self, status: int, message: str, headers: str = "") -> None:
-        """Refuse bytes that are no request, or none of this server's, and close the connection."""
-        log.warning("a request was refused: %s", message)
-        self._answer_and_close(status, message, headers)
-
-    def _answer_and_close(self, status: int, message: str, headers: str = "") -> None:
+    def _refuse(self, status: int, message: str, headers: str = "") -> None:
+        """Write an error, and close the connection. The table logs refused connections itself."""
+        if status != 503:
+            log.warning("a request was refused: %s", message)
         body = orjson.dumps({"error": message, "error_type": "Validation"})
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"

@@ -8,7 +8,8 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,12 +21,13 @@ from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.http.record import accepted_hosts
 from cloze.service.models.served_models import EngineFactory
 from cloze.service.protocols import operations
-from cloze.service.server.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
+from cloze.service.server.acceptor import Acceptor, ConnectionTable, Probes
 from cloze.service.server.connection import ServerProtocol
 from cloze.service.server.listen import BACKLOG, bind, listen
 from cloze.service.server.startup import exit_on_signal
-from cloze.service.service import DEFAULT_REGISTRIES, Registries, Service, single_process
+from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
+from cloze.service.tasks import TASKS, Task
 
 log = logging.getLogger("cloze")
 
@@ -60,7 +62,7 @@ _DRAIN_MARGIN_S = 5
 def serve_in_one_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
-    registries: Registries = DEFAULT_REGISTRIES,
+    tasks: Mapping[str, Task] = TASKS,
     bundles: Sequence[Bundle] | None = None,
 ) -> int:
     """Serve until a signal, with the engines in this process. SIGHUP reloads the models.
@@ -74,7 +76,7 @@ def serve_in_one_process(
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
     listener = bind(settings)
-    service = single_process(settings, make_engine, registries, bundles)
+    service = single_process(settings, make_engine, tasks, bundles)
     listen(listener, settings)
     uvloop.run(answer_http(service, settings, listener))
     if service.dead_reason is None:
@@ -92,19 +94,14 @@ def answer_http(
 ) -> Coroutine[Any, Any, None]:
     """Answer requests on a listening socket until a signal, or until a local engine dies.
 
-    Args:
-        service: answers the requests.
-        settings: the operator's settings.
-        listener: the listening socket.
-        before_accepting: called when nothing can fail any more.
+    Call `before_accepting` when nothing can fail any more.
 
     Raises:
         StartupError: the certificate or its key cannot be read.
     """
     _make_collections_rare()
     service.certificate.files.read()
-    most = _connection_limit(settings.max_connections)
-    server = _Server(service, settings, most, before_accepting)
+    server = _Server(service, settings, before_accepting)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # uvicorn raises the signal again after its shutdown. The handler ignores that second
@@ -121,8 +118,6 @@ def _make_collections_rare() -> None:
     """Exclude the objects of the start from garbage collection, and make collections rarer.
 
     What the start freed goes back to the operating system.
-
-    A full collection otherwise takes 150 ms under load, and a request waits for it.
     """
     gc.collect()
     return_freed_memory()
@@ -134,8 +129,7 @@ def _make_collections_rare() -> None:
 def _connection_limit(most: int) -> int:
     """Return the most open connections of this process, and raise its limit of open files.
 
-    Args:
-        most: the setting; 0: what the limit of open files allows.
+    `most` is the setting.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -155,11 +149,7 @@ class _Server(uvicorn.Server):
     """A uvicorn server that starts a bounded drain at the first signal; see `answer_http`."""
 
     def __init__(
-        self,
-        service: Service,
-        settings: Settings,
-        max_connections: int,
-        before_accepting: Callable[[], None],
+        self, service: Service, settings: Settings, before_accepting: Callable[[], None]
     ) -> None:
         self._service = service
         self._before_accepting = before_accepting
@@ -167,14 +157,7 @@ class _Server(uvicorn.Server):
         self._grace_s = settings.shutdown_grace_ms / 1000
         self._drain_timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
-        limits = ConnectionLimits(
-            settings.header_timeout_ms / 1000,
-            settings.idle_timeout_ms / 1000,
-            settings.request_timeout_ms / 1000,
-            max_connections,
-            settings.max_connections_per_address,
-        )
-        self._table = ConnectionTable(limits)
+        self._table = ConnectionTable(settings, _connection_limit(settings.max_connections))
         self._probes = Probes(
             operations.probe_bodies(service),
             accepted_hosts(settings.host, settings.allowed_hosts),
@@ -200,25 +183,22 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         service, certificate = self._service, self._service.certificate
 
-        def make_protocol() -> asyncio.Protocol:
-            return ServerProtocol(
-                table=self._table,
-                closed=service.connection_closed,
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
-
-        has_tls = certificate.context is not None
-        tls = (lambda: certificate.context) if has_tls else None
-        acceptors = [Acceptor(each, make_protocol, tls, self._probes) for each in sockets or ()]
+        make_protocol = partial(
+            ServerProtocol,
+            table=self._table,
+            closed=service.connection_closed,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        [listener] = sockets or []
+        acceptor = Acceptor(listener, make_protocol, lambda: certificate.context, self._probes)
         if service.has_engines:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
         self._watching = asyncio.create_task(self._watch())
         self._before_accepting()
-        for acceptor in acceptors:
-            acceptor.begin()
-        self.servers = acceptors  # type: ignore[assignment]
+        acceptor.begin()
+        self.servers = [acceptor]  # type: ignore[list-item]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; if SIGTERM asks for it, fail readiness and serve on for `Settings.drain_s` first.
@@ -228,18 +208,14 @@ class _Server(uvicorn.Server):
         """
         if sig == signal.SIGTERM and self._drain_s:
             if self._drain_timer is None:
-                self._announce_drain()
+                log.info("readiness fails; requests are served for another %g s", self._drain_s)
+                self._service.draining = True
+                loop = asyncio.get_running_loop()
+                self._drain_timer = loop.call_later(self._drain_s, self._drain, sig, None)
             return
         if self._drain_timer is not None:
             self._drain_timer.cancel()
         self._drain(sig, frame)
-
-    def _announce_drain(self) -> None:
-        """Let balancers send their requests elsewhere, and drain later."""
-        log.info("readiness fails; requests are served for another %g s", self._drain_s)
-        self._service.announce_drain()
-        loop = asyncio.get_running_loop()
-        self._drain_timer = loop.call_later(self._drain_s, self._drain, signal.SIGTERM, None)
 
     def _drain(self, sig: int, frame: FrameType | None) -> None:
         """Stop admitting requests, and fail accepted requests after the grace period."""

@@ -146,7 +146,7 @@ def test_handlers_are_called_without_the_router() -> None:
     async def fails(_: Request) -> Response:
         raise Overloaded("full", 1)
 
-    access = controlled()._access
+    access = controlled().access
     direct = Door(access, GATE, application, {"/embed": embed, "/fails": fails}, named)
     for method, path, result in (
         ("POST", "/embed", "direct"),
@@ -193,7 +193,7 @@ def accepting(probes: dict[bytes, Any], *requests: bytes) -> list[bytes]:
             for client, request in zip(clients, requests, strict=True):
                 client.sendall(request)
                 client.setblocking(False)
-            acceptor = Acceptor(listener, Greeter, None, Probes(probes, frozenset()))
+            acceptor = Acceptor(listener, Greeter, lambda: None, Probes(probes, frozenset()))
             acceptor.begin()
             received = [await asyncio.wait_for(loop.sock_recv(c, 999), 20) for c in clients]
             acceptor.close()
@@ -221,7 +221,7 @@ def test_more_connections_than_one_turn_takes() -> None:
 def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
             with socket.create_connection(listener.getsockname()) as client:
                 client.setblocking(False)
                 await asyncio.sleep(0.05)
@@ -239,7 +239,7 @@ def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
 def test_a_closed_acceptor_accepts_nothing() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
             acceptor.begin()
             acceptor.close()
             acceptor.begin()
@@ -278,7 +278,7 @@ def test_a_process_without_files_accepts_again_after_a_pause(
         with FullOnce() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
             acceptor.begin()
             with socket.create_connection(listener.getsockname()) as client:
                 client.setblocking(False)
@@ -297,7 +297,7 @@ def test_other_errors_of_a_listening_socket_are_bugs(monkeypatch: pytest.MonkeyP
         with FullOnce() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
             acceptor.begin()
             with pytest.raises(OSError, match="Too many open files"):
                 acceptor._accept()

@@ -397,27 +397,29 @@ def test_a_few_start_per_turn_and_clients_take_turns(play: Any) -> None:
     play(run())
 
 
+NO_WAIT = ExpectedWait(0.0, 0.0)
+
+
 def test_what_waits_counts_until_it_starts_or_ends(play: Any) -> None:
     async def run() -> None:
         starting = Starting()
         starts, key = starting.starts, LineKey(0, 0)
         tasks = [starting.ask("a", 10) for _ in range(24)] + [starting.ask("b", 5)]
         await turns(1)
-        waiting = starts.requests["a"]
+        waiting = starts.with_start(NO_WAIT, "a").requests
         assert 14 <= waiting < 24
         assert starts.unsubmitted["a", key] == 10 * waiting
         assert starts.unsubmitted["b", key] == 5
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert not starts.requests
         assert not starts.unsubmitted
         await turns(40)
         assert starts.waiting == 0
         late = [starting.ask("c") for _ in range(9)]
         await asyncio.gather(*late)
         assert starting.started[-9:] == ["c"] * 9
-        assert not starts.requests
+        assert starts.with_start(NO_WAIT, "c").requests == 0
         assert not starts.unsubmitted
 
     play(run())
@@ -446,16 +448,22 @@ def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
         for _ in range(100):
             starting.ask("heavy")
         await turns(1)
-        assert starting.starts.expected_wait_s("heavy") == 0.0, "nothing is measured yet"
+        assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, (
+            "nothing is measured yet"
+        )
         for _ in range(8):
             clock.now += 0.4
             await turns(1)
         left = 100 - len(starting.started)
         assert left > 50
-        assert starting.starts.expected_wait_s("heavy") == pytest.approx(left / 10, rel=0.2)
-        assert starting.starts.expected_wait_s("light") == pytest.approx(2 / 10, rel=0.2)
+        assert starting.starts.with_start(NO_WAIT, "heavy").seconds == pytest.approx(
+            left / 10, rel=0.2
+        )
+        assert starting.starts.with_start(NO_WAIT, "light").seconds == pytest.approx(
+            2 / 10, rel=0.2
+        )
         clock.now += 10.0
-        assert starting.starts.expected_wait_s("heavy") == 0.0, "the rate is too old"
+        assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, "the rate is too old"
 
     asyncio.run(run())
 

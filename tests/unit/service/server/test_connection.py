@@ -15,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cloze.service.http.routes import CONNECTION, Connection
-from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
+from cloze.service.server.acceptor import ConnectionTable
 from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
+from cloze.service.settings import Settings
 from tests.leaping_loop import run_leaping
 
-LIMITS = ConnectionLimits(10.0, 60.0, 30.0, max_connections=100)
+LIMITS = Settings(header_timeout_ms=10_000, idle_timeout_ms=60_000, request_timeout_ms=30_000)
 
 CLOSED = socket.socket()
 CLOSED.close()
@@ -84,12 +85,12 @@ class World:
         closed: the connections of which the service has been told that they are closed.
     """
 
-    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
+    def __init__(self, limits: Settings = LIMITS, most: int = 100) -> None:
         self.seen: list[Scope] = []
         self.bodies: list[bytes] = []
         self.release = asyncio.Event()
         self.closed: list[Connection] = []
-        self.table = ConnectionTable(limits)
+        self.table = ConnectionTable(limits, most)
         self.config = uvicorn.Config(
             self._app, log_config=None, ws="none", interface="asgi3", proxy_headers=False
         )
@@ -491,7 +492,7 @@ def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
 
 def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 30.0, 1))
+        world = World(most=1)
         begun = world.connect()
         begun.protocol.data_received(GET[:9])
         second = world.connect()
@@ -598,7 +599,7 @@ def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
 
 def test_a_short_header_time_is_kept_exactly() -> None:
     async def run() -> None:
-        transport = World(ConnectionLimits(0.5, 60.0, 30.0, 9)).connect()
+        transport = World(LIMITS.model_copy(update={"header_timeout_ms": 500})).connect()
         await asyncio.sleep(3.3)
         transport.protocol.data_received(b"GET")
         await asyncio.sleep(2)
@@ -787,7 +788,7 @@ def test_the_last_request_of_a_pipeline_may_close() -> None:
 
 def test_the_oldest_idle_connection_makes_room(reasons: Callable[[], list[str]]) -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 30.0, 3))
+        world = World(most=3)
         first, second, busy = world.connect(), world.connect(), world.connect()
         busy.protocol.data_received(post("/hang"))
         first.protocol.data_received(GET)
@@ -809,7 +810,7 @@ def test_without_an_idle_connection_a_new_one_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 30.0, 2))
+        world = World(most=2)
         busy = [world.connect(), world.connect()]
         for transport in busy:
             transport.protocol.data_received(post("/hang"))
@@ -837,7 +838,7 @@ def test_without_an_idle_connection_a_new_one_is_refused(
 
 def test_connections_that_open_before_others_have_closed() -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 30.0, 2))
+        world = World(most=2)
         olds = [world.connect(), world.connect()]
         news = [world.connect(), world.connect()]
         assert [old.is_closing() for old in olds] == [True, True]
@@ -848,7 +849,7 @@ def test_connections_that_open_before_others_have_closed() -> None:
 
 def test_an_address_has_a_limit() -> None:
     async def run() -> None:
-        world = World(ConnectionLimits(10.0, 60.0, 30.0, 100, max_per_address=2))
+        world = World(LIMITS.model_copy(update={"max_connections_per_address": 2}))
         own = [world.connect(), world.connect()]
         assert not any(one.is_closing() for one in own)
         third = world.connect()

@@ -3,9 +3,8 @@
 The package depends neither on HTTP nor on the scheduler. To add a task, write a module with a
 `TASK` and add the module to `TASKS`.
 
-`rerank` and the two tasks of `token_ids` are not in `TASKS`: every protocol offers each task there
-for each model that has its heads. These three have the bodies of one protocol, whose routes name
-them.
+`rerank` and the two tasks of `token_ids` are not in `TASKS`, which every protocol offers for each
+model with the heads. These three have the bodies of one protocol, whose routes name them.
 """
 
 from typing import Final

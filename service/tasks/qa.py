@@ -25,7 +25,6 @@ from cloze.service.tasks.task import (
     PreparedRequest,
     Task,
     TaskContext,
-    TaskLimits,
     check_has_tokens,
 )
 from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
@@ -80,9 +79,15 @@ _State = tuple[list[Question], QaOptions]
 
 def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize questions and their contexts into windows."""
-    pairs = context.limits.checked(inputs)
-    options = _options(parameters, context.limits)
-    context.limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
+    limits = context.limits
+    pairs = limits.checked(inputs)
+    default = {name: min(limits.max_tokens, tokens) for name, tokens in _DEFAULT_TOKENS.items()}
+    options = QaOptions(**(default | parameters.model_dump(exclude_none=True)))
+    check_range(options.top_k, 1, limits.max_top_k, "top_k")
+    check_range(options.max_answer_len, 1, limits.max_tokens, "max_answer_len")
+    check_range(options.max_question_len, 1, limits.max_tokens, "max_question_len")
+    check_range(options.max_seq_len, 8, limits.max_tokens, "max_seq_len")
+    limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
     rule = LongTextRule(options.long_text, side="right", report=options.return_usage)
     encoder = TextEncoder(rule, context, options.max_seq_len)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
@@ -121,16 +126,6 @@ def _add(
     encoder.keep(encodings, whole, around + len(read.ids), bounds, asked.context)
     start = tokenizer.special.second_start(len(ids[:most]))
     return Question(asked.context, read, start, bounds, ends)
-
-
-def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
-    default = {name: min(limits.max_tokens, tokens) for name, tokens in _DEFAULT_TOKENS.items()}
-    options = QaOptions(**(default | parameters.model_dump(exclude_none=True)))
-    check_range(options.top_k, 1, limits.max_top_k, "top_k")
-    check_range(options.max_answer_len, 1, limits.max_tokens, "max_answer_len")
-    check_range(options.max_question_len, 1, limits.max_tokens, "max_question_len")
-    check_range(options.max_seq_len, 8, limits.max_tokens, "max_seq_len")
-    return options
 
 
 def _stride(options: QaOptions, window_tokens: int) -> int:

@@ -263,22 +263,14 @@ class TextEncoder:
             windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
         used = tokens if len(bounds) > 1 else len(encodings[0])
         self.texts.append(EncodedText(encodings, TextUsage(tokens, used, windows)))
-        if prompt:
-            self._leave_out(encodings, prompt_tokens)
+        options = self.context.manifest.embedding if prompt else None
+        if options and not options.include_prompt and embedding.HEAD.name in self.requests:
+            # As in sentence-transformers, the pooling leaves out the start token and as many tokens
+            # as the prompt has, also where the prompt is cut. It has the end token.
+            for encoding in encodings:
+                asked = EmbeddingRequest(min(1 + prompt_tokens, len(encoding) - 1))
+                encoding.requests = {**self.requests, embedding.HEAD.name: asked}
         return bounds
-
-    def _leave_out(self, encodings: Sequence[Encoding], prompt_tokens: int) -> None:
-        """Leave the prompt out of the pooling of encodings, if the model does so.
-
-        The start token is left out too, and the end token is not. As in sentence-transformers, as
-        many tokens are left out where the start of the text, with its prompt, is cut.
-        """
-        options, asked = self.context.manifest.embedding, self.requests
-        if options is None or options.include_prompt or embedding.HEAD.name not in asked:
-            return
-        for encoding in encodings:
-            first = min(1 + prompt_tokens, len(encoding) - 1)
-            encoding.requests = {**asked, embedding.HEAD.name: EmbeddingRequest(first)}
 
     def add_pair(
         self, at: Location, first: Sequence[int], second: Sequence[int], text: str

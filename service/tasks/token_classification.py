@@ -16,7 +16,7 @@ from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import as_iob2
-from cloze.model_store.sequences import without_space
+from cloze.model_store.sequences import TEXT_TOKENS, without_space
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
     Outputs,
@@ -117,8 +117,19 @@ def prepare(
     limits = context.limits
     texts = limits.checked(inputs)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
-    choice = _long_text(parameters, strategy, limits.max_tokens - 2)
-    rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
+    stride, choice = parameters.stride, parameters.long_text
+    if stride is not None:
+        check_range(stride, 0, limits.max_tokens - TEXT_TOKENS - 1, "stride")
+        if choice not in (None, "window"):
+            raise InvalidRequest(f"stride divides a long text, but long_text is {choice}")
+        choice = "window"
+    if choice == "window" and strategy == "none":
+        asked = "stride" if stride is not None else "long_text window"
+        raise InvalidRequest(
+            f"{asked} needs an aggregation_strategy other than none: "
+            "tokens of overlapping windows cannot be told apart"
+        )
+    rule = LongTextRule(choice or "truncate", stride=stride, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[TaggedText] = []
     for at, text in texts:
@@ -129,25 +140,6 @@ def prepare(
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     chosen, columns = context.label_set(token_classification.HEAD, parameters.label_set)
     return encoder.prepared(TaggedTexts(chosen.labels, columns, prepared, strategy, ignored))
-
-
-def _long_text(
-    parameters: TokenClassificationParameters, strategy: Strategy, window_tokens: int
-) -> LongText:
-    """Return what to do with a long text; raise `InvalidRequest` for a contradiction."""
-    stride, choice = parameters.stride, parameters.long_text
-    if stride is not None:
-        check_range(stride, 0, window_tokens - 1, "stride")
-        if choice not in (None, "window"):
-            raise InvalidRequest(f"stride divides a long text, but long_text is {choice}")
-        choice = "window"
-    if choice == "window" and strategy == "none":
-        asked = "stride" if stride is not None else "long_text window"
-        raise InvalidRequest(
-            f"{asked} needs an aggregation_strategy other than none: "
-            "tokens of overlapping windows cannot be told apart"
-        )
-    return choice or "truncate"
 
 
 def decode(state: TaggedTexts, outputs: Outputs, context: TaskContext) -> list[Entities]:

@@ -50,27 +50,24 @@ def find_boundary(parts: Mapping[str, Any]) -> Boundary | None:
 
     The parts are those of the tokenizer's file. None: no boundaries are known for the tokenizer.
     """
-    boundary = _boundary_of(parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {})
-    if boundary is None:
+    normalizer, pre_tokenizer = parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    types = [step.get("type") for step in steps]
+    # Without these settings, a token may have characters on both sides of a space.
+    divides = all(step.get("use_regex", True) and step.get("split", True) for step in steps)
+    if types == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
+        boundary = SPACE_OR_PUNCTUATION
+    elif types == ["WhitespaceSplit", "Metaspace"] or (
+        divides and (types == ["Metaspace"] or (types == ["ByteLevel"] and not normalizer))
+    ):
+        boundary = _SINGLE_SPACE
+    else:
         return None
     for token in parts["added_tokens"]:
         takes_space = token["rstrip"] or (token["lstrip"] and boundary is SPACE_OR_PUNCTUATION)
         if takes_space or boundary.search(token["content"]):
             return None
     return boundary
-
-
-def _boundary_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Boundary | None:
-    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    steps = [step.get("type") for step in parts]
-    if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
-        return SPACE_OR_PUNCTUATION
-    if steps == ["WhitespaceSplit", "Metaspace"]:
-        return _SINGLE_SPACE
-    is_byte_level = steps == ["ByteLevel"] and not normalizer
-    # Without these settings, a token may have characters on both sides of a space.
-    divides = all(step.get("use_regex", True) and step.get("split", True) for step in parts)
-    return _SINGLE_SPACE if divides and (is_byte_level or steps == ["Metaspace"]) else None
 
 
 def divide(

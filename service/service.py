@@ -429,7 +429,7 @@ class Service:
         self._alone.clear()
         old = self.snapshot
         try:
-            self.certificate.check()
+            self.certificate.load()
             new, refused = await asyncio.to_thread(self._reopened, old)
             if self.draining:
                 await asyncio.to_thread(new.close_unused, old)

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cloze.service.core import StartupError
-
 log = logging.getLogger("cloze")
 
 
@@ -43,7 +41,7 @@ class WatchedFiles:
         try:
             self.read()
             log.info("read the %s again", self._name)
-        except StartupError as error:
+        except Exception as error:  # else no further look would come
             if str(error) != self.problem:
                 self.problem = str(error)
                 log.error("the old %s stay: %s", self._name, error)

@@ -251,7 +251,12 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer other") is not two
 
 
-@pytest.mark.parametrize("text", ["", "# all comments", "no toml", None])
+NO_FLOAT = f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['admin']\ntokens_per_minute = {'9' * 400}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# all comments", "no toml", None, pytest.param(NO_FLOAT, id="no float")]
+)
 def test_a_file_without_keys_is_refused_as_a_damaged_one_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:

@@ -129,10 +129,7 @@ class QaOptions:
 
     @property
     def spans_per_window(self) -> int:
-        """Most spans of a window that are compared with those of other windows.
-
-        Several spans may have the same text after they are extended to whole words.
-        """
+        """Most spans of a window to compare; several may become the same whole words."""
         return self.top_k * 2 + 10 if self.align_to_words else self.top_k
 
 
@@ -201,11 +198,7 @@ def _search(
 
 
 def _ranked(windows: Sequence[_Window], options: QaOptions) -> list[QaAnswer]:
-    """Return the answers of all windows, best first.
-
-    Spans of a window with the same text are one answer, whatever their case. An answer has its best
-    window's score.
-    """
+    """Return the answers of all windows, best first; the case of their texts does not count."""
     best: dict[str, QaAnswer] = {}  # by lower-case text
     for window in windows:
         merged: dict[str, QaAnswer] = {}

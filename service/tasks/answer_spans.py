@@ -19,6 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.task import softmax
 from cloze.service.tasks.texts import Bounds, LongText
 from cloze.service.text.tokenizer import Spans
 from cloze.service.threads import check_awaited
@@ -129,10 +130,7 @@ class QaOptions:
 
     @property
     def spans_per_window(self) -> int:
-        """Most spans of a window that are compared with those of other windows.
-
-        Several spans may have the same text after they are extended to whole words.
-        """
+        """Most spans of a window to compare; several may become the same whole words."""
         return self.top_k * 2 + 10 if self.align_to_words else self.top_k
 
 
@@ -180,15 +178,14 @@ def _search(
 ) -> _Window:
     """Return the best spans of a window of a context."""
     check_awaited()
-    # The start and end scores [1 + C, 2] of [CLS] and the C tokens of the context.
+    # The start and end scores [2, 1 + C] of [CLS] and the C tokens of the context.
     first = question.context_start
     selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
-    scores: Float32 = np.exp(selected - selected.max(0))
-    scores /= scores.sum(0)
+    scores = softmax(np.ascontiguousarray(selected.T))
     ends = question.first_ends[slice(*bounds)] - bounds[0]
     best = []
     if ends[0] < len(ends):  # else the window is white space
-        best = _best_spans(scores[1:], ends, options.spans_per_window, options.max_answer_len)
+        best = _best_spans(scores[:, 1:], ends, options.spans_per_window, options.max_answer_len)
     spans = []
     for score, start, end in best:
         tokens = bounds[0] + start, bounds[0] + end
@@ -197,15 +194,11 @@ def _search(
         start, end = question.spans.starts[tokens[0]], question.spans.ends[tokens[1]]
         memory.add(end - start)
         spans.append(QaAnswer(question.context[start:end], score, start, end))
-    return _Window(spans, float(scores[0, 0] * scores[0, 1]))
+    return _Window(spans, float(scores[0, 0] * scores[1, 0]))
 
 
 def _ranked(windows: Sequence[_Window], options: QaOptions) -> list[QaAnswer]:
-    """Return the answers of all windows, best first.
-
-    Spans of a window with the same text are one answer, whatever their case. An answer has its best
-    window's score.
-    """
+    """Return the answers of all windows, best first; the case of their texts does not count."""
     best: dict[str, QaAnswer] = {}  # by lower-case text
     for window in windows:
         merged: dict[str, QaAnswer] = {}
@@ -253,15 +246,14 @@ def _best_spans(
 ) -> list[tuple[float, int, int]]:
     """Return the best spans as (score, first token, last token), best first.
 
-    The scores [C, 2] are the start and end scores of the context's tokens; no span ends before the
+    The scores [2, C] are the start and end scores of the context's tokens; no span ends before the
     first end [C] of its start. Of equal scores, the span that starts first is better, then the
     shorter span.
     """
-    tokens = len(scores)
+    starts, tokens = scores[0], len(first_ends)
     width = min(max_answer_tokens, tokens)
-    starts = np.ascontiguousarray(scores[:, 0])
-    ends = np.zeros(tokens + width - 1, np.float32)  # the score of an end after the last token is 0
-    ends[:tokens] = scores[:, 1]
+    # The score of an end after the last token is 0.
+    ends = np.concatenate([scores[1], np.zeros(width - 1, np.float32)])
     band = sliding_window_view(ends, width)  # [C, width]: the ends of the spans of each start
     best, indices = np.empty(0, np.float32), np.empty(0, np.int64)
     shortest = first_ends - np.arange(tokens)  # 0 without white space

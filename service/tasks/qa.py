@@ -108,7 +108,12 @@ def _add(
     check_has_tokens(ids, at_question)
     check_has_tokens(spans.ids, at_context)
     around = len(ids[:most]) + tokenizer.special.pair_tokens
-    stride = _stride(options, encoder.room(at_question, around))
+    room = encoder.room(at_question, around)
+    stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
+    stride = stride if stride < room else room // 2
+    if options.doc_stride is not None:
+        stride = options.doc_stride
+        check_range(stride, 0, room - 1, "doc_stride")
     encoder.rule = encoder.rule._replace(stride=stride)
     whole = len(ids) + len(spans.ids) + tokenizer.special.pair_tokens
     encoder.rule.check(at_question, len(ids), most, "max_question_len is")
@@ -126,15 +131,6 @@ def _add(
     encoder.keep(encodings, whole, around + len(read.ids), bounds, asked.context)
     start = tokenizer.special.second_start(len(ids[:most]))
     return Question(asked.context, read, start, bounds, ends)
-
-
-def _stride(options: QaOptions, window_tokens: int) -> int:
-    """Return the number of context tokens that neighbouring windows share."""
-    if options.doc_stride is None:
-        stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
-        return stride if stride < window_tokens else window_tokens // 2
-    check_range(options.doc_stride, 0, window_tokens - 1, "doc_stride")
-    return options.doc_stride
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[_Result]:

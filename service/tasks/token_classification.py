@@ -2,8 +2,7 @@
 
 Scores and groups are those of transformers' pipeline, but tags that mark the ends of entities, such
 as BIOES, are joined too. A long text is cut or, with ``stride`` or ``long_text: "window"``, divided
-into overlapping windows. If entities of two windows overlap, the
-longer entity is kept. If both have the same length, the likelier entity is kept.
+into overlapping windows. Of two entities that overlap, the longer is kept, then the likelier.
 """
 
 from collections.abc import Iterator, Sequence

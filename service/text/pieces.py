@@ -113,15 +113,11 @@ def _pieces(
     text: str, boundary: Boundary | None, *, expands: bool
 ) -> Iterator[tuple[int, str, int]]:
     """Yield the parts of a text: first character, content, characters after the normaliser."""
+    length = _compatible_length if expands else len
     for start, content in divide(text, boundary):
-        size = _compatible_length(content) if expands else len(content)
-        growth = size // max(1, len(content))
-        if growth < _MOST_GROWTH:
-            yield start, content, size
-            continue
-        smaller = _PIECE_CHARACTERS // growth
-        for first, part in divide(content, boundary, smaller):
-            size = _compatible_length(part)
+        growth = max(1, length(content) // max(1, len(content)))
+        for first, part in divide(content, boundary, _PIECE_CHARACTERS // growth):
+            size = length(part)
             if size > _GROUP_CHARACTERS and size >= _MOST_GROWTH * len(part):
                 raise InvalidRequest(
                     f"{len(part)} characters of a text, without a space, are {size} characters "

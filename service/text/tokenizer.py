@@ -33,14 +33,11 @@ from cloze.service.threads import check_awaited
 _LONGEST_FORM = "\ufdfa"
 """The character whose compatibility form is longest: 18 characters. Source: Unicode, UAX 15."""
 
-_SHORT_CHARACTERS = 4096
-"""Most characters that the calling thread tokenizes, in about 1 ms.
+_SHORT = 4096
+"""Most characters that the calling thread tokenizes, in about 1 ms, and ids that it decodes.
 
-Threads of the library tokenize longer texts. They may wait a second for a core under an overload.
+Threads of the library do the rest. Under an overload they may wait a second for a core.
 """
-
-_SHORT_IDS = 4096
-"""Most ids that are decoded at once on the calling thread."""
 
 _PLAIN = re.compile(r"[0-9A-Za-z .,;:!?'\"()-]*")
 """Text that BERT's normalizer changes only in case; see `_Vocabulary.words`."""
@@ -176,10 +173,8 @@ class Tokenizer:
             self._vocabulary = _vocabulary(data)
             _check_vocabulary(self._vocabulary, spec)
         except Exception as error:  # the library raises a bare Exception
-            raise StartupError(
-                f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: "
-                f"{first_line(error)}"
-            ) from error
+            problem = f"its tokenizer cannot be read: {first_line(error)}"
+            raise StartupError(f"bundle {bundle.manifest.reference}: {problem}") from error
         self._backend = self._vocabulary.backend
         self.unknown_id = self._vocabulary.unknown_id
         self.mask_id = spec.mask_id
@@ -191,7 +186,7 @@ class Tokenizer:
 
     def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
-        if sum(map(len, texts)) > _SHORT_CHARACTERS:
+        if sum(map(len, texts)) > _SHORT:
             return self._long_ids(texts)
         if (known := self._vocabulary.words) is None:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
@@ -242,7 +237,7 @@ class Tokenizer:
         """Return the tokens of a text, or of its start that has more tokens than are enough."""
         marked = text if self._marks_spaces else None
         spans = Spans()
-        if len(text) <= _SHORT_CHARACTERS:
+        if len(text) <= _SHORT:
             spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
             return spans
         for piece, encoding in self._in_pieces([text], self._backend.encode_batch):
@@ -289,7 +284,7 @@ class Tokenizer:
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
     ) -> list[str]:
         """Return the texts of ids: word pieces joined, no spaces before punctuation."""
-        if sum(map(len, sequences)) <= _SHORT_IDS:
+        if sum(map(len, sequences)) <= _SHORT:
             decode = self._backend.decode
             return [decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
         return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)

@@ -322,7 +322,7 @@ def test_spans_are_those_of_the_matrix_of_all_starts_and_ends(
         expected = [(-score, start, end) for score, start, end in best if score or best[0][0] == 0]
         if best[0][0] == 0:
             expected = expected[:1]
-        assert answer_spans._best_spans(scores, np.arange(tokens), count, most) == expected
+        assert answer_spans._best_spans(scores.T, np.arange(tokens), count, most) == expected
 
 
 def test_scores_of_long_answers_need_no_matrix() -> None:
@@ -330,7 +330,7 @@ def test_scores_of_long_answers_need_no_matrix() -> None:
     scores = np.random.default_rng(0).random((8_000, 2)).astype(np.float32)
     for most in (15, 8_000):
         tracemalloc.start()
-        answer_spans._best_spans(scores, np.arange(8_000), 12, most)
+        answer_spans._best_spans(scores.T, np.arange(8_000), 12, most)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 10_000_000

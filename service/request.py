@@ -43,7 +43,7 @@ class ServedRequest:
         limit_s: the time limit of each of its two phases, in seconds; see `RequestLimits`.
         deadline: `time.monotonic` time at which the current phase ends.
 
-        connection: the `http.record.Connection` that it came by; None: unknown.
+        connection: the `http.routes.Connection` that it came by; None: unknown.
         trace: the `RequestTrace` of its span; None if it is not traced.
         scope: the `CancelScope` that ends its work early; None before and after its work.
         received: bytes of its body that have arrived; None when the body is complete.

@@ -29,7 +29,6 @@ class ByteBudget:
 
     Args:
         what: what holds the bytes, in the plural, for errors.
-        most: bytes in all.
         longest_wait_s: longest wait for room; 0: as long as the request may take.
     """
 

@@ -30,7 +30,7 @@ def count_restarts(folder: Path, kinds: Iterable[str]) -> Mapping[str, Counter]:
     The environment of the supervisor does not name the folder afterwards, since the folder ends
     with the server.
     """
-    class_before, folder_before = values.ValueClass, os.environ.get(FOLDER)
+    class_before = values.ValueClass
     os.environ[FOLDER] = str(folder)
     write_as("supervisor")
     try:
@@ -50,7 +50,4 @@ def count_restarts(folder: Path, kinds: Iterable[str]) -> Mapping[str, Counter]:
         return {kind: restarts.labels(kind) for kind in kinds}
     finally:
         values.ValueClass = class_before
-        if folder_before is None:
-            del os.environ[FOLDER]
-        else:
-            os.environ[FOLDER] = folder_before
+        del os.environ[FOLDER]

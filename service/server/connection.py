@@ -94,13 +94,7 @@ class _Flow(FlowControl):
 
 
 class ServerProtocol(HttpToolsProtocol):
-    """One connection, which its requests know as `http.record.Connection`.
-
-    Args:
-        table: counts the connections, and has their limits.
-        closed: called when the connection is closed.
-        arguments: those of uvicorn's protocol.
-    """
+    """One connection, the `routes.Connection` of its requests. `closed` is called at its end."""
 
     def __init__(
         self, *, table: ConnectionTable, closed: Callable[[Connection], None], **arguments: Any

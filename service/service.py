@@ -322,8 +322,10 @@ class Service:
             await self._recorder.answer(snapshot.app, scope, receive, send)
             snapshot.gate.answered(record)
         finally:
-            # The access log keeps 20,000 records if nobody reads it; a client may send 64 KB.
+            # The access log keeps 20,000 records if nobody reads it; a client may send 64 KB of
+            # headers, and megabytes of words that are not in the vocabulary.
             record.path, record.headers, record.first, record.expected_space = "", (), {}, None
+            record.warnings = ()
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))

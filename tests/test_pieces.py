@@ -1,10 +1,13 @@
 """Long texts are tokenized in pieces, with the tokens of the whole; abandoned work ends."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
+import weakref
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from unicodedata import normalize
 
@@ -252,3 +255,29 @@ def test_tokenizing_ends_when_nobody_waits(tmp_path: Path) -> None:
     TOKENIZER.ids(texts[:2])
     two_texts_s = time.monotonic() - started
     assert asyncio.run(play()) < two_texts_s
+
+
+class Body:
+    """What a function on a thread gets."""
+
+
+def test_an_error_on_a_thread_frees_what_the_function_had() -> None:
+    """Without a garbage collection, which may come after many bodies of megabytes."""
+
+    def fail(body: Body) -> None:
+        raise ValueError(type(body).__name__)
+
+    async def run() -> bool:
+        body = Body()
+        kept = weakref.ref(body)
+        with suppress(ValueError):
+            await run_on_thread(fail, body)
+        del body
+        await run_on_thread(len, "the thread's next work")
+        return kept() is None
+
+    gc.disable()
+    try:
+        assert asyncio.run(run())
+    finally:
+        gc.enable()

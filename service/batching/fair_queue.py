@@ -167,7 +167,8 @@ class Queue(Protocol):
 
         Args:
             client: the client of the request.
-            line, tokens: its line and the number of its tokens, or estimates.
+            line: its line, by its tokens or by an estimate of them.
+            tokens: number of its tokens, or that estimate.
             unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
         """
 

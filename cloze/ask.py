@@ -274,7 +274,7 @@ async def _answer(
 async def _in_process() -> AsyncIterator["AsyncClient"]:
     """Yield a client of a service in this process."""
     try:
-        from cloze.service.core import StartupError
+        from cloze.service.errors import StartupError
         from cloze.service.service import single_process
         from cloze.service.settings import load_settings
     except ModuleNotFoundError as error:

@@ -297,7 +297,7 @@ def run(out: Path | None, as_json: bool, **arguments: Any) -> None:
         from cloze.bench.errors import BenchError
         from cloze.bench.run import Plan
         from cloze.bench.run_options import RunOptions, read_arrivals
-        from cloze.service.core import StartupError
+        from cloze.service.errors import StartupError
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
     given = {peer.option: arguments.pop(peer.option.replace("-", "_")) for peer in PEERS}
@@ -365,7 +365,7 @@ def pods(
         from cloze.bench.errors import BenchError
         from cloze.bench.pods import count_pods, read_mix
         from cloze.bench.result import Result
-        from cloze.service.core import StartupError
+        from cloze.service.errors import StartupError
         from cloze.service.settings import available_cpus
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")

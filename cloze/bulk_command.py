@@ -260,7 +260,7 @@ def _run(command: str, values: dict[str, Any]) -> None:
         from cloze.bulk.run import run_job
         from cloze.bulk.sources import input_files
         from cloze.bulk.tasks import BULK_TASKS
-        from cloze.service.core import StartupError
+        from cloze.service.errors import StartupError
     except ModuleNotFoundError as error:
         fail(f"bulk needs {error.name}; install it with: {install_command('cpu', 'bulk')}", code=2)
     try:

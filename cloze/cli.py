@@ -328,7 +328,7 @@ def serve(**flags: Any) -> None:
     and 2 if the server cannot start.
     """
     try:
-        from cloze.service.core import StartupError
+        from cloze.service.errors import StartupError
         from cloze.service.models.served_models import onnx_engine, open_bundles
         from cloze.service.server.startup import (
             begin,

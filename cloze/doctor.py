@@ -204,7 +204,7 @@ def _available_mb() -> int | None:
 
 
 def _settings() -> Iterator[Finding]:
-    from cloze.service.core import StartupError
+    from cloze.service.errors import StartupError
     from cloze.service.settings import load_settings, unknown_variables
 
     for name in unknown_variables():

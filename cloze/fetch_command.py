@@ -38,7 +38,7 @@ def fetch(models: tuple[str, ...], sha256: str | None, model_store: Path) -> Non
       cloze fetch s3://bucket/my-bert
       cloze fetch https://example.org/my-bert.tar.zst --sha256 HEX
     """
-    from cloze.service.core import StartupError
+    from cloze.service.errors import StartupError
     from cloze.service.settings import load_settings
 
     try:

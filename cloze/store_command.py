@@ -96,7 +96,7 @@ def _adapters(
     """Return the adapters of named bundles, as a server reads them, and why others are refused."""
     if not folders:
         return [], []
-    from cloze.service.core import StartupError
+    from cloze.service.errors import StartupError
     from cloze.service.models.adapters import open_adapters
 
     bases = [_or_fail(partial(bundles.open, name)) for name in names]
@@ -191,7 +191,7 @@ def _verify_adapter(adapter: "AdapterBundle") -> tuple[str, str]:
         return "ok", ""
     try:
         from cloze.adapter_check import int8_figures
-        from cloze.service.core import StartupError
+        from cloze.service.errors import StartupError
     except ModuleNotFoundError as error:
         fail(
             f"the check of adapters in int8 needs {error.name}; install it with: "

@@ -1,14 +1,11 @@
-"""The values that the parts of the service exchange, and the errors that the parts raise.
+"""The values that the parts of the service exchange."""
 
-Each `ServiceError` ends one request, and `http.errors` maps it to a status. A `RequestError` is
-the client's: a retry of the same request fails again. `StartupError` ends the server.
-"""
-
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +13,7 @@ from numpy.typing import NDArray
 from cloze.model_store.adapter import Adapter
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
+from cloze.service.errors import Rejection
 
 Float32 = NDArray[np.float32]
 
@@ -28,153 +26,6 @@ single encoding may exceed the limit.
 
 MAX_PADDING_FACTOR = 4
 """Upper bound on padded cells per real token in a variable-length batch."""
-
-
-class ServiceError(Exception):
-    """The reason why a request gets no result. The client receives the message."""
-
-
-class Location(tuple[str | int, ...]):
-    """A place in a request: names of fields, and numbers, like ``inputs[3].question``."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        shown = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self)
-        return "".join(shown).removeprefix(".")
-
-    def below(self, *parts: str | int) -> "Location":
-        """Return a place within this one."""
-        return Location((*self, *parts))
-
-
-def quoted(text: str) -> str:
-    """Return the beginning of a client's text for a message: in quotes and ASCII."""
-    return ascii(text[:80])[:80]
-
-
-class RequestError(ServiceError):
-    """The request is wrong; a retry of the same request fails again.
-
-    Attributes:
-        at: the place of the problem, with which the message begins; None: there is no single one.
-        lead: words of the message before the place.
-    """
-
-    def __init__(self, problem: str, at: Location | None = None, lead: str = "") -> None:
-        super().__init__(f"{lead}{at} {problem}" if at else problem)
-        self.problem, self.at, self.lead = problem, at, lead
-
-    def moved(self, at: Location | None) -> Self:
-        """Return the error with another place."""
-        return type(self)(self.problem, at, self.lead)
-
-
-class MalformedRequest(RequestError):
-    """The body is not JSON."""
-
-
-class SlowRequest(RequestError):
-    """The body did not arrive within the request timeout."""
-
-
-class InvalidRequest(RequestError):
-    """A value of the request is malformed or out of its limits."""
-
-
-class EmptyRequest(RequestError):
-    """The request has no text, or one of its texts is empty."""
-
-
-class RequestTooLarge(RequestError):
-    """The body has more bytes than the limit."""
-
-
-class UnsupportedEncoding(RequestError):
-    """The body has a content encoding that the server does not read."""
-
-
-class Unauthorized(RequestError):
-    """The request has no valid API key."""
-
-
-class Forbidden(RequestError):
-    """The API key lacks the scope, or the request is for another host."""
-
-
-class UnknownModel(RequestError):
-    """The request names a model that is not served."""
-
-
-class WrongTask(RequestError):
-    """The model has no head for the task."""
-
-
-class OtherEmbeddingSpace(RequestError):
-    """The vectors would not be in the space that the request expects."""
-
-
-class ReloadRefused(RequestError):
-    """The server cannot serve what the store, the keys or the certificate now hold."""
-
-
-class Rejection(StrEnum):
-    """Why the state of the server keeps a request from its result."""
-
-    WAIT = "wait"  # it would wait for too long
-    DEADLINE = "deadline"  # it would end after its time limit
-    QUEUE_FULL = "queue_full"  # the queue would hold too many tokens
-    MEMORY = "memory"  # large bodies hold the memory
-    KEY_LIMIT = "key_limit"  # its key has sent too many
-    TIMEOUT = "timeout"  # it was not answered in its time
-    STATED_LIMIT = "stated_limit"  # nor in a time limit of its own, below the server's
-    SHUTTING_DOWN = "shutting_down"
-    ENGINE_DEAD = "engine_dead"
-
-
-class Overloaded(ServiceError):
-    """The request would wait for too long, or the queue is full.
-
-    Attributes:
-        retry_after_s: seconds until the server is likely to admit the request.
-        each_s: seconds in which the queue works off one such request.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        retry_after_s: float,
-        reason: Rejection = Rejection.WAIT,
-        each_s: float = 0.0,
-    ) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.reason = reason
-        self.each_s = each_s
-
-
-class DeadlineExceeded(ServiceError):
-    """The request timed out."""
-
-
-class ClientGone(ServiceError):
-    """The client closed its connection before the answer was ready."""
-
-
-class ShuttingDown(ServiceError):
-    """The server is draining and admits no new requests."""
-
-
-class EngineFailed(ServiceError):
-    """The engine raised an exception on an encoding that ran alone."""
-
-
-class AdapterUnavailable(ServiceError):
-    """The files of an adapter are gone, or have changed since the last reload."""
-
-
-class EngineDead(ServiceError):
-    """No engine runs: it hangs, fails its golden outputs, or its process has exited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +70,6 @@ class Changes:
         lists = {"added": self.added, "removed": self.removed, "kept": kept}
         lists["refused"] = list(self.refused)
         return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
-
-
-BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
-"""Why a reload that is asked for by a request is refused at once; a signal waits."""
-
-NEEDS_ROLL: Final = (
-    "nothing was reloaded: with front ends, a reload of models needs a roll of the replicas, or a "
-    "restart; keys and certificates are read again when their files change"
-)
-
-
-class StartupError(Exception):
-    """The server cannot start because of a setting, a bundle, a device or a port; one line."""
 
 
 # Values that every request creates are tuples: a frozen dataclass takes three times as long.
@@ -340,3 +178,115 @@ class Engine(Protocol):
         Raises:
             Exception: the run fails, or an output is outside the tolerance.
         """
+
+
+OTHER_ROUTE: Final = "other"
+"""The route of requests to unknown paths, so that the number of metric labels is bounded."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""The headers of a request, with names in lower case."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ServedRequest:
+    """A request, from the end of its headers to the line of the access log.
+
+    `Callers.record` fills the first part from the headers. The front end notes the second part
+    while the request is in progress, the pipeline the third part, and the `Recorder` the last one.
+
+    For example, a request for two texts of 9 tokens in all ends with ``texts=2, tokens=9``. If the
+    engine fails, it ends with ``texts=0, tokens=0, error="EngineFailed"``.
+
+    Attributes:
+        path: as it was sent; a path is never decoded, see `Paths`.
+        route: the path of its route, such as ``/v2/models/{model}/infer``.
+        first: the first value of each header.
+        length: the bytes of its body that the headers announce.
+        key: its `http.keys.Key`; None: it has none.
+        client: the client, which has a fair share and limits: ``key:NAME`` or an address; "" if
+            it is unknown.
+        stated_s: the time limit that it states, in seconds.
+        is_bulk: whether it takes only what others leave.
+        terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
+        arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
+
+        limit_s: the time limit of each of its two phases, in seconds; see `RequestLimits`.
+        deadline: `time.monotonic` time at which the current phase ends.
+
+        connection: the `http.routes.Connection` that it came by; None: unknown.
+        trace: the `RequestTrace` of its span; None if it is not traced.
+        scope: the `CancelScope` that ends its work early; None before and after its work.
+        received: bytes of its body that have arrived; None when the body is complete.
+        body: what its body holds of the memory of bodies; None: nothing.
+        answer: what its answer holds of the memory of answers; None: nothing.
+        turn: its turn to write a large answer; None: it has none.
+        body_bytes: the size of its body, decompressed.
+        vector_format: the media type and the dtype of vectors in its answer; None: JSON.
+        expected_space: name of the embedding space that its vectors must have; None: any.
+
+        model: full name of the model; "" if none was chosen.
+        texts: number of its texts, pairs or questions; 0: it has no result.
+        tokens: number of tokens that the engine runs, special tokens included. They are taken from
+            the limit of its key, and given back if it has no result.
+        truncated: number of its texts that were cut.
+        warnings: messages for the client, in ASCII.
+        usage: the `TextUsage` of each input; None unless the client asks.
+        embedding_space: name of the space of the result's vectors; None: the result has none, or
+            the bundle does not say enough.
+        is_large: whether writing its result may take milliseconds.
+        began: `time.monotonic` time at which the tokenization began.
+        queue_s: seconds until a worker took the first encoding, summed over all rounds.
+        inference_s: seconds from then until the last output, summed over all rounds.
+
+        error: the kind of error; "" for a result.
+        rejection: why the server's own state let it fail.
+        status: the HTTP status of its answer.
+        ended: seconds since the epoch at its end.
+        seconds: seconds from its arrival to its end.
+    """
+
+    method: str = "POST"
+    path: str = ""
+    route: str = OTHER_ROUTE
+    headers: Headers = ()
+    first: Mapping[bytes, bytes] = field(default_factory=dict)
+    length: int | None = None
+    identity: bytes = b""
+    key: Any = None
+    client: str = ""
+    stated_s: float | None = None
+    is_bulk: bool = False
+    terms_problem: str = ""
+    arrived: float = 0.0
+    limit_s: float = math.inf
+    deadline: float = math.inf
+
+    connection: Any = None
+    trace: Any = None
+    scope: Any = None
+    received: int | None = 0
+    body: Any = None
+    answer: Any = None
+    turn: Any = None
+    body_bytes: int = 0
+    vector_format: tuple[str, str] | None = None
+    expected_space: str | None = None
+
+    model: str = ""
+    texts: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    warnings: Sequence[str] = ()
+    usage: Sequence[Any] | None = None
+    embedding_space: str | None = None
+    is_large: bool = False
+    began: float = 0.0
+    tokenize_s: float = 0.0
+    queue_s: float = 0.0
+    inference_s: float = 0.0
+
+    error: str = ""
+    rejection: Rejection | None = None
+    status: int = 0
+    ended: float = 0.0
+    seconds: float = 0.0

@@ -17,20 +17,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store import Bundle
+from cloze.service import errors
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
-    BUSY,
-    NEEDS_ROLL,
-    Changes,
-    EngineDead,
-    Overloaded,
-    ReloadRefused,
-    ServiceError,
-    ShuttingDown,
-    StartupError,
-)
+from cloze.service.core import Changes
 from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
@@ -332,7 +323,7 @@ class Service:
 
     async def _respond(self, request: Request, error: Exception) -> Response:
         """Return the response to an error in the shape of the protocol; see `Gate.refused`."""
-        if isinstance(error, Overloaded):
+        if isinstance(error, errors.Overloaded):
             await self.snapshot.gate.refused(request.scope[RECORD], error)
         return await self._responder.respond(request, error)
 
@@ -384,16 +375,16 @@ class Service:
         reasons = (p.model.queue.dead_reason for p in self.snapshot.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def why_unready(self) -> ServiceError | None:
+    def why_unready(self) -> errors.ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
         if (reason := self.dead_reason) is not None:
-            return EngineDead(f"the engine is dead: {reason}")
-        return ShuttingDown("the server is shutting down") if self.draining else None
+            return errors.EngineDead(f"the engine is dead: {reason}")
+        return errors.ShuttingDown("the server is shutting down") if self.draining else None
 
-    def why_restart(self) -> EngineDead | None:
+    def why_restart(self) -> errors.EngineDead | None:
         """Return why the process should be restarted; None if it should not."""
         error = self.why_unready() if self.has_engines else None
-        return error if isinstance(error, EngineDead) else None
+        return error if isinstance(error, errors.EngineDead) else None
 
     def look_at_files(self) -> None:
         """Use the keys and the certificate of now if their files have changed."""
@@ -411,7 +402,7 @@ class Service:
                 log.info("a reload waits until the last one has ended")
                 await self._alone.wait()
             # Of several that waited, the first one began after all had been asked for.
-            with suppress(ReloadRefused, ShuttingDown):
+            with suppress(errors.ReloadRefused, errors.ShuttingDown):
                 await self.reload()
 
         self._keep(reload())
@@ -425,9 +416,9 @@ class Service:
             ShuttingDown: the server drains.
         """
         if not self.has_engines:
-            raise ReloadRefused(NEEDS_ROLL)
+            raise errors.ReloadRefused(errors.NEEDS_ROLL)
         if not self._alone.is_set():
-            raise ReloadRefused(BUSY)
+            raise errors.ReloadRefused(errors.BUSY)
         self._alone.clear()
         old = self.snapshot
         try:
@@ -435,14 +426,14 @@ class Service:
             new, refused = await asyncio.to_thread(self._reopened, old)
             if self.draining:
                 await asyncio.to_thread(new.close_unused, old)
-                raise ShuttingDown("the server is shutting down")
+                raise errors.ShuttingDown("the server is shutting down")
         except BaseException as error:
             self._end_reload()
-            if not isinstance(error, StartupError):
+            if not isinstance(error, errors.StartupError):
                 raise
             self._metrics.observe_reload(ok=False)
             log.error("nothing was reloaded: %s", error)
-            raise ReloadRefused(f"nothing was reloaded: {error}") from error
+            raise errors.ReloadRefused(f"nothing was reloaded: {error}") from error
         self._add_series(new)
         self.snapshot = new
         if not old.running:

@@ -16,7 +16,8 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.core import Device, LogFormat, RequestedPrecision, StartupError
+from cloze.service.core import Device, LogFormat, RequestedPrecision
+from cloze.service.errors import StartupError
 
 ENV_PREFIX = "CLOZE_"
 

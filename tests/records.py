@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from cloze.service.core import ServedRequest
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD
-from cloze.service.request import ServedRequest
 
 
 def pairs(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

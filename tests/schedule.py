@@ -17,7 +17,7 @@ import pytest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import LineKey, Submission
-from cloze.service.core import (
+from cloze.service.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,

@@ -15,8 +15,9 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 from cloze.model_store.peft import AdapterError
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
 from cloze.service.engine.adapters import LoadedAdapters
+from cloze.service.errors import StartupError
 from cloze.service.models import served_models
 from cloze.service.models.adapters import open_adapters
 from cloze.service.models.served_models import LocalModels, check_memory, close_models

@@ -13,7 +13,7 @@ from transformers import BertForPreTraining
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.http.keys import Keys
 from tests.adapter_folders import Recipe, classifier, write
 from tests.serving import running_server

@@ -26,8 +26,9 @@ from cloze.model_store.heads import embedding, sequence_classification, token_cl
 from cloze.model_store.heads.head import HeadRequest
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Precision
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
+from cloze.service.errors import StartupError
 from cloze.service.models.adapters import AdapterBundle, open_adapters
 from cloze.service.service import MOST_ADAPTER_SERIES
 from tests.adapter_folders import LABELS, Recipe, classifier, write

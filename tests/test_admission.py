@@ -17,7 +17,8 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchResult, Overloaded, Rejection
+from cloze.service.core import BatchResult
+from cloze.service.errors import Overloaded, Rejection
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.serving import Server, running_server

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.observe.logs import AccessLog, LineWriter
 from cloze.service.service import single_process
 from cloze.service.settings import Settings, load_settings

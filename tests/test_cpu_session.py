@@ -16,9 +16,9 @@ from onnx import TensorProto, helper
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import StartupError
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
+from cloze.service.errors import StartupError
 from cloze.service.models.served_models import onnx_engine
 from cloze.service.settings import load_settings
 from tests.encodings import submit

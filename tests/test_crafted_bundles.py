@@ -29,7 +29,7 @@ from cloze.model_store.graph_checks import WEIGHTS_SUFFIX, check_graph
 from cloze.model_store.limits import MAX_TOLERANCE
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.model_store.onnx_file import parse_onnx
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.crafted import (

@@ -7,38 +7,38 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from cloze.service import core
+from cloze.service import errors
 from cloze.service.http.errors import describe_error
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, WireProtocol
 from tests.records import recorded, scope_of
 
 TABLE: dict[type[Exception], tuple[int, str, str]] = {
-    core.MalformedRequest: (400, "Validation", "invalid_request_error"),
-    core.EmptyRequest: (400, "Empty", "invalid_request_error"),
-    core.Unauthorized: (401, "Validation", "invalid_request_error"),
-    core.Forbidden: (403, "Validation", "invalid_request_error"),
-    core.UnknownModel: (404, "Validation", "invalid_request_error"),
-    core.SlowRequest: (408, "Validation", "invalid_request_error"),
-    core.ReloadRefused: (409, "Backend", "invalid_request_error"),
-    core.OtherEmbeddingSpace: (412, "Validation", "invalid_request_error"),
-    core.RequestTooLarge: (413, "Validation", "invalid_request_error"),
-    core.UnsupportedEncoding: (415, "Validation", "invalid_request_error"),
-    core.InvalidRequest: (422, "Validation", "invalid_request_error"),
-    core.WrongTask: (424, "Backend", "invalid_request_error"),
-    core.Overloaded: (429, "Overloaded", "rate_limit_error"),
-    core.ClientGone: (499, "Validation", "invalid_request_error"),
-    core.EngineFailed: (500, "Backend", "server_error"),
-    core.AdapterUnavailable: (503, "Unhealthy", "server_error"),
-    core.ShuttingDown: (503, "Unhealthy", "server_error"),
-    core.EngineDead: (503, "Unhealthy", "server_error"),
-    core.DeadlineExceeded: (504, "Overloaded", "server_error"),
+    errors.MalformedRequest: (400, "Validation", "invalid_request_error"),
+    errors.EmptyRequest: (400, "Empty", "invalid_request_error"),
+    errors.Unauthorized: (401, "Validation", "invalid_request_error"),
+    errors.Forbidden: (403, "Validation", "invalid_request_error"),
+    errors.UnknownModel: (404, "Validation", "invalid_request_error"),
+    errors.SlowRequest: (408, "Validation", "invalid_request_error"),
+    errors.ReloadRefused: (409, "Backend", "invalid_request_error"),
+    errors.OtherEmbeddingSpace: (412, "Validation", "invalid_request_error"),
+    errors.RequestTooLarge: (413, "Validation", "invalid_request_error"),
+    errors.UnsupportedEncoding: (415, "Validation", "invalid_request_error"),
+    errors.InvalidRequest: (422, "Validation", "invalid_request_error"),
+    errors.WrongTask: (424, "Backend", "invalid_request_error"),
+    errors.Overloaded: (429, "Overloaded", "rate_limit_error"),
+    errors.ClientGone: (499, "Validation", "invalid_request_error"),
+    errors.EngineFailed: (500, "Backend", "server_error"),
+    errors.AdapterUnavailable: (503, "Unhealthy", "server_error"),
+    errors.ShuttingDown: (503, "Unhealthy", "server_error"),
+    errors.EngineDead: (503, "Unhealthy", "server_error"),
+    errors.DeadlineExceeded: (504, "Overloaded", "server_error"),
     RuntimeError: (500, "Backend", "server_error"),
 }
 """Status, error_type of text-embeddings-inference, and type of OpenAI."""
 
 
 def error_of(kind: type[Exception]) -> Exception:
-    return core.Overloaded("why", 3) if kind is core.Overloaded else kind("why")
+    return errors.Overloaded("why", 3) if kind is errors.Overloaded else kind("why")
 
 
 def leaves(kind: type[Exception]) -> set[type[Exception]]:
@@ -52,7 +52,7 @@ def request() -> Request:
 
 
 def test_the_table_has_every_error() -> None:
-    ours = {kind for kind in leaves(core.ServiceError) if kind.__module__.startswith("cloze.")}
+    ours = {kind for kind in leaves(errors.ServiceError) if kind.__module__.startswith("cloze.")}
     assert ours == TABLE.keys() - {RuntimeError}
 
 
@@ -74,7 +74,7 @@ def test_an_error_has_its_status_and_its_type(
                     "message": message,
                     "type": openai_type,
                     "param": None,
-                    "code": "model_not_found" if kind is core.UnknownModel else None,
+                    "code": "model_not_found" if kind is errors.UnknownModel else None,
                 },
                 "detail": message,
             },

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.service.core import ServiceError
+from cloze.service.errors import ServiceError
 from tests.fuzz import frames_target, manifest_target, onnx_target, request_target
 from tests.fuzz.search import MAX_SECONDS, Failure, Target, search, search_for
 

@@ -29,8 +29,9 @@ from cloze.model_store.heads import (
     sparse_embedding,
     token_embedding,
 )
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.errors import StartupError
 from tests import crafted
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary

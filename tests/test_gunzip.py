@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cloze.service.core import MalformedRequest, RequestTooLarge
+from cloze.service.errors import MalformedRequest, RequestTooLarge
 from cloze.service.http.gunzip import MAX_MEMBERS, gunzip
 
 MB = 2**20

@@ -36,9 +36,10 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, ArrayResult, embedding
 from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
-from cloze.service.core import Device, RequestedPrecision, StartupError
+from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import Session, cpu_session, is_aligned
+from cloze.service.errors import StartupError
 from tests.conftest import minilm_checkpoint
 from tests.serving import running_server
 

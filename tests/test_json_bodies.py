@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from cloze.service.core import MalformedRequest, RequestTooLarge
+from cloze.service.errors import MalformedRequest, RequestTooLarge
 from cloze.service.http.body import SHORT_BYTES, BodyLimits, load
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS

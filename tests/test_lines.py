@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cloze.service.batching.admission import SchedulerLimits, WaitLimits
 from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey, Submission, Terms
-from cloze.service.core import BatchResult, DeadlineExceeded, Overloaded
+from cloze.service.core import BatchResult
+from cloze.service.errors import DeadlineExceeded, Overloaded
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.stepped import SteppedScheduler

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cloze.service.core import Rejection
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
-from cloze.service.request import ServedRequest
 from tests.serving import Server, running_server
 from tests.test_body_bounds import status_kb
 from tests.waiting import wait_until

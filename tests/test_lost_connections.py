@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cloze.service.batching.fair_queue import LineKey
-from cloze.service.core import ServiceError
+from cloze.service.errors import ServiceError
 from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget, Hold
 from cloze.service.http.door import Starts

@@ -13,13 +13,14 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
 from cloze.service.engine.graph_choice import (
     least_weight_bytes,
     memory_limit,
     memory_state,
     memory_used,
 )
+from cloze.service.errors import StartupError
 from cloze.service.models import served_models
 from cloze.service.models.served_models import check_memory
 from cloze.service.server.startup import memory_problem

@@ -19,8 +19,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from cloze.model_store.installation import build
-from cloze.service.core import (
-    BatchFill,
+from cloze.service.core import BatchFill
+from cloze.service.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidRequest,

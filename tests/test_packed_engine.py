@@ -29,11 +29,11 @@ from cloze.service.core import (
     MAX_PADDING_FACTOR,
     Device,
     RequestedPrecision,
-    StartupError,
 )
 from cloze.service.engine import session as sessions
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import DeviceSession, Session, cpu_session
+from cloze.service.errors import StartupError
 from cloze.service.models.served_models import batch_tokens
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings

@@ -19,7 +19,7 @@ from tokenizers import normalizers
 
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.text import pieces
 from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer

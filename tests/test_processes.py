@@ -3,7 +3,7 @@
 import pytest
 
 from cloze.service.batching.fair_queue import ExpectedWait
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.errors import Overloaded, Rejection
 from cloze.service.processes import frames
 
 

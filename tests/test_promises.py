@@ -30,8 +30,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from cloze.client import Client, ServerBusy
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.fake_engine import FakeEngine

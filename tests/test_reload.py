@@ -22,7 +22,7 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.core import BUSY
+from cloze.service.errors import BUSY
 from tests.certificates import make_certificate
 from tests.crafted import read_body, seal
 from tests.serving import Server, children, running_server

@@ -15,7 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cloze.model_store import Store
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.service import single_process
 from cloze.service.settings import Settings, load_settings
 from cloze.service.tasks import TaskContext

@@ -21,10 +21,8 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import (
-    BatchFill,
-    BatchReport,
-    BatchResult,
+from cloze.service.core import BatchFill, BatchReport, BatchResult
+from cloze.service.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cloze.service.core import DeadlineExceeded, EngineDead, EngineFailed, ShuttingDown
+from cloze.service.errors import DeadlineExceeded, EngineDead, EngineFailed, ShuttingDown
 from tests.schedule import CANCELLED, RESULT, Case, Request, Schedule, Step
 
 SHORT: Sequence[Request] = (("a", (4, 6)), ("b", (4,)), ("a", (4,)))

@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from cloze.client import Client
-from cloze.service.core import Overloaded, StartupError
+from cloze.service.errors import Overloaded, StartupError
 from cloze.service.http.certificate import Certificate as TlsCertificate
 from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import accepted_hosts, is_loopback

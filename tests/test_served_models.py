@@ -12,7 +12,8 @@ import pytest
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
-from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
+from cloze.service.core import Device, Engine, RequestedPrecision
+from cloze.service.errors import StartupError
 from cloze.service.models import served_models
 from cloze.service.models.served_models import LocalModels, close_models, onnx_engine, open_bundles
 from cloze.service.server.startup import open_early

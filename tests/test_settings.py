@@ -13,7 +13,8 @@ import pytest
 from cloze.command_reference import settings_reference
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
+from cloze.service.errors import StartupError
 from cloze.service.settings import Settings, available_cpus, load_settings, unknown_variables
 from tests.serving import failed_start, running_server
 

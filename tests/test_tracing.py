@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.observe.tracing import make_tracing
 from cloze.service.settings import Settings
 from tests.serving import Server, running_server

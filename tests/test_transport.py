@@ -25,7 +25,8 @@ from cloze.model_store.heads.embedding import HEAD
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Terms
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchResult, EngineDead, ShuttingDown, StartupError
+from cloze.service.core import BatchResult
+from cloze.service.errors import EngineDead, ShuttingDown, StartupError
 from cloze.service.models.served_models import ServedModel
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer

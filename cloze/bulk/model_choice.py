@@ -10,7 +10,7 @@ from cloze.bulk.tasks import BulkTask
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.error_lines import received
-from cloze.service.core import ServiceError, StartupError
+from cloze.service.errors import ServiceError, StartupError
 from cloze.service.models.adapters import AdapterBundle, open_adapters
 from cloze.service.models.pipeline import task_limits
 from cloze.service.models.served_models import in_default_order

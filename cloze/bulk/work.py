@@ -17,16 +17,10 @@ from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import ShardReader
 from cloze.bulk.writers import RowResult, ShardWriter, open_writer
 from cloze.model_store import StoreError
-from cloze.service.core import (
-    EngineFailed,
-    Location,
-    RequestError,
-    ServiceError,
-    StartupError,
-)
+from cloze.service.core import ServedRequest
+from cloze.service.errors import EngineFailed, Location, RequestError, ServiceError, StartupError
 from cloze.service.models.pipeline import Pipeline, task_limits
 from cloze.service.models.served_models import LocalModels, ServedModel, close_models
-from cloze.service.request import ServedRequest
 from cloze.service.tasks.task import INPUTS
 
 _REQUEST_ROWS = 64

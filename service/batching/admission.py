@@ -18,7 +18,7 @@ from cloze.service.batching.fair_queue import (
     LineKey,
     Submission,
 )
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.errors import Overloaded, Rejection
 
 _MIN_WINDOW_S = 0.25
 """Shortest time over which a rate is measured; a batch takes about 20 ms."""

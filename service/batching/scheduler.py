@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from cloze.model_store.batch import HeadOutputs
+from cloze.service import errors
 from cloze.service.batching.admission import Activity, Admission, SchedulerLimits
 from cloze.service.batching.fair_queue import (
     Batch,
@@ -31,17 +32,7 @@ from cloze.service.batching.fair_queue import (
     Submission,
 )
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
-    BatchFill,
-    BatchReport,
-    BatchResult,
-    DeadlineExceeded,
-    Engine,
-    EngineDead,
-    EngineFailed,
-    ServiceError,
-    ShuttingDown,
-)
+from cloze.service.core import BatchFill, BatchReport, BatchResult, Engine
 
 _WORKER_NICE = 4
 """Nice value of the workers. Only probes need it, when every request has a connection of its own.
@@ -136,9 +127,9 @@ class Scheduler:
         submission.due = math.inf if terms.is_bulk else now + 0.9 * (terms.deadline - now)
         with self._lock:
             if self.dead_reason is not None:
-                raise EngineDead(f"the engine is dead: {self.dead_reason}")
+                raise errors.EngineDead(f"the engine is dead: {self.dead_reason}")
             if self._closing:
-                raise ShuttingDown("the server is shutting down")
+                raise errors.ShuttingDown("the server is shutting down")
             if self._queue.tokens and not terms.later_round:
                 self._admission.check(submission, now)
             self._queue.add(submission)
@@ -161,13 +152,15 @@ class Scheduler:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `fair_queue.Queue`."""
-        self._end(lambda: ShuttingDown("the server shut down before this request was answered"))
+        self._end(
+            lambda: errors.ShuttingDown("the server shut down before this request was answered")
+        )
         if self.dead_reason is None:  # the threads of a dead engine may never end
             deadline = self._clock.monotonic() + timeout_s
             for thread in self._threads:
                 thread.join(max(0.0, deadline - self._clock.monotonic()))
 
-    def _end(self, make_error: Callable[[], ServiceError]) -> None:
+    def _end(self, make_error: Callable[[], errors.ServiceError]) -> None:
         """End the threads when they are free, and fail each pending request with its own error."""
         with self._lock:
             self._closing = True
@@ -300,7 +293,7 @@ class Scheduler:
                     "the workers have become slower, and the request cannot end in the "
                     f"{left_s:.1f} s that are left of its time"
                 )
-            request.end(DeadlineExceeded(message))
+            request.end(errors.DeadlineExceeded(message))
 
     def _run(self, number: int, batch: list[QueuedEncoding], fill: BatchFill) -> None:
         """Run a batch. If the engine raises, halve the batch until one failing encoding is left."""
@@ -334,14 +327,14 @@ class Scheduler:
 
         An engine that fails on its golden outputs too is dead.
         """
-        if isinstance(error, ServiceError):  # not of the engine
+        if isinstance(error, errors.ServiceError):  # not of the engine
             queued.request.end(error)
             return
         count, which = len(queued.request.outputs), "this input"
         if count > 1:
             which = f"sequence {queued.position + 1} of {count} of this request"
         name = type(error).__name__
-        queued.request.end(EngineFailed(f"the engine cannot run {which} ({name})"))
+        queued.request.end(errors.EngineFailed(f"the engine cannot run {which} ({name})"))
         try:
             self._engine.probe()
         except Exception as further:  # the runtime's errors have no common type
@@ -389,7 +382,7 @@ class Scheduler:
             if self._closing:  # or dead already
                 return
             self.dead_reason, self._closing = reason, True
-        self._end(lambda: EngineDead(f"the engine is dead: {reason}"))
+        self._end(lambda: errors.EngineDead(f"the engine is dead: {reason}"))
         self._on_dead(reason)
 
 

@@ -22,8 +22,8 @@ from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.heads.head import ArrayResult
 from cloze.model_store.layouts import Feeds, Int32
-from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.session import CpuSession
+from cloze.service.errors import AdapterUnavailable, StartupError
 
 log = logging.getLogger("cloze")
 

@@ -14,7 +14,8 @@ from cloze.model_store.manifest import Graph, Parity, Precision
 from cloze.model_store.onnx_file import parse_onnx
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.processor import INT8_NAMES, int8_advantage
-from cloze.service.core import Device, RequestedPrecision, StartupError
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.errors import StartupError
 
 CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 """Folder in which Linux publishes the limits of the process's control group."""

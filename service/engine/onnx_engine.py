@@ -19,7 +19,7 @@ from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.parity import output_errors
 from cloze.model_store.processor import int8_instructions
 from cloze.model_store.tensors import INPUT_IDS
-from cloze.service.core import Device, RequestedPrecision, StartupError
+from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.adapters import AdaptedRuns, LoadedAdapters
 from cloze.service.engine.graph_choice import GraphChoice, choose_graph
 from cloze.service.engine.session import (
@@ -30,6 +30,7 @@ from cloze.service.engine.session import (
     cuda_session,
     providers,
 )
+from cloze.service.errors import StartupError
 
 log = logging.getLogger("cloze")
 

@@ -30,9 +30,9 @@ from cloze.model_store.processor import (
     int8_instructions,
     int8_settings,
 )
-from cloze.service.core import StartupError
 from cloze.service.engine.cpu_places import SpreadSession
 from cloze.service.engine.freed_memory import return_freed_memory
+from cloze.service.errors import StartupError
 
 log = logging.getLogger("cloze")
 

@@ -21,29 +21,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cloze.service import errors
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
-    ClientGone,
-    DeadlineExceeded,
-    InvalidRequest,
-    Location,
-    MalformedRequest,
-    RequestTooLarge,
-    ServiceError,
-    SlowRequest,
-    UnsupportedEncoding,
-)
+from cloze.service.core import ServedRequest
 from cloze.service.http.body_errors import describe, malformed, not_utf8
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.gunzip import gunzip
 from cloze.service.http.routes import RECORD, Connection
-from cloze.service.request import ServedRequest
 from cloze.service.threads import check_awaited, run_on_thread
 
 SHORT_BYTES = 65_536
 """Most bytes of a body that is parsed on the event loop; it stays below all limits of values."""
 
-_BODY = Location()
+_BODY = errors.Location()
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -96,12 +86,12 @@ class RequestLimits:
         record: ServedRequest = request.scope[RECORD]
         connection: Connection | None = record.connection
         if record.terms_problem:
-            raise InvalidRequest(record.terms_problem)
+            raise errors.InvalidRequest(record.terms_problem)
         left_s = record.deadline - self.clock.monotonic()
         scope = CancelScope(deadline=asyncio.get_running_loop().time() + left_s)
         if connection is not None:
             if connection.is_lost:
-                raise ClientGone(_GONE)
+                raise errors.ClientGone(_GONE)
             connection.on_lost = scope.cancel
         record.scope = scope
         try:
@@ -131,17 +121,23 @@ class RequestLimits:
         """
         record: ServedRequest = request.scope[RECORD]
         if (record.length or 0) > limit:
-            raise RequestTooLarge(f"the body has {record.length} bytes; the limit is {limit}")
+            raise errors.RequestTooLarge(
+                f"the body has {record.length} bytes; the limit is {limit}"
+            )
         encoding = record.first.get(b"content-encoding", b"identity").strip().lower()
         if encoding not in (b"identity", b"gzip"):
             shown = ascii(encoding.decode("latin-1"))[:60]
-            raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
+            raise errors.UnsupportedEncoding(
+                f"the body's Content-Encoding is {shown}; send gzip, or none"
+            )
         began, received, more = self.clock.monotonic(), 0, True
         chunks: list[bytes] = []
         while more and received <= limit * _DISCARD_FACTOR:
             message = await request.receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone("the client closed its connection before its body was whole")
+                raise errors.ClientGone(
+                    "the client closed its connection before its body was whole"
+                )
             chunk, more = message.get("body", b""), message.get("more_body", False)
             received += len(chunk)
             record.received = received
@@ -154,7 +150,9 @@ class RequestLimits:
                 await self._hold(record, received)
             chunks.append(chunk)
         if received > limit:
-            raise RequestTooLarge(f"the body has at least {received} bytes; the limit is {limit}")
+            raise errors.RequestTooLarge(
+                f"the body has at least {received} bytes; the limit is {limit}"
+            )
         record.received = None
         if (now := self.clock.monotonic()) - began > _QUICKLY_S and record.scope is not None:
             record.deadline = now + record.limit_s
@@ -193,14 +191,16 @@ class RequestLimits:
         record.answer = None
 
 
-def _why_ended(record: ServedRequest) -> ServiceError:
+def _why_ended(record: ServedRequest) -> errors.ServiceError:
     """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:
-        return ClientGone(_GONE)
+        return errors.ClientGone(_GONE)
     if record.received is not None:
-        return SlowRequest(f"{record.received} bytes of the body arrived within {limit}, not all")
-    return DeadlineExceeded(f"no answer within {limit}")
+        return errors.SlowRequest(
+            f"{record.received} bytes of the body arrived within {limit}, not all"
+        )
+    return errors.DeadlineExceeded(f"no answer within {limit}")
 
 
 class BytesResponse(Response):
@@ -262,7 +262,7 @@ class BodyLimits:
         return cls(max_bytes, max_parts, max_tokens + max_parts)
 
 
-def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
+def validate(model: type[B], value: Any, at: errors.Location = _BODY) -> B:
     """Return a JSON value, which is at a location in the body, as a model.
 
     Raises:
@@ -272,7 +272,7 @@ def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
         return model.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        raise InvalidRequest(describe(problems, value, at, model)) from None
+        raise errors.InvalidRequest(describe(problems, value, at, model)) from None
 
 
 def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:
@@ -289,7 +289,7 @@ def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any
     if b"\0" in data[:4] or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise not_utf8("it begins as UTF-16 or UTF-32, at byte 0")
     if not data.strip():
-        raise MalformedRequest("the body is empty; send a JSON object")
+        raise errors.MalformedRequest("the body is empty; send a JSON object")
     if len(data) > chunk_bytes:
         _check_counts(data, limits, chunk_bytes)
     try:
@@ -309,11 +309,11 @@ def _check_counts(data: bytes, limits: BodyLimits, chunk_bytes: int) -> None:
         brackets += chunk.count(b"[") + chunk.count(b"{")
         commas += chunk.count(b",")
         if brackets + quotes // 2 > limits.max_parts:
-            raise RequestTooLarge(
+            raise errors.RequestTooLarge(
                 f"the body has over {limits.max_parts} texts, lists and objects, the limit"
             )
         if commas + brackets > limits.max_values:
-            raise RequestTooLarge(f"the body has over {limits.max_values} values, the limit")
+            raise errors.RequestTooLarge(f"the body has over {limits.max_values} values, the limit")
 
 
 def _without_strings(chunk: bytes, *, in_string: bool) -> bytes:

@@ -8,7 +8,7 @@ import orjson
 from pydantic import BaseModel
 
 from cloze.model_store.error_lines import received
-from cloze.service.core import Location, MalformedRequest
+from cloze.service.errors import Location, MalformedRequest
 
 _LONGEST_NAME = 80
 """Most characters of a field's name in errors."""

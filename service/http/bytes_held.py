@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.errors import Overloaded, Rejection
 
 SMALL_BYTES = 65_536
 """Bodies and answers up to this size are not counted; the number of connections bounds them."""

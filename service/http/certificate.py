@@ -4,7 +4,7 @@ import os
 import ssl
 from pathlib import Path
 
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.http.watched_files import WatchedFiles
 
 _TLS_1_2_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"

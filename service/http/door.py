@@ -17,14 +17,14 @@ from typing import Final
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cloze.service import errors
 from cloze.service.batching.admission import DrainRate, WaitLimits
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import Overloaded, Rejection, ServiceError, ShuttingDown
+from cloze.service.core import ServedRequest
 from cloze.service.http.record import Access
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import RECORD, GateModel, Handler, Respond
-from cloze.service.request import ServedRequest
 
 _BYTES_PER_TOKEN: Final = 5.0
 """Bytes of a body per token of its texts before an answer says more: English words."""
@@ -145,7 +145,7 @@ class Gate:
         if not served:
             return
         if self._starts.is_closed:
-            raise ShuttingDown("the server is shutting down")
+            raise errors.ShuttingDown("the server is shutting down")
         client = request.client
         each = self._bytes_per_token.get(request.route, _BYTES_PER_TOKEN)
         tokens = 1 + int((request.length or 0) / each)
@@ -169,7 +169,7 @@ class Gate:
         if starts.waiting:
             wait = starts.with_start(wait, request.client)
         excess_s = partial(limits.excess_s, wait, request.stated_s, is_bulk=request.is_bulk)
-        line = _refused_line(request, model, Rejection.WAIT)
+        line = _refused_line(request, model, errors.Rejection.WAIT)
         if excess_s(share=returns.share(request.connection, line, request.arrived)) <= 0:
             returns.admitted(request)
             return
@@ -178,9 +178,11 @@ class Gate:
         message = "requests that were refused before go first"
         if room_s > 0:
             message = limits.describe_excess(wait, request.stated_s)
-        raise Overloaded(message, max(0.0, room_s), Rejection.WAIT, wait.per_request_s)
+        raise errors.Overloaded(
+            message, max(0.0, room_s), errors.Rejection.WAIT, wait.per_request_s
+        )
 
-    async def refused(self, request: ServedRequest, error: Overloaded) -> None:
+    async def refused(self, request: ServedRequest, error: errors.Overloaded) -> None:
         """Set when a refused request may come back, and hold its refusal."""
         line = _refused_line(request, request.model, error.reason)
         after_s, hold_s = self._returns.refuse(
@@ -206,7 +208,7 @@ class Gate:
         self._bytes_per_token[request.route] = mean + 0.05 * (one - mean)
 
 
-def _refused_line(request: ServedRequest, model: str, reason: Rejection) -> RefusedLine:
+def _refused_line(request: ServedRequest, model: str, reason: errors.Rejection) -> RefusedLine:
     """Return the line of a request among those that were refused."""
     patience = LineKey.of(0, request.stated_s).patience
     return RefusedLine(reason, model, request.client, patience, request.is_bulk)
@@ -240,6 +242,6 @@ class Door:
                 await self.router(scope, receive, send)
                 return
             response = await handler(request)
-        except ServiceError as error:
+        except errors.ServiceError as error:
             response = await self.respond(request, error)
         await response(scope, receive, send)

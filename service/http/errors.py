@@ -7,28 +7,28 @@ from typing import Final
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from cloze.service import core
+from cloze.service import errors
 
 STATUS: dict[type[Exception], tuple[int, str]] = {
-    core.MalformedRequest: (400, "Validation"),
-    core.EmptyRequest: (400, "Empty"),
-    core.Unauthorized: (401, "Validation"),
-    core.Forbidden: (403, "Validation"),
-    core.UnknownModel: (404, "Validation"),
-    core.SlowRequest: (408, "Validation"),
-    core.ReloadRefused: (409, "Backend"),
-    core.OtherEmbeddingSpace: (412, "Validation"),
-    core.RequestTooLarge: (413, "Validation"),
-    core.UnsupportedEncoding: (415, "Validation"),
-    core.InvalidRequest: (422, "Validation"),
-    core.WrongTask: (424, "Backend"),
-    core.Overloaded: (429, "Overloaded"),
-    core.ClientGone: (499, "Validation"),
-    core.EngineFailed: (500, "Backend"),
-    core.AdapterUnavailable: (503, "Unhealthy"),
-    core.ShuttingDown: (503, "Unhealthy"),
-    core.EngineDead: (503, "Unhealthy"),
-    core.DeadlineExceeded: (504, "Overloaded"),
+    errors.MalformedRequest: (400, "Validation"),
+    errors.EmptyRequest: (400, "Empty"),
+    errors.Unauthorized: (401, "Validation"),
+    errors.Forbidden: (403, "Validation"),
+    errors.UnknownModel: (404, "Validation"),
+    errors.SlowRequest: (408, "Validation"),
+    errors.ReloadRefused: (409, "Backend"),
+    errors.OtherEmbeddingSpace: (412, "Validation"),
+    errors.RequestTooLarge: (413, "Validation"),
+    errors.UnsupportedEncoding: (415, "Validation"),
+    errors.InvalidRequest: (422, "Validation"),
+    errors.WrongTask: (424, "Backend"),
+    errors.Overloaded: (429, "Overloaded"),
+    errors.ClientGone: (499, "Validation"),
+    errors.EngineFailed: (500, "Backend"),
+    errors.AdapterUnavailable: (503, "Unhealthy"),
+    errors.ShuttingDown: (503, "Unhealthy"),
+    errors.EngineDead: (503, "Unhealthy"),
+    errors.DeadlineExceeded: (504, "Overloaded"),
 }
 """The HTTP status and text-embeddings-inference's ``error_type`` of every `ServiceError`."""
 
@@ -47,10 +47,10 @@ def without_422(status: int) -> int:
     return 400 if status == 422 else status
 
 
-_REJECTIONS: dict[type[Exception], core.Rejection] = {
-    core.DeadlineExceeded: core.Rejection.TIMEOUT,
-    core.ShuttingDown: core.Rejection.SHUTTING_DOWN,
-    core.EngineDead: core.Rejection.ENGINE_DEAD,
+_REJECTIONS: dict[type[Exception], errors.Rejection] = {
+    errors.DeadlineExceeded: errors.Rejection.TIMEOUT,
+    errors.ShuttingDown: errors.Rejection.SHUTTING_DOWN,
+    errors.EngineDead: errors.Rejection.ENGINE_DEAD,
 }
 
 _HEADERS: Final = {
@@ -77,10 +77,10 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
 
     The message for a bug does not contain the exception.
     """
-    if isinstance(error, core.ServiceError):
+    if isinstance(error, errors.ServiceError):
         status, kind = STATUS[type(error)]
         headers = dict(_HEADERS.get(status, {}))
-        if isinstance(error, core.Overloaded):
+        if isinstance(error, errors.Overloaded):
             for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
                 headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
         return ErrorInfo(status, kind, str(error), error, headers)
@@ -95,6 +95,6 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     return ErrorInfo(500, "Backend", "an internal error; it was logged", error)
 
 
-def rejection(error: Exception) -> core.Rejection | None:
+def rejection(error: Exception) -> errors.Rejection | None:
     """Return why the server's own state lets a request fail; None if it is not its state."""
-    return error.reason if isinstance(error, core.Overloaded) else _REJECTIONS.get(type(error))
+    return error.reason if isinstance(error, errors.Overloaded) else _REJECTIONS.get(type(error))

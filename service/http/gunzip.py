@@ -3,7 +3,7 @@
 import zlib
 from typing import Final
 
-from cloze.service.core import MalformedRequest, RequestTooLarge
+from cloze.service.errors import MalformedRequest, RequestTooLarge
 from cloze.service.threads import check_awaited
 
 MAX_MEMBERS: Final = 1000

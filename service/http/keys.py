@@ -36,7 +36,7 @@ from pydantic import (
 
 from cloze.model_store.error_lines import received
 from cloze.model_store.manifest import parse_reference
-from cloze.service.core import Overloaded, Rejection, StartupError
+from cloze.service import errors
 from cloze.service.http.watched_files import WatchedFiles
 
 log = logging.getLogger("cloze")
@@ -150,7 +150,7 @@ class Key:
         if wait_s:
             most = self._buckets[unit].per_minute
             message = f"the key {self.name} may send {most} {unit} per minute"
-            raise Overloaded(message, wait_s, Rejection.KEY_LIMIT)
+            raise errors.Overloaded(message, wait_s, errors.Rejection.KEY_LIMIT)
         if (requests := self._buckets.get("requests")) is not None:
             requests.take(1, now)
 
@@ -207,26 +207,30 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
         with path.open() as file:
             text = file.read(_MAX_FILE_BYTES + 1)
         if len(text) > _MAX_FILE_BYTES:
-            raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
+            raise errors.StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
         tables = tomllib.loads(text)
         has_none = tables.get("no_keys") is True
         if has_none:
             del tables["no_keys"]
         keys = {name: KeyEntry.model_validate(table) for name, table in tables.items()}
     except OSError as error:
-        raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
+        raise errors.StartupError(
+            f"the keys file {path} cannot be read: {error.strerror}"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "a key"
         problem = first["msg"].lower().removeprefix("value error, ")
         problem += received(first, first["input"])
-        raise StartupError(f"the keys file {path}: {place}: {problem}") from None
+        raise errors.StartupError(f"the keys file {path}: {place}: {problem}") from None
     except (ValueError, RecursionError) as error:  # of tomllib, and of bytes that are not UTF-8
-        raise StartupError(f"the keys file {path} is no TOML: {error}") from None
+        raise errors.StartupError(f"the keys file {path} is no TOML: {error}") from None
     if keys and has_none:
-        raise StartupError(f"the keys file {path} has keys, and the line `no_keys = true` too")
+        raise errors.StartupError(
+            f"the keys file {path} has keys, and the line `no_keys = true` too"
+        )
     if not (keys or has_none):
-        raise StartupError(
+        raise errors.StartupError(
             f"the keys file {path} has no key; make one with `cloze keys add`, "
             "or write the line `no_keys = true` if that is meant"
         )

@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloze.service import errors
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import Forbidden, InvalidRequest, Unauthorized
+from cloze.service.core import OTHER_ROUTE, Headers, ServedRequest
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.keys import Key, Keys, Permission
 from cloze.service.http.routes import CONNECTION, RECORD, Connection, Respond
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing
-from cloze.service.request import OTHER_ROUTE, Headers, ServedRequest
 
 log = logging.getLogger("cloze")
 
@@ -86,7 +86,7 @@ class Callers:
         if TIMEOUT_HEADER in first or _READ_TIMEOUT_HEADER in first:
             try:
                 stated_s = timeout_s(first, self.max_timeout_s)
-            except InvalidRequest as error:
+            except errors.InvalidRequest as error:
                 terms_problem = error.problem
         if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
@@ -138,7 +138,7 @@ def timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float | None:
         return min(seconds, most_s) if seconds >= 0.001 else None
     milliseconds = int(stated) if stated.isdigit() and len(stated) < 16 else 0
     if not 1 <= milliseconds <= most_s * 1000:
-        raise InvalidRequest(
+        raise errors.InvalidRequest(
             f"x-request-timeout-ms: a whole number from 1 to {most_s * 1000:.0f}, "
             f"got {ascii(stated.decode('latin-1'))[:40]}"
         )
@@ -261,7 +261,7 @@ class Access:
         by_address = request.path in self.by_address
         for name, value in request.headers if self.hosts else ():
             if name == b"host" and not is_accepted(value, self.hosts, or_address=by_address):
-                raise Forbidden(
+                raise errors.Forbidden(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
                 )
@@ -273,11 +273,11 @@ class Access:
         fitting = (needed for begin, needed in self.permissions if path.startswith(begin))
         needed = next(fitting, Permission.INFERENCE)
         if key is None:
-            raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
+            raise errors.Unauthorized("send a key of this server: Authorization: Bearer KEY")
         if key.expires_before(datetime.now(UTC)):
-            raise Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
+            raise errors.Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
         if needed not in key.entry.scopes:
-            raise Forbidden(f"the key {key.name} lacks the scope {needed}")
+            raise errors.Forbidden(f"the key {key.name} lacks the scope {needed}")
         key.count(self.clock.monotonic())
 
 

@@ -7,9 +7,9 @@ instead of processor time.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cloze.service.core import Rejection
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.http.routes import Connection
-from cloze.service.request import ServedRequest
 
 _SHARE_OF_NEW = 0.5
 """Share of the limits for new requests while refused ones are due to come back.

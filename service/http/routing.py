@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import ServiceError
+from cloze.service.errors import ServiceError
 from cloze.service.http.door import Door, Gate
 from cloze.service.http.pages import ASSET_PATHS, ASSETS, PARTS, answer_headers, document
 from cloze.service.http.record import Access

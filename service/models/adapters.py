@@ -21,7 +21,8 @@ from cloze.model_store.peft import AdapterError, is_adapter
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.safetensors_file import Tensors, parse_safetensors
 from cloze.service.batching.fair_queue import Queue, QueueState, Submission
-from cloze.service.core import AdapterRegistry, ServiceError, StartupError
+from cloze.service.core import AdapterRegistry
+from cloze.service.errors import ServiceError, StartupError
 
 _MOST_LABELS = 10_000
 

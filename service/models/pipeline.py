@@ -14,19 +14,11 @@ from typing import Any, TypeVar
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
+from cloze.service import errors
 from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
-    BatchResult,
-    OtherEmbeddingSpace,
-    ServiceError,
-    StartupError,
-    UnknownModel,
-    WrongTask,
-    quoted,
-)
+from cloze.service.core import BatchResult, ServedRequest
 from cloze.service.models.served_models import ServedModel
-from cloze.service.request import ServedRequest
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
 from cloze.service.tasks.task import Outputs
@@ -225,7 +217,7 @@ class Pipeline:
     def _check_space(self, recipe: VectorRecipe | None, expected: str) -> None:
         """Raise `OtherEmbeddingSpace` for vectors that are not in the expected space."""
         if recipe is not None and (space := self.embedding_space(recipe)) != expected:
-            raise OtherEmbeddingSpace(
+            raise errors.OtherEmbeddingSpace(
                 f"the request expects vectors of the embedding space {expected[:80]!a}; those of "
                 f"{self.reference} are in {space or 'one that its bundle does not name'}"
             )
@@ -272,11 +264,11 @@ class Models:
         for name, model in (defaults or {}).items():
             if name not in self._tasks:
                 known = ", ".join(self._tasks)
-                raise StartupError(f"default: there is no task {name!a} (there: {known})")
+                raise errors.StartupError(f"default: there is no task {name!a} (there: {known})")
             try:
                 default = self.choose(self._tasks[name], model)
-            except ServiceError as error:
-                raise StartupError(f"default of {name}: {error}") from None
+            except errors.ServiceError as error:
+                raise errors.StartupError(f"default of {name}: {error}") from None
             self._served[name].sort(key=lambda pipeline: pipeline is not default)
 
     def _within(self, names: frozenset[str]) -> "Models":
@@ -310,8 +302,8 @@ class Models:
             served = ", ".join(names[:_SHOWN_NAMES])
             if len(names) > _SHOWN_NAMES:
                 served += f" and {len(names) - _SHOWN_NAMES} more; GET /v1/models has all"
-            raise UnknownModel(
-                f"no model {quoted(name)} is served{self._to_whom} (there: {served})"
+            raise errors.UnknownModel(
+                f"no model {errors.quoted(name)} is served{self._to_whom} (there: {served})"
             )
         return named
 
@@ -333,11 +325,13 @@ class Models:
         if name is None:
             if not serving:
                 if reason := self._missing(task, self.pipelines):
-                    raise WrongTask(f"no served model can do {task.name}: {reason}")
+                    raise errors.WrongTask(f"no served model can do {task.name}: {reason}")
                 if self._to_whom:
-                    raise WrongTask(f"no model that is served{self._to_whom} can do {task.name}")
+                    raise errors.WrongTask(
+                        f"no model that is served{self._to_whom} can do {task.name}"
+                    )
                 wanted = "".join(f" --task {HEADS[head].task}" for head in task.heads)
-                raise WrongTask(
+                raise errors.WrongTask(
                     f"no served model can do {task.name}; export one from a checkpoint that has "
                     f"the head: cloze export CHECKPOINT --name NAME{wanted}, and then cloze serve"
                 )
@@ -345,7 +339,7 @@ class Models:
         named = self.named(name)
         if named not in serving:
             reason = self._missing(task, [named])
-            raise WrongTask(
+            raise errors.WrongTask(
                 f"model {name} cannot do {task.name}"
                 + (f": {reason}" if reason else f"; it does {', '.join(self.tasks_of[named])}")
             )

@@ -21,8 +21,8 @@ from typing import Any
 
 import orjson
 
-from cloze.service.core import LogFormat, StartupError
-from cloze.service.request import ServedRequest
+from cloze.service.core import LogFormat, ServedRequest
+from cloze.service.errors import StartupError
 
 _STDERR = 2
 _CHUNK_BYTES = 4096

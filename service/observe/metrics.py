@@ -32,11 +32,11 @@ from prometheus_client.samples import Exemplar
 from cloze.model_store.installation import build
 from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK
-from cloze.service.core import BatchFill, BatchReport, Rejection
+from cloze.service.core import BatchFill, BatchReport, ServedRequest
 from cloze.service.engine.graph_choice import memory_state
+from cloze.service.errors import Rejection
 from cloze.service.observe.exposition import encode
 from cloze.service.observe.usage import used_by_all
-from cloze.service.request import ServedRequest
 
 # Two samples per series less; Prometheus does not need them.
 disable_created_metrics()  # type: ignore[no-untyped-call]

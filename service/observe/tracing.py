@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.service.clock import CLOCK
-from cloze.service.core import BatchReport, StartupError
-from cloze.service.request import ServedRequest
+from cloze.service.core import BatchReport, ServedRequest
+from cloze.service.errors import StartupError
 from cloze.service.settings import Settings
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import uvloop
 from pydantic import TypeAdapter
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.observe.processes import FOLDER, forget_process, write_as
 from cloze.service.server.startup import begin, memory_problem
 from cloze.service.settings import Settings

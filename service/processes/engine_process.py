@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from functools import partial
 
 from cloze.service.batching.fair_queue import Queue, Submission
-from cloze.service.core import BatchResult, EngineFailed, ServiceError
+from cloze.service.core import BatchResult
+from cloze.service.errors import EngineFailed, ServiceError
 from cloze.service.models.served_models import (
     EngineFactory,
     LocalModels,

@@ -25,9 +25,10 @@ import numpy as np
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HEADS
-from cloze.service import core
+from cloze.service import errors
 from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, Terms
-from cloze.service.core import BatchResult, ServiceError
+from cloze.service.core import BatchResult
+from cloze.service.errors import ServiceError
 
 log = logging.getLogger("cloze")
 
@@ -42,7 +43,7 @@ _Results: Any = list[TypedDict("Results", _by_head, total=False)]  # type: ignor
 _DTYPES = {dtype.char: dtype for dtype in map(np.dtype, "?bhilqBHILQefd")}
 _ERRORS = {
     name: kind
-    for name, kind in vars(core).items()
+    for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, ServiceError)
 }
 
@@ -111,7 +112,7 @@ def _to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.char, value.shape, value.tobytes()
     kind, message = type(value).__name__, str(value)
-    if isinstance(value, core.Overloaded):
+    if isinstance(value, errors.Overloaded):
         return kind, message, value.retry_after_s, value.reason, value.each_s
     return kind, message
 
@@ -123,7 +124,7 @@ def _from_wire(expected: type, parts: Any) -> Any:
         return np.ndarray(shape, _DTYPES[dtype], data)
     kind, message, *further = parts
     if further:
-        further[1] = core.Rejection(further[1])
+        further[1] = errors.Rejection(further[1])
     return _ERRORS[kind](message, *further)
 
 

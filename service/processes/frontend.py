@@ -19,7 +19,8 @@ from pathlib import Path
 
 from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, LineKey, QueueState, Submission
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import BatchResult, EngineDead, ShuttingDown
+from cloze.service.core import BatchResult
+from cloze.service.errors import EngineDead, ShuttingDown
 from cloze.service.models.served_models import ServedModel, open_bundles
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import make_tracing

@@ -13,7 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cloze.service.core import NEEDS_ROLL, Device, StartupError
+from cloze.service.core import Device
+from cloze.service.errors import NEEDS_ROLL, StartupError
 from cloze.service.models.served_models import open_bundles
 from cloze.service.observe.processes import count_restarts
 from cloze.service.processes.children import (

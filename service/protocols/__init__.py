@@ -10,12 +10,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Rejection
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.http.errors import describe_error, rejection, without_422
 from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
-from cloze.service.request import ServedRequest
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     native.PROTOCOL,

@@ -15,7 +15,8 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
-from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.core import Float32, ServedRequest
+from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -23,7 +24,6 @@ from cloze.service.protocols.protocol import (
     TaskRoute,
     WireProtocol,
 )
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import ROLE_WORDS, TRUNCATIONS, Truncate

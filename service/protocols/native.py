@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, create_model
 
-from cloze.service.core import Float32, InvalidRequest, WrongTask
+from cloze.service.core import Float32, ServedRequest
+from cloze.service.errors import InvalidRequest, WrongTask
 from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
@@ -29,7 +30,6 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
     error_body,
 )
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
     Task,
     embed,

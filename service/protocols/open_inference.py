@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask, quoted
+from cloze.service import errors
+from cloze.service.core import ServedRequest
 from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
@@ -43,7 +44,6 @@ from cloze.service.protocols.tensors import (
     split,
     write_tensor,
 )
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import Task
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import WireModel
@@ -135,13 +135,13 @@ class _TaskModel(TaskRoute):
         self.task, self.tensors = task, TaskTensors(task)
         super().__init__(context)
 
-    def in_body(self, at: Location, _: Any) -> Location:
+    def in_body(self, at: errors.Location, _: Any) -> errors.Location:
         """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""
         if at[:1] != INPUTS:
             return at
         fields = [part for part in at[1:] if isinstance(part, str)]
         numbers = [part for part in at[1:] if isinstance(part, int)]
-        return Location(((fields or [self.tensors.inputs[0].name])[0], *numbers))
+        return errors.Location(((fields or [self.tensors.inputs[0].name])[0], *numbers))
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
         """Return the route, and a body whose tensors have the data that follows the JSON."""
@@ -153,38 +153,42 @@ class _TaskModel(TaskRoute):
             if size is not None:
                 at = _location(tensor)
                 if not isinstance(size, int):
-                    problem = f"has the binary_data_size {quoted(str(size))}, no whole number"
-                    raise InvalidRequest(problem, at)
+                    problem = (
+                        f"has the binary_data_size {errors.quoted(str(size))}, no whole number"
+                    )
+                    raise errors.InvalidRequest(problem, at)
                 if not 0 <= size <= len(binary):
                     problem = f"has the binary_data_size {size}; {len(binary)} bytes are left"
-                    raise InvalidRequest(problem, at)
+                    raise errors.InvalidRequest(problem, at)
                 if tensor.data is not None:
-                    raise InvalidRequest("has both data and binary_data_size", at)
+                    raise errors.InvalidRequest("has both data and binary_data_size", at)
                 texts = read_texts(binary[:size], at, self.context.max_request_texts)
                 tensor = tensor.model_copy(update={"data": texts})
                 binary = binary[size:]
             tensors.append(tensor)
         if binary:
-            raise InvalidRequest(f"{len(binary)} bytes after the JSON belong to no tensor")
+            raise errors.InvalidRequest(f"{len(binary)} bytes after the JSON belong to no tensor")
         return self, body.model_copy(update={"inputs": tensors})
 
     def to_call(self, _: ServedRequest, body: InferBody) -> tuple[Any, Any]:
         known = [tensor.name for tensor in self.tensors.outputs]
         for output in body.outputs or ():
             if output.name not in known:
-                problem = f"names {quoted(output.name)}; {self.task.name} has {', '.join(known)}"
-                raise InvalidRequest(problem, Location(("outputs",)))
+                problem = (
+                    f"names {errors.quoted(output.name)}; {self.task.name} has {', '.join(known)}"
+                )
+                raise errors.InvalidRequest(problem, errors.Location(("outputs",)))
         texts: dict[str, list[str]] = {}
         for tensor in body.inputs:
             if tensor.name in texts:
-                raise InvalidRequest(f"has {quoted(tensor.name)} twice", INPUTS)
+                raise errors.InvalidRequest(f"has {errors.quoted(tensor.name)} twice", INPUTS)
             texts[tensor.name] = _texts(tensor)
         given = dict(body.parameters or {})
         given.pop("binary_data_output", None)  # of the protocol, not of the task
-        parameters = validate(self.task.parameters, given, Location(("parameters",)))
+        parameters = validate(self.task.parameters, given, errors.Location(("parameters",)))
         if getattr(parameters, "return_offsets", None):
             problem = "asks for offsets, which no tensor has; POST /embed_all returns them"
-            raise InvalidRequest(problem, Location(("parameters", "return_offsets")))
+            raise errors.InvalidRequest(problem, errors.Location(("parameters", "return_offsets")))
         return self.tensors.to_inputs(texts), parameters
 
     def respond(self, request: ServedRequest, body: InferBody, value: Any) -> BytesResponse:
@@ -214,23 +218,25 @@ class _TaskModel(TaskRoute):
         return BytesResponse(b"".join((head.body, *parts)), RAW.encode(), length)
 
 
-def _location(tensor: InferInput) -> Location:
+def _location(tensor: InferInput) -> errors.Location:
     """Return the location of a tensor, by its name in ASCII."""
-    return Location((quoted(tensor.name)[1:-1],))
+    return errors.Location((errors.quoted(tensor.name)[1:-1],))
 
 
 def _texts(tensor: InferInput) -> list[str]:
     """Return the texts of an input tensor [n] or [n, 1]."""
     at = _location(tensor)
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
-        raise InvalidRequest(f"has the shape {str(tensor.shape[:9])[:80]}; send [n] or [n, 1]", at)
+        raise errors.InvalidRequest(
+            f"has the shape {str(tensor.shape[:9])[:80]}; send [n] or [n, 1]", at
+        )
     if tensor.data is None:
-        raise InvalidRequest("has neither data nor binary_data_size", at)
+        raise errors.InvalidRequest("has neither data nor binary_data_size", at)
     texts: list[str] = []
     for item in tensor.data:
         texts += item if isinstance(item, list) else [item]
     if len(texts) != tensor.shape[0]:
-        raise InvalidRequest(f"has {len(texts)} texts; its shape says {tensor.shape[0]}", at)
+        raise errors.InvalidRequest(f"has {len(texts)} texts; its shape says {tensor.shape[0]}", at)
     return texts
 
 
@@ -249,11 +255,13 @@ class _Server:
         models = self._context.models_of(request.scope[RECORD])
         if model is None or not bundle:
             example = f"a name is <bundle>.<task>, such as {_names(models)[0]}"
-            raise UnknownModel(f"no model {quoted(name)} is served; {example}")
+            raise errors.UnknownModel(f"no model {errors.quoted(name)} is served; {example}")
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
-        except WrongTask as error:
-            raise UnknownModel(f"no model {quoted(name)} is served: {error}") from None
+        except errors.WrongTask as error:
+            raise errors.UnknownModel(
+                f"no model {errors.quoted(name)} is served: {error}"
+            ) from None
         return model, chosen
 
     async def server(self, _: Request) -> Response:

@@ -11,7 +11,8 @@ from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Location, UnknownModel
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
@@ -23,7 +24,6 @@ from cloze.service.protocols.protocol import (
     get_route,
     json_response,
 )
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import ROLE_WORDS, TRUNCATIONS, TextsOrIds, Truncate

@@ -17,7 +17,7 @@ from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
-from cloze.service import core
+from cloze.service import core, errors
 from cloze.service.http.pages import PAGE, PAGE_HEADERS
 from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
@@ -105,7 +105,7 @@ async def _reload(context: ProtocolContext, _: Request) -> Response:
     so of anybody.
     """
     if context.state.has_engines and not context.has_keys:
-        raise core.Forbidden(
+        raise errors.Forbidden(
             "without API keys, a server is reloaded by SIGHUP only; set CLOZE_KEYS_FILE to "
             "reload it by a key with the scope admin"
         )

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Changes, Forbidden, Location, RequestError, ServiceError
+from cloze.service import errors
+from cloze.service.core import Changes, ServedRequest
 from cloze.service.http.body import (
     SHORT_BYTES,
     BodyLimits,
@@ -29,7 +30,6 @@ from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.routes import GateModel, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import Task
 from cloze.service.tasks.wire import WireModel
 from cloze.service.threads import check_awaited
@@ -50,10 +50,10 @@ class ServerState(Protocol):
     has_engines: bool
     """Whether the engines are in this process, which so can reload."""
 
-    def why_restart(self) -> ServiceError | None:
+    def why_restart(self) -> errors.ServiceError | None:
         """Return why the process should be restarted; None if it should not."""
 
-    def why_unready(self) -> ServiceError | None:
+    def why_unready(self) -> errors.ServiceError | None:
         """Return why the process admits no request; None if it admits requests."""
 
     async def reload(self) -> Changes:
@@ -87,7 +87,7 @@ class ProtocolContext:
             return self.models
         models = self.models.within(frozenset(names))
         if not models.pipelines:
-            raise Forbidden(
+            raise errors.Forbidden(
                 f"the key {request.key.name} is limited to models that are not served: "
                 f"{', '.join(names)[:200]}"
             )
@@ -159,7 +159,7 @@ def get_route(
 
 
 async def answer_probe(
-    problem: Callable[[], ServiceError | None], value: Any, _: Request
+    problem: Callable[[], errors.ServiceError | None], value: Any, _: Request
 ) -> Response:
     """Return a value as JSON, or nothing for None, unless the server has the problem."""
     if (error := problem()) is not None:
@@ -208,7 +208,7 @@ class TaskRoute:
     task: Task
     body: type[BaseModel]
     doc: RouteDoc
-    names: ClassVar[Mapping[Location, str]] = {}
+    names: ClassVar[Mapping[errors.Location, str]] = {}
 
     def __init__(self, context: ProtocolContext) -> None:
         self.context = context
@@ -225,11 +225,11 @@ class TaskRoute:
     def _serving(self, models: Models) -> Sequence[Pipeline]:
         return models.serving(self.task)
 
-    def in_body(self, at: Location, _: Any) -> Location:
+    def in_body(self, at: errors.Location, _: Any) -> errors.Location:
         """Return the location in a body of what the native protocol has at a location."""
         for location, name in self.names.items():
             if at[: len(location)] == location:
-                return Location((name, *at[len(location) :]))
+                return errors.Location((name, *at[len(location) :]))
         return at
 
     def parse(self, _: ServedRequest, data: bytes) -> tuple["TaskRoute", Any]:
@@ -283,7 +283,7 @@ async def answer_task(
         try:
             begin_answer = partial(context.limits.begin_answer, request)
             value = await pipeline.run(route.task, inputs, parameters, request, begin_answer)
-        except RequestError as error:
+        except errors.RequestError as error:
             raise error.moved(error.at and route.in_body(error.at, body)) from None
         if body.model_extra or parameters.model_extra:
             request.warnings = (ignored_fields(body, parameters), *request.warnings)

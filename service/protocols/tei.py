@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from cloze.service.core import Location
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -24,7 +25,6 @@ from cloze.service.protocols.protocol import (
     error_body,
     json_response,
 )
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import (
     embed,
     embed_all,

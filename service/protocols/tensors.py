@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cloze.service.core import EmptyRequest, InvalidRequest, Location, MalformedRequest, quoted
+from cloze.service import errors
 from cloze.service.tasks import Task
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import WireModel
@@ -85,13 +85,15 @@ class TaskTensors:
         task, allowed = self._task.name, [tensor.name for tensor in self.inputs]
         for name in tensors:
             if name not in allowed:
-                problem = f"has a tensor {quoted(name)}; {task} takes {', '.join(allowed)}"
-                raise InvalidRequest(problem, INPUTS)
+                problem = f"has a tensor {errors.quoted(name)}; {task} takes {', '.join(allowed)}"
+                raise errors.InvalidRequest(problem, INPUTS)
         for name in self._required:
             if name not in tensors:
-                raise InvalidRequest(f"lacks the tensor {name}; {task} needs it", INPUTS)
+                raise errors.InvalidRequest(f"lacks the tensor {name}; {task} needs it", INPUTS)
             if not tensors[name]:
-                raise EmptyRequest("is empty; it needs at least 1 text", Location((name,)))
+                raise errors.EmptyRequest(
+                    "is empty; it needs at least 1 text", errors.Location((name,))
+                )
         if self._model is None or (self._takes_texts and tensors.keys() == {"text"}):
             return tensors["text"]
         if self._listed is not None:
@@ -99,14 +101,16 @@ class TaskTensors:
             for name, texts in tensors.items():
                 if name != self._listed:
                     if len(texts) != 1:
-                        at = Location((name,))
-                        raise InvalidRequest(f"has {len(texts)} texts; it needs exactly 1", at)
+                        at = errors.Location((name,))
+                        raise errors.InvalidRequest(
+                            f"has {len(texts)} texts; it needs exactly 1", at
+                        )
                     values[name] = texts[0]
             return self._model.model_construct(**values)
         lengths = {name: len(texts) for name, texts in tensors.items()}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise InvalidRequest(f"the tensors have different numbers of texts: {shown}")
+            raise errors.InvalidRequest(f"the tensors have different numbers of texts: {shown}")
         make = self._model.model_construct
         rows = zip(*tensors.values(), strict=True)
         return [make(**dict(zip(tensors, row, strict=True))) for row in rows]
@@ -203,14 +207,14 @@ def split(data: bytes, length: bytes | None) -> tuple[bytes, memoryview]:
         return data, memoryview(b"")
     size = int(length) if length.isdigit() and len(length) < 16 else -1
     if not 0 < size <= len(data):
-        raise MalformedRequest(
+        raise errors.MalformedRequest(
             f"{JSON_LENGTH}: a whole number from 1 to the {len(data)} bytes of the body, "
             f"got {ascii(length.decode('latin-1'))[:40]}"
         )
     return data[:size], memoryview(data)[size:]
 
 
-def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
+def read_texts(data: memoryview, at: errors.Location, most: int) -> list[str]:
     """Return the texts of the binary tensor at a location.
 
     Raises:
@@ -220,15 +224,17 @@ def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
     end = 0
     while end < len(data):
         if len(texts) == most:
-            raise InvalidRequest(f"has over {most} texts, the limit", at)
+            raise errors.InvalidRequest(f"has over {most} texts, the limit", at)
         begin = end + _LENGTH.size
         end = begin + _LENGTH.unpack_from(data, end)[0] if begin <= len(data) else begin
         if end > len(data):
-            raise InvalidRequest(f"ends within text {len(texts)}", at)
+            raise errors.InvalidRequest(f"ends within text {len(texts)}", at)
         try:
             texts.append(str(data[begin:end], "utf-8"))
         except UnicodeDecodeError:
-            raise InvalidRequest(f"has a text, {len(texts)}, that is not UTF-8", at) from None
+            raise errors.InvalidRequest(
+                f"has a text, {len(texts)}, that is not UTF-8", at
+            ) from None
     return texts
 
 

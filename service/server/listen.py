@@ -3,7 +3,7 @@
 import logging
 import socket
 
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.http.record import is_loopback
 from cloze.service.observe.logs import announce
 from cloze.service.settings import Settings

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.task import softmax
 from cloze.service.tasks.texts import Bounds, LongText
 from cloze.service.text.tokenizer import Spans

@@ -17,7 +17,8 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
 from cloze.service.tasks.wire import Count, check_range

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
 from cloze.service.tasks.texts import (

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, next_sentence
-from cloze.service.core import Location
+from cloze.service.errors import Location
 from cloze.service.tasks.task import INPUTS, Outputs, PreparedRequest, Task, TaskContext, softmax
 from cloze.service.tasks.texts import LongTextRule, UsageParameters, encode_pairs
 from cloze.service.tasks.wire import NotEmpty, Text, Texts, WireModel

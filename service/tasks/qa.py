@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest, span
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.answer_spans import (
     AnswerSpans,
     QaDetails,

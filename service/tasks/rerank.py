@@ -15,7 +15,7 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.manifest import Role
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location
 from cloze.service.tasks import late_interaction, similarity, text_classification
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.similarity import VECTORS

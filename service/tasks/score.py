@@ -17,7 +17,7 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,

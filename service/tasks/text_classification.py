@@ -14,7 +14,8 @@ from cloze.model_store import Manifest
 from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
-from cloze.service.core import Float32, Location
+from cloze.service.core import Float32
+from cloze.service.errors import Location
 from cloze.service.tasks.task import (
     Input,
     Outputs,

@@ -16,7 +16,8 @@ from pydantic import Field
 from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.sequences import TEXT_TOKENS, without_space
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import INPUTS, UP_TO, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds, WireModel
 from cloze.service.text.tokenizer import Spans

@@ -13,7 +13,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location
 
 
 def _stop_at_first_error(schema: Any) -> None:

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 
 _PIECE_CHARACTERS = 16_384
 """Most characters of a piece, unless the text has no boundary there."""

@@ -26,7 +26,7 @@ from cloze.model_store.limits import MAX_TOKENIZER_BYTES
 from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.sequences import without_space
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.text.pieces import SPACE_OR_PUNCTUATION, Boundary, Piece, find_boundary, groups
 from cloze.service.threads import check_awaited
 

@@ -13,9 +13,10 @@ from hypothesis.extra import numpy as arrays
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HEADS, Pooling
-from cloze.service import core
+from cloze.service import errors
 from cloze.service.batching import fair_queue
-from cloze.service.core import BatchResult, ServiceError
+from cloze.service.core import BatchResult
+from cloze.service.errors import ServiceError
 from cloze.service.processes import frames
 from cloze.service.processes.frames import MALFORMED, Answer, Cancel, Greeting
 from tests.fuzz.damage import damaged_bytes, damaged_json
@@ -90,11 +91,11 @@ def head_results(head: str) -> st.SearchStrategy[Any]:
     return st.builds(HEADS[head].result, **columns)
 
 
-kinds = [kind for kind in vars(core).values() if isinstance(kind, type)]
-errors = st.builds(core.Overloaded, names, numbers) | st.builds(
+kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+failures = st.builds(errors.Overloaded, names, numbers) | st.builds(
     lambda kind, message: kind(message),
     st.sampled_from(
-        [each for each in kinds if issubclass(each, ServiceError) and each is not core.Overloaded]
+        [each for each in kinds if issubclass(each, ServiceError) and each is not errors.Overloaded]
     ),
     names,
 )
@@ -104,7 +105,7 @@ terms = st.builds(
 runs = st.builds(frames.Run, numbers, numbers, terms, encodings())
 waits = st.builds(fair_queue.ExpectedWait, seconds, seconds, numbers, numbers)
 done = st.builds(Answer, numbers, results(), waits)
-failed = st.builds(Answer, numbers, errors, waits)
+failed = st.builds(Answer, numbers, failures, waits)
 greetings = st.builds(Greeting, st.dictionaries(names, names, max_size=3))
 messages: st.SearchStrategy[Message] = runs | done | failed | greetings | st.builds(Cancel, numbers)
 
@@ -170,7 +171,7 @@ TARGET = Target(
     valid=[
         encode(Cancel(1)),
         encode(Greeting({"bert@1": "fp32"})),
-        encode(Answer(1, core.EngineFailed("it failed"))),
+        encode(Answer(1, errors.EngineFailed("it failed"))),
     ],
     inputs=damaged_parts() | damaged_bytes(messages.map(encode)) | st.binary(max_size=100),
     check=check,

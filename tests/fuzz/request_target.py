@@ -23,7 +23,7 @@ from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.service.core import ServiceError
+from cloze.service.errors import ServiceError
 from cloze.service.http.body import BodyLimits, load, validate
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS, TaskContext, TaskLimits

@@ -22,7 +22,7 @@ from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import _count, _problem, _requests, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
 from cloze.bulk_command import bulk
-from cloze.service.core import EngineFailed, InvalidRequest, Location, RequestError
+from cloze.service.errors import EngineFailed, InvalidRequest, Location, RequestError
 from cloze.service.settings import Settings
 from cloze.service.tasks.answer_spans import QaAnswer
 from cloze.service.tasks.fill_tokens import Prediction

@@ -12,7 +12,7 @@ from cloze.service.batching.admission import (
     WaitLimits,
 )
 from cloze.service.batching.fair_queue import ExpectedWait, FairQueue, LineKey, Submission, Terms
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.errors import Overloaded, Rejection
 from tests.encodings import encoding
 
 INFINITY = float("inf")

@@ -16,10 +16,9 @@ from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimi
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import (
+from cloze.service.core import BatchFill, BatchReport
+from cloze.service.errors import (
     AdapterUnavailable,
-    BatchFill,
-    BatchReport,
     DeadlineExceeded,
     EngineDead,
     EngineFailed,

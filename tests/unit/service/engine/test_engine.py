@@ -20,11 +20,12 @@ from cloze.model_store.layouts import Feeds
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import Device, EngineFailed, StartupError
+from cloze.service.core import Device
 from cloze.service.engine import session as sessions
 from cloze.service.engine.cpu_places import SpreadSession
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.engine.session import CUDA, CpuSession
+from cloze.service.errors import EngineFailed, StartupError
 from tests.encodings import encoding, submit
 from tests.unit.service.tasks.model import VOCABULARY, manifest
 

@@ -12,8 +12,8 @@ import pytest
 from cloze.model_store.adapter import Adapter
 from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.peft import LowRank
-from cloze.service.core import AdapterUnavailable, StartupError
 from cloze.service.engine.adapters import LoadedAdapters
+from cloze.service.errors import AdapterUnavailable, StartupError
 from tests.waiting import wait_until
 
 WIDTH, RANK = 8, 4

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.batching.admission import WaitLimits
-from cloze.service.core import Overloaded
+from cloze.service.errors import Overloaded
 from cloze.service.http.body import BytesResponse
 from cloze.service.http.door import Door, Gate, Starts
 from cloze.service.http.keys import Keys, Permission

@@ -12,7 +12,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from cloze.service.core import (
+from cloze.service.core import ServedRequest
+from cloze.service.errors import (
     ClientGone,
     DeadlineExceeded,
     InvalidRequest,
@@ -29,7 +30,6 @@ from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD
 from cloze.service.models.pipeline import run_anywhere
-from cloze.service.request import ServedRequest
 from tests.leaping_loop import LeapingLoop
 from tests.records import Open, recorded, scope_of
 from tests.virtual_time import LOOP_CLOCK

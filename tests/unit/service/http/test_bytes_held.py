@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.errors import Overloaded, Rejection
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from tests.leaping_loop import run_leaping
 

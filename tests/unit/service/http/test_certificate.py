@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.http.certificate import Certificate
 from tests.certificates import make_certificate
 

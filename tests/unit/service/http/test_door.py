@@ -13,14 +13,14 @@ from starlette.types import Message
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState
 from cloze.service.clock import Clock
-from cloze.service.core import Overloaded, Rejection, ServiceError, ShuttingDown
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Overloaded, Rejection, ServiceError, ShuttingDown
 from cloze.service.http.door import Gate, Starts
 from cloze.service.http.errors import describe_error
 from cloze.service.http.record import Access, Callers, Paths
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import RECORD, GateModel, Route, RouteDoc
 from cloze.service.http.routing import create_app
-from cloze.service.request import ServedRequest
 from tests.leaping_loop import LeapingLoop
 from tests.records import Open, pairs, scope_of
 from tests.virtual_time import LOOP_CLOCK, VirtualClock

@@ -10,7 +10,7 @@ import pytest
 from anyio import CancelScope
 from pydantic import BaseModel, ConfigDict
 
-from cloze.service.core import InvalidRequest, MalformedRequest, RequestTooLarge
+from cloze.service.errors import InvalidRequest, MalformedRequest, RequestTooLarge
 from cloze.service.http.body import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.threads import run_on_thread
 

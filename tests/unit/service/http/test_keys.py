@@ -9,8 +9,8 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from cloze.service import core
-from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
+from cloze.service import errors
+from cloze.service.errors import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
 from cloze.service.http.errors import STATUS, describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, Paths, timeout_s
@@ -55,7 +55,7 @@ def test_a_refused_key_is_told_when_to_come_back() -> None:
     assert sent(key, 0.0) == 6
     with pytest.raises(Overloaded, match="the key team may send 6 requests per minute") as caught:
         key.count(2.0)
-    assert caught.value.reason is core.Rejection.KEY_LIMIT
+    assert caught.value.reason is errors.Rejection.KEY_LIMIT
     assert caught.value.retry_after_s == pytest.approx(8)
     key.count(10.0)
     with pytest.raises(Overloaded) as again:
@@ -82,7 +82,7 @@ def test_tokens_are_taken_when_they_are_known_and_may_be_owed() -> None:
     key.take_tokens(1000, 1.0)
     with pytest.raises(Overloaded, match="team may send 600 tokens per minute") as caught:
         key.count(1.0)
-    assert caught.value.reason is core.Rejection.KEY_LIMIT
+    assert caught.value.reason is errors.Rejection.KEY_LIMIT
     assert caught.value.retry_after_s == pytest.approx(140.1)
     key.take_tokens(-1000, 2.0)  # one of them had no result
     with pytest.raises(Overloaded) as again:
@@ -488,26 +488,26 @@ def test_every_error_has_its_status_and_its_kind() -> None:
     }
     concrete = {
         kind
-        for kind in vars(core).values()
-        if isinstance(kind, type) and issubclass(kind, core.ServiceError)
-    } - {core.ServiceError, core.RequestError}
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.ServiceError)
+    } - {errors.ServiceError, errors.RequestError}
     assert STATUS.keys() == concrete
 
 
 @pytest.mark.parametrize(
     ("error", "headers"),
     [
-        (core.ShuttingDown("x"), {"retry-after": "1"}),
-        (core.EngineDead("x"), {"retry-after": "1"}),
-        (core.AdapterUnavailable("x"), {"retry-after": "1"}),
-        (core.Unauthorized("x"), {"www-authenticate": "Bearer"}),
-        (core.UnsupportedEncoding("x"), {"accept-encoding": "gzip"}),
-        (core.SlowRequest("x"), {"connection": "close"}),
-        (core.DeadlineExceeded("x"), {}),
-        (core.InvalidRequest("x"), {}),
+        (errors.ShuttingDown("x"), {"retry-after": "1"}),
+        (errors.EngineDead("x"), {"retry-after": "1"}),
+        (errors.AdapterUnavailable("x"), {"retry-after": "1"}),
+        (errors.Unauthorized("x"), {"www-authenticate": "Bearer"}),
+        (errors.UnsupportedEncoding("x"), {"accept-encoding": "gzip"}),
+        (errors.SlowRequest("x"), {"connection": "close"}),
+        (errors.DeadlineExceeded("x"), {}),
+        (errors.InvalidRequest("x"), {}),
     ],
 )
-def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) -> None:
+def test_headers_of_errors(error: errors.ServiceError, headers: dict[str, str]) -> None:
     info = described(error)
     assert info.headers == headers
     assert (info.message, info.error) == ("x", error)
@@ -523,12 +523,12 @@ def test_a_refusal_says_when_to_come_back(seconds: float, whole: str, millisecon
 
 
 def test_why_the_server_s_state_lets_a_request_fail() -> None:
-    memory = Overloaded("x", 1, core.Rejection.MEMORY)
-    assert rejection(memory) is core.Rejection.MEMORY
-    assert rejection(core.DeadlineExceeded("x")) is core.Rejection.TIMEOUT
-    assert rejection(core.ShuttingDown("x")) is core.Rejection.SHUTTING_DOWN
-    assert rejection(core.EngineDead("x")) is core.Rejection.ENGINE_DEAD
-    assert rejection(core.InvalidRequest("x")) is None
+    memory = Overloaded("x", 1, errors.Rejection.MEMORY)
+    assert rejection(memory) is errors.Rejection.MEMORY
+    assert rejection(errors.DeadlineExceeded("x")) is errors.Rejection.TIMEOUT
+    assert rejection(errors.ShuttingDown("x")) is errors.Rejection.SHUTTING_DOWN
+    assert rejection(errors.EngineDead("x")) is errors.Rejection.ENGINE_DEAD
+    assert rejection(errors.InvalidRequest("x")) is None
     assert rejection(ValueError()) is None
 
 
@@ -557,7 +557,7 @@ def test_errors_of_the_router_and_of_bugs() -> None:
         "Backend",
         "an internal error; it was logged",
     )
-    assert described(core.EmptyRequest("x")).status == 400
+    assert described(errors.EmptyRequest("x")).status == 400
 
 
 # ---- paths -------------------------------------------------------------------------------------

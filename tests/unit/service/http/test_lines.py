@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cloze.service.core import ServedRequest
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
-from cloze.service.request import ServedRequest
 from cloze.service.server.acceptor import Probes
 from tests.waiting import wait_until
 

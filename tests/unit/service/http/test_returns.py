@@ -10,10 +10,10 @@ import pytest
 
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.fair_queue import ExpectedWait
-from cloze.service.core import Rejection
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.http import returns as returns_module
 from cloze.service.http.returns import RefusedLine, Returns
-from cloze.service.request import ServedRequest
 from tests.records import Open, connected
 
 LINE = RefusedLine(Rejection.WAIT, "m@1", "a", 0, False)

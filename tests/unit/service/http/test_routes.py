@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import Rejection
+from cloze.service.core import OTHER_ROUTE, ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.record import Recorder
 from cloze.service.http.routes import RECORD
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.observe.metrics import Metrics
-from cloze.service.request import OTHER_ROUTE, ServedRequest
 from cloze.service.server.connection import _OneWrite
 from tests.records import recorded, scope_of
 from tests.virtual_time import VirtualClock

@@ -19,7 +19,7 @@ from cloze.model_store.peft import AdapterError
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import LineKey, QueueState
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import AdapterUnavailable, EngineDead
+from cloze.service.errors import AdapterUnavailable, EngineDead
 from cloze.service.models import adapters
 from cloze.service.models.adapters import AdapterBundle, AdapterQueue
 from tests.encodings import encoding, submit

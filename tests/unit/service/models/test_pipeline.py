@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cloze.service.batching.fair_queue import Submission, Terms
-from cloze.service.core import EngineFailed
+from cloze.service.core import ServedRequest
+from cloze.service.errors import EngineFailed
 from cloze.service.models.pipeline import run_anywhere
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import embed
 from tests.unit.service.protocols.service import Service
 

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from cloze.service.batching.fair_queue import QueueState
-from cloze.service.core import BatchFill, BatchReport, Rejection
+from cloze.service.core import BatchFill, BatchReport, ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.observe.exposition import encode
 from cloze.service.observe.metrics import Metrics
-from cloze.service.request import ServedRequest
 
 
 def answered(status: int = 200, **fields: Any) -> ServedRequest:

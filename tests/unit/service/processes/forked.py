@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.observe.logs import WRITER
 from tests.unit.service.tasks import model
 from tests.waiting import wait_until

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cloze.service.clock import Clock
-from cloze.service.core import StartupError
+from cloze.service.errors import StartupError
 from cloze.service.processes import children as children_module
 from cloze.service.processes.children import (
     Child,

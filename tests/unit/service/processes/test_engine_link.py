@@ -13,7 +13,8 @@ import pytest
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, LineKey, Submission, Terms
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import BatchResult, EngineDead, Overloaded, ShuttingDown
+from cloze.service.core import BatchResult
+from cloze.service.errors import EngineDead, Overloaded, ShuttingDown
 from cloze.service.processes import frames
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from tests.encodings import submit

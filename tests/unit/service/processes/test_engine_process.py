@@ -19,14 +19,8 @@ from cloze.model_store import Bundle
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState, Submission, Terms
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import (
-    BatchFill,
-    BatchReport,
-    EngineFailed,
-    Overloaded,
-    Rejection,
-    StartupError,
-)
+from cloze.service.core import BatchFill, BatchReport
+from cloze.service.errors import EngineFailed, Overloaded, Rejection, StartupError
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics, model_labels
 from cloze.service.processes import engine_process, frames

@@ -14,9 +14,10 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from cloze.service import core
+from cloze.service import errors
 from cloze.service.batching import fair_queue
-from cloze.service.core import BatchResult, Overloaded, Rejection
+from cloze.service.core import BatchResult
+from cloze.service.errors import Overloaded, Rejection
 from cloze.service.processes import frames
 from cloze.service.processes.frames import (
     MALFORMED,
@@ -139,9 +140,9 @@ def test_a_refusal_keeps_its_reason_and_its_time(reason: Rejection) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [core.DeadlineExceeded, core.ClientGone, core.InvalidRequest, core.EngineDead]
+    "kind", [errors.DeadlineExceeded, errors.ClientGone, errors.InvalidRequest, errors.EngineDead]
 )
-def test_other_errors_keep_their_kind(kind: type[core.ServiceError]) -> None:
+def test_other_errors_keep_their_kind(kind: type[errors.ServiceError]) -> None:
     answer = answered(Answer(9, kind("why"), WAIT))
     assert type(answer.outcome) is kind
     assert str(answer.outcome) == "why"
@@ -249,7 +250,7 @@ def test_results_must_be_those_of_the_head() -> None:
     ("old", "new"), [("DeadlineExceeded", "KeyError"), ("DeadlineExceeded", "ServiceErrorx")]
 )
 def test_an_error_that_does_not_exist_is_malformed(old: str, new: str) -> None:
-    message = encode_answer(Answer(1, core.DeadlineExceeded("late")))
+    message = encode_answer(Answer(1, errors.DeadlineExceeded("late")))
     with pytest.raises(MALFORMED):
         decode_answer(changed(message, old, new))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import EngineFailed
+from cloze.service.errors import EngineFailed
 from cloze.service.processes import frames, frontend
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.frames import Channel

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.core import Device, StartupError
+from cloze.service.core import Device
+from cloze.service.errors import StartupError
 from cloze.service.processes import children as children_module
 from cloze.service.processes import supervisor as supervisor_module
 from cloze.service.processes.supervisor import Supervisor, supervise

@@ -27,7 +27,8 @@ from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
+from cloze.service.core import Changes, Device, ServedRequest
+from cloze.service.errors import EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.record import Callers
@@ -36,7 +37,6 @@ from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from cloze.service.core import InvalidRequest, UnknownModel
+from cloze.service.errors import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
 from cloze.service.protocols.protocol import ErrorBody

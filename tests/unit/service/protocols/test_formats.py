@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest, MalformedRequest
 from cloze.service.http.routes import NPY
 from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields

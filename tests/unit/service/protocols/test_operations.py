@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import Forbidden
+from cloze.service.errors import Forbidden
 from cloze.service.http.keys import Keys
 from cloze.service.http.record import Callers
 from cloze.service.protocols import operations

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.body import validate
 from cloze.service.protocols.native import body_type
 from cloze.service.protocols.tei import _Decode

@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
-from cloze.service.core import Rejection
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Rejection
 from cloze.service.http.bytes_held import Hold
 from cloze.service.http.routes import NPY, RAW
 from cloze.service.protocols import protocol
-from cloze.service.request import ServedRequest
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import OneLabel, Service
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import answer_spans
 from cloze.service.tasks.answer_spans import (
     QaAnswer,

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
 from cloze.model_store import Bundle
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer

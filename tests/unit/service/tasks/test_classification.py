@@ -11,7 +11,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair

@@ -8,7 +8,7 @@ import pytest
 
 from cloze.model_store.heads import ArrayResult, Pooling
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.service.core import EmptyRequest, InvalidRequest, WrongTask
+from cloze.service.errors import EmptyRequest, InvalidRequest, WrongTask
 from cloze.service.tasks.similarity import SimilarityInputs, TokenPair
 from cloze.service.tasks.task import TextUsage
 from tests.unit.service.tasks.model import (

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 from tests.unit.service.tasks.model import CONTEXT, LIMITS, decoded, limited, manifest, prepared

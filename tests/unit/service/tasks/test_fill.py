@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import TextUsage
 from tests.unit.service.tasks.model import (

@@ -8,7 +8,7 @@ import pytest
 
 from cloze.model_store.heads import ArrayResult, HeadRequest
 from cloze.model_store.heads.multi_vector import LateInteraction
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import late_interaction, rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.unit.service.tasks.model import ID, MASK, context, decoded, ids, prepared, tokens

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TextUsage

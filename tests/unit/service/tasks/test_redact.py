@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phonenumbers import Leniency, PhoneNumberMatcher
 
 from cloze.model_store.heads import ArrayResult
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.qa import QaPair

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.unit.service.tasks.model import CONTEXT, LABELS, context, tokens, types

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import check_range

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import token_ids
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import (
     LongText,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
-from cloze.service.core import InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.unit.service.tasks.model import LABELS, LIMITS, context, decoded, prepared, tokens
 

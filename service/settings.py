@@ -4,11 +4,11 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 ``cloze serve``. The option takes precedence.
 """
 
+import ipaddress
 import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -222,7 +222,7 @@ class Settings(BaseSettings):
     @field_validator("trusted_proxies")
     @classmethod
     def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(str(ip_network(proxy, strict=False)) for proxy in value)
+        return tuple(str(ipaddress.ip_network(proxy, strict=False)) for proxy in value)
 
     @property
     def max_timeout_s(self) -> float:
@@ -311,3 +311,17 @@ def available_cpus(control_group: Path = _CONTROL_GROUP, cores: int | None = Non
             if quota > 0:  # no quota is -1
                 return max(1, min(cores, math.ceil(quota / period)))
     return cores
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on is reached from this machine only."""
+    address = address_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address of a text; None if it has none."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None

@@ -2,6 +2,7 @@
 a roll of all of them, cost nothing.
 """
 
+import asyncio
 import re
 import shutil
 import threading
@@ -16,12 +17,12 @@ from typing import Any
 import orjson
 import pytest
 import uvloop
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cloze.bench.haproxy import CLIENTS, balancing, listening, load_with_a_loss
 from cloze.bench.http_client import Request, post
 from cloze.bench.load import closed_loop
 from cloze.bench.processes import RunningServer, free_port
-from cloze.service.http.record import Callers
 from tests.serving import Server, running_server
 
 
@@ -87,8 +88,15 @@ def test_the_service_sees_the_client_and_not_what_it_writes(
     assert ", ".join(values) == "6.6.6.6, 127.0.0.1"
     forwarded = [value.replace("127.0.0.1", "192.0.2.7").encode() for value in values]
     headers = [(b"x-forwarded-for", value) for value in forwarded]
-    scope = {"method": "POST", "path": "/embed", "client": ("127.0.0.1", 1), "headers": headers}
-    assert Callers(["127.0.0.1"]).record(scope, "/embed").client == "192.0.2.7"
+    seen: list[Any] = []
+
+    async def application(scope: Any, *_: Any) -> None:
+        seen.append(scope["client"][0])
+
+    scope: Any = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers}
+    middleware = ProxyHeadersMiddleware(application, ["127.0.0.1"])
+    asyncio.run(middleware(scope, None, None))  # type: ignore[arg-type]
+    assert seen == ["192.0.2.7"]
 
 
 BODIES: list[dict[str, Any]] = [{"inputs": "a moon"}, {"inputs": ["the old king " * 20] * 24}]

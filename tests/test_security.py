@@ -21,7 +21,8 @@ from cloze.client import Client
 from cloze.service.errors import Overloaded, StartupError
 from cloze.service.http.certificate import Certificate as TlsCertificate
 from cloze.service.http.keys import Key, KeyEntry, Keys
-from cloze.service.http.record import accepted_hosts, is_loopback
+from cloze.service.http.record import accepted_hosts
+from cloze.service.settings import is_loopback
 from tests.certificates import Certificate, make_certificate
 from tests.serving import Server, bare_environment, failed_start, running_server
 from tests.waiting import wait_until

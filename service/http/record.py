@@ -1,6 +1,5 @@
 """What the headers of a request say: who sends it, on what terms, and whether it may be sent."""
 
-import ipaddress
 import logging
 import random
 import re
@@ -23,6 +22,7 @@ from cloze.service.http.routes import CONNECTION, RECORD, Connection, Respond
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing
+from cloze.service.settings import address_of, is_loopback
 
 log = logging.getLogger("cloze")
 
@@ -281,19 +281,6 @@ class Access:
         key.count(self.clock.monotonic())
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address to listen on is reached from this machine only."""
-    address = _address(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
-
-
 def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
     """Return the names that the Host header may have, for an address to listen on; empty: any."""
     if not allowed and not is_loopback(host):
@@ -313,4 +300,4 @@ def is_accepted(value: bytes, hosts: frozenset[bytes], *, or_address: bool = Fal
     host = name.partition(b"]")[0] + b"]" if is_ipv6 else name.partition(b":")[0]
     if host in hosts or not or_address:
         return host in hosts
-    return _address(host.decode("latin-1")[is_ipv6 : len(host) - is_ipv6]) is not None
+    return address_of(host.decode("latin-1")[is_ipv6 : len(host) - is_ipv6]) is not None

@@ -4,9 +4,8 @@ import logging
 import socket
 
 from cloze.service.errors import StartupError
-from cloze.service.http.record import is_loopback
 from cloze.service.observe.logs import announce
-from cloze.service.settings import Settings
+from cloze.service.settings import Settings, is_loopback
 
 log = logging.getLogger("cloze")
 

@@ -18,11 +18,12 @@ from cloze.service.errors import Overloaded
 from cloze.service.http.body import BytesResponse
 from cloze.service.http.door import Door, Gate, Starts
 from cloze.service.http.keys import Keys, Permission
-from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted, is_loopback
+from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT
 from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
+from cloze.service.settings import is_loopback
 from tests.records import recorded, scope_of
 
 # ---- hosts -------------------------------------------------------------------------------------

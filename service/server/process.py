@@ -41,9 +41,6 @@ _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
 
 
-# ---- the process ---------------------------------------------------------------------------------
-
-
 def serve_in_one_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
@@ -128,9 +125,6 @@ def _connection_limit(most: int) -> int:
     if most > allowed:
         log.warning("max_connections is %d, but the open files allow %d", most, allowed)
     return min(most or allowed, allowed)
-
-
-# ---- the server ----------------------------------------------------------------------------------
 
 
 class _Server(uvicorn.Server):

@@ -94,12 +94,6 @@ def single_process(
 MOST_ADAPTER_SERIES = 32
 """Most adapters with metrics of their own: each has about a hundred series."""
 
-_COLLECT_AFTER_S = 1.0
-"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
-
-A full collection is short, since `server.process` has frozen most other objects.
-"""
-
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
@@ -479,7 +473,8 @@ class Service:
     def _end_reload(self) -> None:
         """Admit the next reload, and return the memory of this one when connections are gone."""
         self._alone.set()
-        asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+        # By then the last connections are gone that refer to the old snapshot, in cycles.
+        asyncio.get_running_loop().call_later(1.0, _return_memory)
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         """Run work in a task that is kept until it ends; the event loop alone would not keep it."""

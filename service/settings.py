@@ -24,17 +24,8 @@ ENV_PREFIX = "CLOZE_"
 _DEFAULT = f"{ENV_PREFIX}DEFAULT"
 _DEFAULT_OF_A_TASK = f"{_DEFAULT}_"
 
-_OF_CLIENTS = frozenset({f"{ENV_PREFIX}KEY", f"{ENV_PREFIX}URL"})
-"""The variables of `cloze ask`, which are no settings of a server."""
-
 CPU_BATCH_TOKENS = 512
 """Default batch size limit on a CPU, in tokens."""
-
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""Folder in which Linux publishes the limits of the process's control group."""
-
-_GPU_WORKERS = 2
-"""Default workers per model on a GPU: one packs a batch while the batch of the other one runs."""
 
 
 def _split(names: object) -> object:
@@ -238,7 +229,7 @@ class Settings(BaseSettings):
         if self.workers:
             return self.workers
         if device is Device.CUDA:
-            return _GPU_WORKERS
+            return 2  # one packs a batch while the batch of the other one runs
         return max(1, available_cpus() // self.intra_op_threads)
 
 
@@ -276,7 +267,8 @@ def description(setting: str) -> str:
 
 def unknown_variables() -> list[str]:
     """Return the ``CLOZE_`` environment variables that are not settings, most likely misspelt."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | _OF_CLIENTS
+    of_clients = ("key", "url")  # the variables of `cloze ask`
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in (*Settings.model_fields, *of_clients)}
     return sorted(
         name
         for name in os.environ
@@ -295,13 +287,14 @@ def _defaults_per_task() -> list[str]:
     ]
 
 
-def available_cpus(control_group: Path = _CONTROL_GROUP, cores: int | None = None) -> int:
+def available_cpus(control_group: Path = Path("/sys/fs/cgroup"), cores: int | None = None) -> int:
     """Return the number of cores that this process may use.
 
     The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
     control group (version 2 or 1), rounded up. A container is a control group.
 
-    `cores` is the number of cores in the affinity; None asks the operating system.
+    `control_group` is the folder in which Linux publishes the group's limits. `cores` is the number
+    of cores in the affinity; None asks the operating system.
     """
     cores = cores or len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):

@@ -37,22 +37,7 @@ _BODY = errors.Location()
 
 B = TypeVar("B", bound=BaseModel)
 
-_QUICKLY_S = 0.05
-"""A body that arrives within this time leaves the request's time limit as it is."""
-
-_DISCARD_FACTOR = 8
-"""Multiple of the size limit up to which an oversized body of unknown length is discarded.
-
-Many clients read the error response only after they have sent the whole body.
-"""
-
 _GONE = "the client closed its connection"
-
-_WRITERS = 3
-"""Most large answers that are decoded and written at once.
-
-Decoding needs the interpreter, so more of them at once would need more memory and no less time.
-"""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +51,13 @@ class RequestLimits:
         answers: the bytes of the answers that are written, or that clients have not read.
         clock: tells the time; timers follow the event loop.
         writers: the turns to decode and write a large answer; one client has two of three.
+            Decoding needs the interpreter: more turns would need more memory and no less time.
     """
 
     bodies: ByteBudget
     answers: ByteBudget
     clock: Clock = CLOCK
-    writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", _WRITERS))
+    writers: ByteBudget = field(default_factory=lambda: ByteBudget("large answers", 3))
 
     @contextmanager
     def request(self, request: Request) -> Iterator[ServedRequest]:
@@ -132,7 +118,8 @@ class RequestLimits:
             )
         began, received, more = self.clock.monotonic(), 0, True
         chunks: list[bytes] = []
-        while more and received <= limit * _DISCARD_FACTOR:
+        # Many clients read an error only after they have sent the whole of an oversized body.
+        while more and received <= limit * 8:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise errors.ClientGone(
@@ -154,7 +141,8 @@ class RequestLimits:
                 f"the body has at least {received} bytes; the limit is {limit}"
             )
         record.received = None
-        if (now := self.clock.monotonic()) - began > _QUICKLY_S and record.scope is not None:
+        # A body that arrives quickly leaves the request's time limit as it is.
+        if (now := self.clock.monotonic()) - began > 0.05 and record.scope is not None:
             record.deadline = now + record.limit_s
             record.scope.deadline = asyncio.get_running_loop().time() + record.limit_s
         data = b"".join(chunks)

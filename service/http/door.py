@@ -26,17 +26,8 @@ from cloze.service.http.record import Access
 from cloze.service.http.returns import RefusedLine, Returns
 from cloze.service.http.routes import RECORD, GateModel, Handler, Respond
 
-_BYTES_PER_TOKEN: Final = 5.0
-"""Bytes of a body per token of its texts before an answer says more: English words."""
-
-_BYTES_OF_A_TOKEN: Final = (2.0, 16.0)
-"""What one answer may say at least and at most: a text that is cut has bytes without tokens."""
-
 _PER_TURN: Final = 4
 """Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
-
-_RATE_LASTS_S: Final = 2.0
-"""Time after which a measured rate is forgotten: later requests may cost less."""
 
 
 class Starts:
@@ -86,7 +77,8 @@ class Starts:
     def with_start(self, wait: ExpectedWait, client: str) -> ExpectedWait:
         """Return an expected wait of a client's next request, with the time until it starts."""
         own, seconds = len(self._lines.get(client, ())), wait.seconds
-        if (rate := self._rate.per_s) and self.clock.monotonic() <= self._measured + _RATE_LASTS_S:
+        # An older rate is forgotten: later requests may cost less.
+        if (rate := self._rate.per_s) and self.clock.monotonic() <= self._measured + 2.0:
             clients = len(self._lines) + (own == 0)
             seconds += min(self.waiting, (own + 1) * clients) / rate
         return wait._replace(seconds=seconds, requests=wait.requests + own)
@@ -147,7 +139,7 @@ class Gate:
         if self._starts.is_closed:
             raise errors.ShuttingDown("the server is shutting down")
         client = request.client
-        each = self._bytes_per_token.get(request.route, _BYTES_PER_TOKEN)
+        each = self._bytes_per_token.get(request.route, 5.0)  # at first as of English words
         tokens = 1 + int((request.length or 0) / each)
         line = LineKey.of(tokens, request.stated_s, is_bulk=request.is_bulk)
         if not request.terms_problem:  # else the handler writes that error
@@ -202,8 +194,8 @@ class Gate:
         """
         if not request.tokens or not request.length or b"content-encoding" in request.first:
             return
-        least, most = _BYTES_OF_A_TOKEN
-        one = min(max(request.length / request.tokens, least), most)
+        # Bounded, since a text that is cut has bytes without tokens.
+        one = min(max(request.length / request.tokens, 2.0), 16.0)
         mean = self._bytes_per_token.get(request.route, one)
         self._bytes_per_token[request.route] = mean + 0.05 * (one - mean)
 

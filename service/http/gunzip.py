@@ -9,15 +9,6 @@ from cloze.service.threads import check_awaited
 MAX_MEMBERS: Final = 1000
 """Most members of a body. Compressors write one; those that work in blocks one per 64 KiB."""
 
-_GZIP: Final = 31
-"""zlib's ``wbits`` for the gzip format with the largest window."""
-
-_INPUT_BYTES: Final = 16_384
-"""Most bytes that are passed to zlib at once; it copies those that it does not take."""
-
-_OUTPUT_BYTES: Final = 262_144
-"""Most bytes that zlib returns at once."""
-
 
 def gunzip(data: bytes, limit: int) -> bytes:
     """Return the content of gzip data, which may have several members.
@@ -35,12 +26,12 @@ def gunzip(data: bytes, limit: int) -> bytes:
             members += 1
             if members > MAX_MEMBERS:
                 raise RequestTooLarge(f"the gzip body has over {MAX_MEMBERS} members, the limit")
-            member = zlib.decompressobj(wbits=_GZIP)
-        taken = data[at : at + _INPUT_BYTES]
+            member = zlib.decompressobj(wbits=31)  # gzip with the largest window
+        taken = data[at : at + 16_384]  # zlib copies the bytes that it does not take
         if not taken:
             raise MalformedRequest("the body is not gzip: it ends too early")
         try:
-            content += member.decompress(taken, _OUTPUT_BYTES)
+            content += member.decompress(taken, 262_144)
         except zlib.error as error:
             raise MalformedRequest(f"the body is not gzip: {error}") from None
         at += len(taken) - len(member.unused_data if member.eof else member.unconsumed_tail)

@@ -28,8 +28,6 @@ log = logging.getLogger("cloze")
 
 TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
 
-CLASS_HEADER: Final = b"x-request-class"
-
 _READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
 """Seconds that the openai client waits for an answer; it sends the header with every request."""
 
@@ -40,12 +38,6 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 _FORWARDED: Final = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip"})
 """Headers that proxies add; only the first one is read."""
-
-_MOST_TOLD: Final = 8
-"""Most addresses of which the log says that they forward requests; any client may pretend to."""
-
-_LONGEST_ADDRESS: Final = 64
-"""Most characters of an address that a trusted proxy names."""
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
@@ -76,7 +68,7 @@ class Callers:
         if identity is None or _REQUEST_ID.fullmatch(identity) is None:
             identity = b"%016x" % random.getrandbits(64)
         peer, key = scope.get("client"), None
-        client: str = peer[0][:_LONGEST_ADDRESS] if peer else ""  # or as a trusted proxy says
+        client: str = peer[0][:64] if peer else ""  # or what a trusted proxy says, cut
         connection: Connection | None = scope.get("state", {}).get(CONNECTION)
         if not _FORWARDED.isdisjoint(first) and connection and connection.address == client:
             self._tell_of_proxy(client)
@@ -88,7 +80,7 @@ class Callers:
                 stated_s = timeout_s(first, self.max_timeout_s)
             except errors.InvalidRequest as error:
                 terms_problem = error.problem
-        if (stated_class := first.get(CLASS_HEADER)) not in (None, b"bulk"):
+        if (stated_class := first.get(b"x-request-class")) not in (None, b"bulk"):
             got = ascii(stated_class.decode("latin-1"))[:40]
             terms_problem = f"x-request-class: bulk, or no such header, got {got}"
         arrived, limit_s = self.clock.monotonic(), self.timeout_s if stated_s is None else stated_s
@@ -113,7 +105,7 @@ class Callers:
 
     def _tell_of_proxy(self, address: str) -> None:
         """Log, once per address, that all clients behind a proxy count as one."""
-        if address in self.told or len(self.told) == _MOST_TOLD:
+        if address in self.told or len(self.told) == 8:  # any client may pretend to be one
             return
         self.told.add(address)
         log.warning(

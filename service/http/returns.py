@@ -21,17 +21,6 @@ quarters, 84 % of 1,000 connections that wait are admitted when they come back, 
 _EARLY_S = 0.005
 """How much earlier than told a client may come; timers and clocks are not exact."""
 
-_SHORTEST_TOLD_S = 0.05
-"""Shortest time after which a client is told to come back."""
-
-_LONGEST_TOLD_S = 60.0
-"""Longest time after which a client is told to come back; the openai client waits for no longer."""
-
-_FIRST_HOLD_S = 0.25
-"""How long the first refusal is held that a connection gets too early; doubles with each one."""
-
-_LONGEST_HOLD_S = 1.0
-
 _MOST_LINES = 4096
 """Most lines whose next time is kept."""
 
@@ -118,7 +107,7 @@ class Returns:
         if before is not None:
             early = before.early // 2
             if before.line.client == line.client and now < before.at - _EARLY_S:
-                hold_s = min(_FIRST_HOLD_S * 2**before.early, _LONGEST_HOLD_S)
+                hold_s = min(0.25 * 2**before.early, 1.0)
                 early = min(before.early + 1, 16)
                 if before.line == line and before.over is None:
                     before.early = early
@@ -127,11 +116,11 @@ class Returns:
         if len(self._last) >= _MOST_LINES:
             self._last.clear()
         last = self._last.get(line, 0.0)
-        at = now + max(room_s, _SHORTEST_TOLD_S)
+        at = now + max(room_s, 0.05)
         if line.reason is not Rejection.KEY_LIMIT:  # whose time is exact, and may be long
             if last > now:
                 at = max(at, last + each_s * self._processes)
-            at = min(at, now + _LONGEST_TOLD_S)
+            at = min(at, now + 60.0)  # the openai client waits for no longer
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:

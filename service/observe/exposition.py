@@ -16,9 +16,6 @@ from prometheus_client.utils import floatToGoString
 
 from cloze.service.clock import CLOCK
 
-_MOST_SERIES: Final = 32_768
-"""Most lines whose beginnings are kept."""
-
 _number: Callable[[float], str] = floatToGoString
 
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
@@ -49,7 +46,7 @@ def _lines(metric: Metric, *, openmetrics: bool) -> Iterator[str]:
         yield f"{series} {_number(sample.value)}{exemplar}\n"
 
 
-@lru_cache(_MOST_SERIES)
+@lru_cache(32_768)
 def _series(name: str, *labels: tuple[str, str]) -> str:
     """Return the beginning of a line: ``NAME{LABEL="VALUE",...}``."""
     return f"{name}{{{_pairs(dict(labels))}}}" if labels else name

@@ -56,18 +56,9 @@ MODEL = ("model", "version")
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
 
-_OK = 200
 _PARTS = ("tokenize", "queue", "inference")
 
-_MAX_UNWRITTEN = 1024
-"""Requests of one route, model and status that wait until their series are written."""
-
 _LABEL = "request_id"
-_MAX_EXEMPLAR_CHARACTERS = 128
-"""Most characters of the names and values of an exemplar's labels.
-
-Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
-"""
 
 
 def model_labels(reference: str) -> tuple[str, str]:
@@ -255,7 +246,7 @@ class Metrics:
         families, series, observed = self._families, self._series, self._observed
         model = self.names.get(request.model, request.model)
         requests = observed[series(families.requests, model, request.route, request.status)]
-        if len(requests) >= _MAX_UNWRITTEN:
+        if len(requests) >= 1024:  # which bounds the memory of what is not written yet
             self._write_observed()
         requests.append(1)
         observed[families.classes[request.is_bulk]].append(1)
@@ -265,12 +256,13 @@ class Metrics:
                 families.key_tokens.labels(request.key.name).inc(request.tokens)
         if request.rejection is not None:
             families.rejected[request.rejection].inc()
-        if request.status != _OK:
+        if request.status != 200:
             return
         if not request.is_bulk:  # which may take long
             duration = series(families.durations, model, request.route)
             observed[duration].append(request.seconds)
-            if len(_LABEL) + len(request.identity) <= _MAX_EXEMPLAR_CHARACTERS:
+            # OpenMetrics 1.0, section Exemplars: a scraper may reject a longer one.
+            if len(_LABEL) + len(request.identity) <= 128:
                 self._newest[duration] = request.seconds, request.identity.decode()
         if request.tokens:  # the histograms of batches have the same requests
             parts = (request.tokenize_s, request.queue_s, request.inference_s)

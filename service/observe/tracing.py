@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cloze")
 
-_PATH: Final = "/v1/traces"
-"""The path of traces at a collector; source: the specification of OTLP/HTTP."""
-
-_TIMEOUT_S: Final = 5.0
-"""Longest time of one export, with its repetitions."""
-
-_CLOSE_S: Final = 3.0
-"""Longest wait for the last spans at the end."""
-
 _WARN_EVERY_S: Final = 60.0
 
 OnBatch = Callable[[str, BatchReport], None]
@@ -180,10 +171,10 @@ class Tracing:
         span.end(_epoch_ns(now))
 
     def close(self) -> None:
-        """Send the last spans, for a few seconds at most."""
+        """Send the last spans, for 3 s at most."""
         closer = threading.Thread(target=self._processor.shutdown, daemon=True)
         closer.start()
-        closer.join(_CLOSE_S)
+        closer.join(3.0)
 
 
 def make_tracing(settings: Settings, untraced: Collection[str] = ()) -> Tracing | None:
@@ -227,7 +218,7 @@ def _exporter(endpoint: str) -> Any:
                 log.warning("spans are lost: the collector at %s does not take them", endpoint)
             return result
 
-    return Reporting(endpoint=endpoint.rstrip("/") + _PATH, timeout=_TIMEOUT_S)
+    return Reporting(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=5.0)
 
 
 def _epoch_ns(monotonic_s: float) -> int:

@@ -7,9 +7,6 @@ from pathlib import Path
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-_READ_AT_MOST = 3
-"""Most tries to read what all processes use while none of them ends."""
-
 
 def _usage(pid: int | str) -> tuple[int, int, int]:
     """Return what a process has used; raise `OSError` if there is none (proc(5), /proc/pid/stat).
@@ -25,9 +22,10 @@ def _usage(pid: int | str) -> tuple[int, int, int]:
 def used_by_all(supervisor: int) -> Iterator[Metric]:
     """Yield the memory and the processor time of a supervisor and its children, if /proc has them.
 
-    The processor time does not decrease when a process ends.
+    The processor time does not decrease when a process ends. Several tries read what all use while
+    none of them ends.
     """
-    for _ in range(_READ_AT_MOST):
+    for _ in range(3):
         try:
             first = _usage(supervisor)
             children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()

@@ -26,21 +26,10 @@ _ACCEPTS_PER_TURN = 16
 _PAUSE_S = 0.2
 """Time without accepting after the process has run out of files or memory."""
 
-_HANDSHAKE_S = 10.0
-"""Longest duration of a TLS handshake."""
-
-_TLS_CLOSE_S = 1.0
-"""Longest wait for a client's part in the end of TLS; an idle client may not notice it."""
-
-_MOST_PROBE_BYTES: Final = 1024
-"""Longest request that is recognised as a probe."""
-
 _PROBE_HEADERS: Final = frozenset(
     {b"host", b"user-agent", b"accept", b"accept-encoding", b"connection"}
 )
 """Headers that leave the answer to a probe as it is."""
-
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionTable:
@@ -129,7 +118,7 @@ class Probes:
             Whether it was a probe. If not, nothing was read from the connection.
         """
         try:
-            received = connection.recv(_MOST_PROBE_BYTES, socket.MSG_PEEK)
+            received = connection.recv(1024, socket.MSG_PEEK)  # probes are shorter
             if (answer := self._answer(received)) is None:
                 return False
             connection.recv(len(received))  # a close discards the answer if bytes were not read
@@ -201,7 +190,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in _EXHAUSTED:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise
                 log.error("connections wait: %s", error.strerror)
                 self.loop.remove_reader(self.listener)
@@ -221,8 +210,8 @@ class Acceptor:
                 self.make_protocol,
                 connection,
                 ssl=tls,
-                ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
-                ssl_shutdown_timeout=_TLS_CLOSE_S if tls else None,
+                ssl_handshake_timeout=10.0 if tls else None,
+                ssl_shutdown_timeout=1.0 if tls else None,  # an idle client may not notice the end
             )
         except (OSError, EOFError):  # the client has gone, or speaks no TLS
             connection.close()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import httptools
 import orjson
@@ -30,12 +30,6 @@ _SLICE_BYTES = 8_192
 
 uvloop passes up to 256,000 bytes at once: 40,000 chunks of a body, or 14,000 requests.
 """
-
-_DRAIN_BODY_S: Final = 5.0
-"""Longest time in which the rest of a body arrives after SIGTERM."""
-
-_LARGE: Final = 65_536
-"""A body of more bytes is not copied behind its head."""
 
 
 class _OneWrite:
@@ -59,7 +53,7 @@ class _OneWrite:
             self._head = data
             return
         if self._head:
-            if len(data) <= _LARGE:
+            if len(data) <= 65_536:  # more bytes are not copied
                 data = self._head + data
             else:
                 self._transport.write(self._head)
@@ -280,10 +274,10 @@ class ServerProtocol(HttpToolsProtocol):
         self.end("it sent no request in time")
 
     def shutdown(self) -> None:
-        """End the connection after its request. The drain waits for a body, but not for long."""
+        """End the connection after its request. The drain waits 5 s for a body."""
         super().shutdown()
         if not self.transport.is_closing() and self.cycle.more_body:
-            self.loop.call_later(_DRAIN_BODY_S, self._end_half_sent)
+            self.loop.call_later(5.0, self._end_half_sent)
 
     def _end_half_sent(self) -> None:
         if self.cycle is not None and self.cycle.more_body:

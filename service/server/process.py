@@ -31,32 +31,14 @@ from cloze.service.tasks import TASKS, Task
 
 log = logging.getLogger("cloze")
 
-_DEAD_GRACE_S = 2
-"""How long uvicorn waits for connections after an engine has died."""
-
 _MOST_FILES = 65_536
 """Limit of open files that a process asks for."""
-
-_OTHER_FILES = 48
-"""Files that are no connections: models, logs, and sockets between processes."""
-
-_GC_THRESHOLDS = (100_000, 20, 100)
-"""Objects until a collection of each generation; the last one looks at all connections.
-
-With Python's values and 4,000 busy connections, full collections take 150 ms each second.
-"""
-
-_COLLECT_AFTER_CLOSED = 256
-"""Number of closed connections after which an idle server collects their reference cycles."""
 
 _LOOK_EVERY_S = 1.0
 """Seconds between looks at the engines, and at the files of keys and certificate."""
 
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
-
-
-# ---- the process ---------------------------------------------------------------------------------
 
 
 def serve_in_one_process(
@@ -123,7 +105,9 @@ def _make_collections_rare() -> None:
     return_freed_memory()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    # With Python's thresholds and 4,000 busy connections, full collections, which look at all
+    # connections, take 150 ms each second.
+    gc.set_threshold(100_000, 20, 100)
 
 
 def _connection_limit(most: int) -> int:
@@ -136,13 +120,11 @@ def _connection_limit(most: int) -> int:
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    allowed = max(1, soft - max(_OTHER_FILES, soft // 16))
+    # Models, logs, and sockets between processes are files too.
+    allowed = max(1, soft - max(48, soft // 16))
     if most > allowed:
         log.warning("max_connections is %d, but the open files allow %d", most, allowed)
     return min(most or allowed, allowed)
-
-
-# ---- the server ----------------------------------------------------------------------------------
 
 
 class _Server(uvicorn.Server):
@@ -237,9 +219,9 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(_LOOK_EVERY_S)
             if service.has_engines and service.dead_reason is not None:
                 # A client that sends its request more slowly gets no answer.
-                self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
+                self.config.timeout_graceful_shutdown = 2  # seconds
                 self.should_exit = True
             service.look_at_files()
-            if self._table.closed_count >= _COLLECT_AFTER_CLOSED and not self.server_state.tasks:
+            if self._table.closed_count >= 256 and not self.server_state.tasks:
                 self._table.closed_count = 0
-                gc.collect()
+                gc.collect()  # the reference cycles of closed connections

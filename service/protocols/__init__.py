@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
-from cloze.service.http.errors import describe_error, rejection, without_422
+from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
@@ -52,7 +52,7 @@ class ErrorResponder:
             for prefix, protocol in self._by_prefix
             if record.path.startswith(prefix) or prefix == "/"
         )
-        status = info.status if protocol.has_422 else without_422(info.status)
+        status = 400 if info.status == 422 and not protocol.has_422 else info.status
         return Response(orjson.dumps(protocol.error_body(info)), status, info.headers, JSON)
 
 

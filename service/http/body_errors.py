@@ -18,7 +18,6 @@ _JSON_MESSAGES = {
 }
 """Errors in the terms of JSON, where pydantic's message has those of Python."""
 
-
 _WRONG_TYPES = {*_JSON_MESSAGES, "string_type", "int_type"}
 """Errors of a value that does not have the type at all."""
 

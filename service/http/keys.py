@@ -114,7 +114,6 @@ class Key:
     """The keys of one name, with what they may still send together.
 
     Args:
-        name: the name.
         entry: the table of the file.
         before: the key of this name in the file before; a limit that stays keeps its count.
     """

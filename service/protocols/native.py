@@ -208,10 +208,6 @@ def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> Bytes
     return BytesResponse(content.getvalue(), kind.encode(), *headers)
 
 
-_CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
-"""Tasks whose bodies look the same."""
-
-
 class DispatchBody(LenientModel):
     """A body of any task that ``POST /`` knows; the route of the task documents its fields."""
 
@@ -279,10 +275,11 @@ class _Dispatcher(TaskRoute):
             return fill_mask.TASK
         if body.parameters is None:
             return embed.TASK
-        served = [task for task in _CLASSIFYING if models.serving(task)]
+        alike = (text_classification.TASK, token_classification.TASK)
+        served = [task for task in alike if models.serving(task)]
         if len(served) == 1:
             return served[0]
-        addresses = " or ".join(task.route for task in _CLASSIFYING)
+        addresses = " or ".join(task.route for task in alike)
         kinds = "both of them are" if served else "neither of them is"
         raise InvalidRequest(
             f"without a mask and with parameters may be for {addresses}, and {kinds} "

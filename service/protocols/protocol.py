@@ -1,7 +1,4 @@
-"""The definition of a protocol, and what protocols share: the route of a task.
-
-Each protocol module of the package defines its protocol as `PROTOCOL`.
-"""
+"""The definition of a protocol, and what protocols share: the route of a task."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -325,10 +322,7 @@ def error_body(error: ErrorInfo) -> ErrorBody:
 
 
 class LenientModel(WireModel):
-    """A part of a request body that may have unknown fields, as text-embeddings-inference allows.
-
-    Known fields are validated.
-    """
+    """A part of a body that may have unknown fields, as text-embeddings-inference allows."""
 
     model_config = ConfigDict(extra="allow")
 

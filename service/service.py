@@ -46,12 +46,7 @@ from cloze.service.models.served_models import (
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
-from cloze.service.protocols import (
-    PROTOCOLS,
-    ErrorResponder,
-    ProtocolContext,
-    operations,
-)
+from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response, operations
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task
 from cloze.service.text.tokenizer import Tokenizer
@@ -215,7 +210,6 @@ class Service:
             clock,
         )
         self._starts, self._returns = Starts(clock), Returns(max(1, settings.frontends))
-        self._responder = ErrorResponder(PROTOCOLS, timeout_s)
         self._recorder = Recorder(
             metrics,
             access_log,
@@ -319,7 +313,7 @@ class Service:
         """Return the response to an error in the shape of the protocol; see `Gate.refused`."""
         if isinstance(error, errors.Overloaded):
             await self.snapshot.gate.refused(request.scope[RECORD], error)
-        return await self._responder.respond(request, error)
+        return await error_response(request, error, self._settings.request_timeout_ms / 1000)
 
     def connection_closed(self, connection: Connection) -> None:
         """Forget a connection."""

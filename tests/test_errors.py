@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from cloze.service import errors
 from cloze.service.http.errors import describe_error
-from cloze.service.protocols import PROTOCOLS, ErrorResponder, WireProtocol
+from cloze.service.protocols import PROTOCOLS, WireProtocol, error_response
 from tests.records import recorded, scope_of
 
 TABLE: dict[type[Exception], tuple[int, str, str]] = {
@@ -63,7 +63,7 @@ def test_an_error_has_its_status_and_its_type(
 ) -> None:
     status, error_type, openai_type = TABLE[kind]
     asked = Request(scope_of(recorded(protocol.prefixes[0])))
-    response = asyncio.run(ErrorResponder(PROTOCOLS, 30.0).respond(asked, error_of(kind)))
+    response = asyncio.run(error_response(asked, error_of(kind), 30.0))
     message = "an internal error; it was logged" if kind is RuntimeError else "why"
     only_400 = 400 if status == 422 else status
     expected = {

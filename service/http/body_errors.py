@@ -10,9 +10,6 @@ from pydantic import BaseModel
 from cloze.model_store.error_lines import received
 from cloze.service.errors import Location, MalformedRequest
 
-_LONGEST_NAME = 80
-"""Most characters of a field's name in errors."""
-
 _JSON_MESSAGES = {
     "dict_type": "Input should be an object",
     "list_type": "Input should be a valid array",
@@ -20,7 +17,6 @@ _JSON_MESSAGES = {
     "tuple_type": "Input should be a valid array",
 }
 """Errors in the terms of JSON, where pydantic's message has those of Python."""
-
 
 _WRONG_TYPES = {*_JSON_MESSAGES, "string_type", "int_type"}
 """Errors of a value that does not have the type at all."""
@@ -41,7 +37,7 @@ def describe(problems: Sequence[Any], value: Any, at: Location, model: type[Base
     lines: dict[str, None] = {}
     for path, wrong, problem in located:
         if len(path) == deepest or problem["type"] not in _WRONG_TYPES:
-            parts = [str(part)[:_LONGEST_NAME] for part in at.below(*path)]
+            parts = [str(part)[:80] for part in at.below(*path)]
             if problem["type"] == "extra_forbidden":
                 message = _no_such_field(parts, at, model)
             else:

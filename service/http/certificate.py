@@ -54,18 +54,12 @@ class Certificate:
         try:
             # Without a password, OpenSSL would ask for one at the terminal, and wait.
             context.load_cert_chain(self._certificate, self._key, password="")
-            return context, _end_of(self._certificate)
+            # No public function reads the end; `tests/test_metrics.py` compares it with openssl.
+            file = os.fspath(self._certificate)
+            decoded = ssl._ssl._test_decode_cert(file)  # type: ignore[attr-defined]
+            return context, float(ssl.cert_time_to_seconds(decoded["notAfter"]))
         except (OSError, ValueError) as error:  # an SSLError is both
             reason = getattr(error, "strerror", None) or error
             raise StartupError(
                 f"the certificate {self._certificate} or its key cannot be used: {reason}"
             ) from None
-
-
-def _end_of(certificate: Path) -> float:
-    """Return when the first certificate of a PEM file ends, as Unix time.
-
-    Python has no public function for this; `tests/test_metrics.py` compares it with openssl.
-    """
-    decoded = ssl._ssl._test_decode_cert(os.fspath(certificate))  # type: ignore[attr-defined]
-    return float(ssl.cert_time_to_seconds(decoded["notAfter"]))

@@ -42,11 +42,6 @@ the first such error.
 """
 
 
-def without_422(status: int) -> int:
-    """Return the status of a protocol that has no status 422."""
-    return 400 if status == 422 else status
-
-
 _REJECTIONS: dict[type[Exception], errors.Rejection] = {
     errors.DeadlineExceeded: errors.Rejection.TIMEOUT,
     errors.ShuttingDown: errors.Rejection.SHUTTING_DOWN,

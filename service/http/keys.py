@@ -25,14 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from cloze.model_store.error_lines import received
 from cloze.model_store.manifest import parse_reference
@@ -121,7 +114,6 @@ class Key:
     """The keys of one name, with what they may still send together.
 
     Args:
-        name: the name.
         entry: the table of the file.
         before: the key of this name in the file before; a limit that stays keeps its count.
     """

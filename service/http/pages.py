@@ -74,17 +74,13 @@ PAGE: Final = _handler("index.html", HTML)
 
 PARTS: Final = {
     "/docs": _handler("docs.html", HTML, _SWAGGER_POLICY),
-    "/page/docs.js": _handler("docs.js", "text/javascript"),
     "/page/style.css": _handler("style.css", "text/css"),
-    "/page/page.js": _handler("page.js", "text/javascript"),
-    "/page/panels.js": _handler("panels.js", "text/javascript"),
-    "/page/elements.js": _handler("elements.js", "text/javascript"),
-    "/page/live.js": _handler("live.js", "text/javascript"),
+    **{
+        f"/page/{name}.js": _handler(f"{name}.js", "text/javascript")
+        for name in ("docs", "page", "panels", "elements", "live")
+    },
 }
 """A handler for GET requests per path of a page, or of a part of one."""
-
-
-# ---- the OpenAPI document ------------------------------------------------------------------------
 
 
 def answer_headers(routes: Sequence[Route]) -> list[str]:

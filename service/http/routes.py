@@ -22,7 +22,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 Respond = Callable[[Request, Exception], Awaitable[Response]]
 """(request, error) -> the response to the error."""
 
-
 RECORD: Final = "cloze.record"
 """Key of an ASGI scope: its `ServedRequest`."""
 

@@ -3,7 +3,6 @@
 To add a protocol, write a module with a `PROTOCOL` and add the `PROTOCOL` to `PROTOCOLS`.
 """
 
-from collections.abc import Iterable
 from typing import Final
 
 import orjson
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
-from cloze.service.http.errors import describe_error, rejection, without_422
+from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import cohere, native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
@@ -26,34 +25,27 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
 )
 
 
-class ErrorResponder:
-    """Writes every error in the shape of the protocol of the request's path.
+_BY_PREFIX: Final = sorted(
+    ((prefix, protocol) for protocol in PROTOCOLS for prefix in protocol.prefixes),
+    key=lambda pair: -len(pair[0]),
+)
+"""Protocols by the prefixes of their paths; the default has ``/``, the last."""
 
-    Args:
-        protocols: the protocols; one protocol has the prefix ``/`` and is the default.
-        timeout_s: the time limit of requests that state none.
+
+async def error_response(request: Request, error: Exception, timeout_s: float) -> Response:
+    """Return the response to an error in the shape of the protocol of the request's path.
+
+    The time limit is that of requests that state none.
     """
-
-    def __init__(self, protocols: Iterable[WireProtocol], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        by_prefix = {prefix: p for p in protocols for prefix in p.prefixes}
-        self._by_prefix = sorted(by_prefix.items(), key=lambda item: -len(item[0]))
-
-    async def respond(self, request: Request, error: Exception) -> Response:
-        """Return the response to an error."""
-        info = describe_error(request, error)
-        record: ServedRequest = request.scope[RECORD]
-        record.error, reason = type(error).__name__, rejection(error)
-        if reason is Rejection.TIMEOUT and record.limit_s < self._timeout_s:
-            reason = Rejection.STATED_LIMIT
-        record.rejection = reason
-        protocol = next(
-            protocol
-            for prefix, protocol in self._by_prefix
-            if record.path.startswith(prefix) or prefix == "/"
-        )
-        status = info.status if protocol.has_422 else without_422(info.status)
-        return Response(orjson.dumps(protocol.error_body(info)), status, info.headers, JSON)
+    info = describe_error(request, error)
+    record: ServedRequest = request.scope[RECORD]
+    record.error, record.rejection = type(error).__name__, rejection(error)
+    if record.rejection is Rejection.TIMEOUT and record.limit_s < timeout_s:
+        record.rejection = Rejection.STATED_LIMIT
+    starts = record.path.startswith
+    protocol = next(one for prefix, one in _BY_PREFIX if starts(prefix) or prefix == "/")
+    status = 400 if info.status == 422 and not protocol.has_422 else info.status
+    return Response(orjson.dumps(protocol.error_body(info)), status, info.headers, JSON)
 
 
-__all__ = ["PROTOCOLS", "ErrorResponder", "ProtocolContext", "WireProtocol"]
+__all__ = ["PROTOCOLS", "ProtocolContext", "WireProtocol", "error_response"]

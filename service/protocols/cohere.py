@@ -135,8 +135,6 @@ class CohereErrorBody:
 
 
 class _Embed(TaskRoute):
-    """The route of embeddings."""
-
     task = embed.TASK
     body = CohereEmbedBody
     names: ClassVar[Mapping[Location, str]] = {

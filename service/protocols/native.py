@@ -73,8 +73,6 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 
 class _NativeRoute(TaskRoute):
-    """The native route of a task."""
-
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.body = task, body_type(task)
         self.doc = RouteDoc(
@@ -143,16 +141,11 @@ def _title(task: Task) -> str:
     return "".join(part.title() for part in task.name.split("-"))
 
 
-# ---- vectors as bytes ----------------------------------------------------------------------------
-
-
 _ANY = (b"", b"*/*", b"application/json")
 """Frequent values of ``Accept`` that select JSON, so that they need no parsing."""
 
 _LONGEST_ACCEPT = 1000
 """Most bytes of ``Accept`` that are parsed."""
-
-Convert = Callable[[Float32], tuple[NDArray[Any], float | None]]
 
 
 def _int8(values: Float32) -> tuple[NDArray[Any], float]:
@@ -161,7 +154,7 @@ def _int8(values: Float32) -> tuple[NDArray[Any], float]:
     return np.rint(values / np.float32(scale)).astype(np.int8), scale
 
 
-DTYPES: Final[Mapping[str, Convert]] = {
+DTYPES: Final[Mapping[str, Callable[[Float32], tuple[NDArray[Any], float | None]]]] = {
     "float32": lambda values: (values.astype("<f4", copy=False), None),
     "float16": lambda values: (values.astype("<f2"), None),
     "int8": _int8,
@@ -213,13 +206,6 @@ def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> Bytes
     if isinstance(value, list):
         headers.append((b"x-lengths", b",".join(b"%d" % len(rows) for rows in value)))
     return BytesResponse(content.getvalue(), kind.encode(), *headers)
-
-
-# ---- POST / --------------------------------------------------------------------------------------
-
-
-_CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
-"""Tasks whose bodies look the same."""
 
 
 class DispatchBody(LenientModel):
@@ -289,10 +275,11 @@ class _Dispatcher(TaskRoute):
             return fill_mask.TASK
         if body.parameters is None:
             return embed.TASK
-        served = [task for task in _CLASSIFYING if models.serving(task)]
+        alike = (text_classification.TASK, token_classification.TASK)
+        served = [task for task in alike if models.serving(task)]
         if len(served) == 1:
             return served[0]
-        addresses = " or ".join(task.route for task in _CLASSIFYING)
+        addresses = " or ".join(task.route for task in alike)
         kinds = "both of them are" if served else "neither of them is"
         raise InvalidRequest(
             f"without a mask and with parameters may be for {addresses}, and {kinds} "

@@ -241,8 +241,6 @@ def _texts(tensor: InferInput) -> list[str]:
 
 
 class _Server:
-    """The handlers of the routes."""
-
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
         self._tasks = {name: _TaskModel(task, context) for name, task in context.tasks.items()}
@@ -291,7 +289,6 @@ class _Server:
         return await answer_probe(self._context.state.why_unready, answer, request)
 
     async def infer(self, request: Request) -> Response:
-        """Answer a request for any model."""
         model, pipeline = self._find(request)
         return await answer_task(self._context, model.parse, request, pipeline)
 

@@ -163,8 +163,6 @@ def error_body(error: ErrorInfo) -> OpenAiErrorBody:
 
 
 class _Embeddings(TaskRoute):
-    """The route of embeddings."""
-
     task = embed.TASK
     body = OpenAiEmbeddingsBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}

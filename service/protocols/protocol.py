@@ -1,7 +1,4 @@
-"""The definition of a protocol, and what protocols share: the route of a task.
-
-Each protocol module of the package defines its protocol as `PROTOCOL`.
-"""
+"""The definition of a protocol, and what protocols share: the route of a task."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -26,16 +23,13 @@ from cloze.service.http.body import (
     validate,
 )
 from cloze.service.http.bytes_held import SMALL_BYTES
-from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
+from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo
 from cloze.service.http.routes import GateModel, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
 from cloze.service.observe.metrics import Metrics
 from cloze.service.tasks import Task
 from cloze.service.tasks.wire import WireModel
 from cloze.service.threads import check_awaited
-
-_VIEWS = 1024
-"""Sets of models whose order on a route is remembered; each limited API key has a set."""
 
 _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""
@@ -167,10 +161,7 @@ async def answer_probe(
     return Response() if value is None else json_response(value)
 
 
-# ---- the route of a task -------------------------------------------------------------------------
-
-
-STATUSES_WITHOUT_422: Final = tuple(sorted(set(map(without_422, ERROR_STATUSES))))
+STATUSES_WITHOUT_422: Final = tuple(s for s in ERROR_STATUSES if s != 422)
 
 TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
@@ -188,9 +179,6 @@ TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-warning": ("string", "warnings about the request; absent without warnings"),
     "x-embedding-space": ("string", "name of the space of the answer's vectors, if it has any"),
 }
-
-_EXPECTED_SPACE: Final = b"x-expect-embedding-space"
-"""The header of a request that refuses vectors of another space."""
 
 
 class TaskRoute:
@@ -212,7 +200,8 @@ class TaskRoute:
 
     def __init__(self, context: ProtocolContext) -> None:
         self.context = context
-        self.serving = lru_cache(_VIEWS)(self._serving)
+        # Each limited API key has a set of models, whose order is remembered.
+        self.serving = lru_cache(1024)(self._serving)
 
     def to_call(self, _: ServedRequest, body: Any) -> tuple[Any, Any]:
         """Return the inputs and the parameters of the task that a body asks for."""
@@ -277,7 +266,7 @@ async def answer_task(
             models = context.models if request.key is None else context.models_of(request)
             pipeline = models.choose(route.task, body.model, route.serving(models))
         request.model = pipeline.reference
-        if (space := request.first.get(_EXPECTED_SPACE)) is not None:
+        if (space := request.first.get(b"x-expect-embedding-space")) is not None:
             request.expected_space = space.decode("latin-1")
         inputs, parameters = await run_anywhere(is_short, route.to_call, request, body)
         try:
@@ -319,9 +308,6 @@ def _respond(route: TaskRoute, request: ServedRequest, body: Any, value: Any) ->
     return response
 
 
-# ---- what the native protocol shares with text-embeddings-inference ------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorBody:
     """An error in the shape of text-embeddings-inference, which the native protocol shares."""
@@ -336,10 +322,7 @@ def error_body(error: ErrorInfo) -> ErrorBody:
 
 
 class LenientModel(WireModel):
-    """A part of a request body that may have unknown fields, as text-embeddings-inference allows.
-
-    Known fields are validated.
-    """
+    """A part of a body that may have unknown fields, as text-embeddings-inference allows."""
 
     model_config = ConfigDict(extra="allow")
 

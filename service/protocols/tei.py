@@ -90,9 +90,6 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return bound
 
 
-# ---- predict -------------------------------------------------------------------------------------
-
-
 _Labels = list[text_classification.LabelScore]
 
 
@@ -129,17 +126,12 @@ def _text_pair(texts: Any) -> TextPair:
     return TextPair(text=texts[0], text_pair=texts[1] if len(texts) == 2 else None)
 
 
-# ---- rerank --------------------------------------------------------------------------------------
-
-
 _RANKED_BY: Final = (
     "classifier; late-interaction where no classifier is served, else similarity (of embeddings)"
 )
 
 
 class _Rerank(TaskRoute):
-    """The route ``/rerank``."""
-
     task = rerank.TASK
     body = RerankBody
     doc = _doc(
@@ -176,9 +168,6 @@ class _Rerank(TaskRoute):
         response = json_response(ranks if request.usage is None else with_usage)
         response.raw_headers.append((b"x-ranked-by", value.by.encode()))
         return response
-
-
-# ---- tokenize and decode -------------------------------------------------------------------------
 
 
 class _TokenizerRoute(TaskRoute):

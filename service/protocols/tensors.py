@@ -186,9 +186,6 @@ def _column(values: Sequence[Any], datatype: str) -> Data:
     return np.array([value or 0 for value in values], number)
 
 
-# ---- tensors as bytes ----------------------------------------------------------------------------
-
-
 JSON_LENGTH: Final = "inference-header-content-length"
 """The header with the length of the JSON."""
 

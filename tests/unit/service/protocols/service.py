@@ -6,6 +6,7 @@ Its engine derives each output from the ids of the encoding, so that a test can 
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +37,7 @@ from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
-from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
+from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
 
@@ -219,9 +220,9 @@ class Service:
 
 
 def _application(routes: Iterable[Route]) -> Starlette:
-    responder = ErrorResponder(PROTOCOLS, 30.0)
     paths = [Path_(route.path, route.handler, methods=[route.method]) for route in routes]
-    handlers = dict.fromkeys((ServiceError, HTTPException, Exception), responder.respond)
+    respond = partial(error_response, timeout_s=30.0)
+    handlers = dict.fromkeys((ServiceError, HTTPException, Exception), respond)
     return Starlette(routes=paths, exception_handlers=handlers)  # type: ignore[arg-type]
 
 

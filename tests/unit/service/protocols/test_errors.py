@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from cloze.service.errors import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
+from cloze.service.protocols import error_response, openai, protocol
 from cloze.service.protocols.protocol import ErrorBody
 from tests.records import recorded, scope_of
 
@@ -46,11 +46,9 @@ def test_an_error_of_the_native_protocol() -> None:
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:
-    responder = ErrorResponder(PROTOCOLS, 30.0)
-
     def shape(path: str) -> dict[str, Any]:
         request = Request(scope_of(recorded(path)))
-        response = asyncio.run(responder.respond(request, InvalidRequest("why")))
+        response = asyncio.run(error_response(request, InvalidRequest("why"), 30.0))
         body: dict[str, Any] = json.loads(response.body)
         return body
 

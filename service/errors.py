@@ -158,7 +158,6 @@ class EngineDead(ServiceError):
 BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
 """Why a reload that is asked for by a request is refused at once; a signal waits."""
 
-
 NEEDS_ROLL: Final = (
     "nothing was reloaded: with front ends, a reload of models needs a roll of the replicas, or a "
     "restart; keys and certificates are read again when their files change"

@@ -26,9 +26,6 @@ _MIN_WINDOW_S = 0.25
 _MAX_WINDOW_S = 10.0
 """Longest time between two batches of a busy queue; a batch of one long text takes seconds."""
 
-_LEAST_RATE_SHARE = 0.2
-"""Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
-
 _SHARE_OF_TIME = 0.5
 """Share of its time in which a request must be expected to end.
 
@@ -228,7 +225,7 @@ class Admission:
         if not measured.per_s:
             return batches
         drained = measured.per_s * min(1.0, measured.busy / max(1, busy))
-        return max(drained, _LEAST_RATE_SHARE * batches)
+        return max(drained, 0.2 * batches)  # else a wrong figure would stay
 
     def _rate_of(self, *, is_bulk: bool) -> float:
         """Return the rate at which the bulk requests drain, or all others together."""

@@ -14,15 +14,6 @@ from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, En
 _TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 """Batch sizes to measure, in tokens."""
 
-_LENGTH = 128
-"""Length of the sequences to measure, in tokens; that of a typical text."""
-
-_RUNS = 3
-"""Measured runs per batch size, after a warm-up run."""
-
-_USEFUL_RATE = 0.95
-"""Share of the best rate above which larger batches bring no useful gain."""
-
 log = logging.getLogger("cloze")
 
 
@@ -49,18 +40,18 @@ def measure_batch_tokens(
         Exception: the engine raised on the smallest batch.
     """
     largest = _largest_runnable(engine, heads, max_tokens)
-    length = min(_LENGTH, max_tokens)
+    length = min(128, max_tokens)  # that of a typical text
     rates: dict[int, float] = {}  # tokens per second by size
     for size in (size for size in _TOKENS if size <= largest):
         batch, times = [_encoding(length, heads)] * (size // length), []
-        for _ in range(1 + _RUNS):
+        for _ in range(4):  # the first one warms up
             began = clock.monotonic()
             engine.run(batch)
             times.append(clock.monotonic() - began)
         seconds = min(times[1:])
         if seconds <= objective_s or not rates:
             rates[size] = len(batch) * length / seconds
-    useful = _USEFUL_RATE * max(rates.values())
+    useful = 0.95 * max(rates.values())  # larger batches bring no useful gain
     limit = min(size for size, rate in rates.items() if rate >= useful)
     log.info("batches of %d tokens run at %.0f tokens per second", limit, rates[limit])
     return limit

@@ -179,12 +179,6 @@ class Queue(Protocol):
 _STEP_S = 0.1
 """Due times are rounded down to such steps."""
 
-_LEAST_SLACK_S = 0.05
-"""Slack below which the earliest deadline is next; a batch takes about 20 ms."""
-
-_HOPELESS = 1.5
-"""A request is dropped if its rest takes so many times the time that is left."""
-
 BULK_SHARE = 0.1
 """Least share of the tokens that run which are of bulk requests, while these wait."""
 
@@ -480,7 +474,7 @@ class FairQueue:
         slack_s = math.inf  # with a single line, nothing else could go first
         if len(others) > 1 and rate and not is_bulk:
             slack_s = self.demand.slack_s(now, rate)
-        if slack_s < _LEAST_SLACK_S:
+        if slack_s < 0.05:  # a batch takes about 20 ms
             lines = [min(oldest, key=lambda line: oldest[line].request.terms.deadline)]
         else:
             lines = sorted(oldest, key=lambda line: (line.client.turn, line.turn, line.key))
@@ -517,7 +511,7 @@ class FairQueue:
             queued, request = group[0], group[0].request
             if not request.done():
                 left_s, rest = request.terms.deadline - now, request.queued_tokens
-                slow = rate > 0 and rest != self.tokens and rest / rate > _HOPELESS * left_s
+                slow = rate > 0 and rest != self.tokens and rest / rate > 1.5 * left_s
                 if left_s <= 0 or slow:
                     batch.expired.append(request)
                 elif not batch.add(queued):

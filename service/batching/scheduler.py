@@ -41,15 +41,6 @@ Five times the capacity in questions: the p99 of /healthz is 0.15 s with it, and
 answers per second are the same (bench/results/load-cpu.md).
 """
 
-_MIN_BATCH_TOKENS = 128
-"""Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
-
-_OTHERS_COME_S = 1.0
-"""Time after a request that is not bulk in which one worker is left to the next one."""
-
-_UNMEASURED_S = 6.0
-"""Predicted time of a run before any run was measured."""
-
 
 class Scheduler:
     """The queue of one model's requests, and the threads that run batches from `start` on.
@@ -281,7 +272,7 @@ class Scheduler:
         A batch cannot be interrupted. So while requests that are not bulk come, one worker is left
         to them: the next one starts at once, on a core of its own.
         """
-        others_come = now - self._activity.asked < _OTHERS_COME_S
+        others_come = now - self._activity.asked < 1.0
         return len(self._on_bulk) < max(1, self._limits.workers - others_come)
 
     def _expire(self, batch: Batch, now: float) -> None:
@@ -353,7 +344,7 @@ class Scheduler:
             self._admission.batch_ended(now, tokens, seconds, is_bulk=is_bulk)
             if limits.batch_latency_s:
                 within_latency = int(self._admission.tokens_per_s * limits.batch_latency_s)
-                least = max(_MIN_BATCH_TOKENS, within_latency)
+                least = max(128, within_latency)  # smaller batches cost throughput
                 self._batch_tokens = min(limits.max_batch_tokens, least)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
@@ -411,7 +402,7 @@ class Watchdog:
     @contextmanager
     def run(self, worker: int, predicted_s: float | None) -> Iterator[None]:
         """Watch a worker's run in the context; a prediction of None: no run was measured yet."""
-        limit_s = 10 * (_UNMEASURED_S if predicted_s is None else predicted_s) + self._margin_s
+        limit_s = 10 * (6.0 if predicted_s is None else predicted_s) + self._margin_s
         with self._lock:
             self._runs[worker] = limit_s, limit_s
         try:

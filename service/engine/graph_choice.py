@@ -20,8 +20,6 @@ from cloze.service.errors import StartupError
 CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 """Folder in which Linux publishes the limits of the process's control group."""
 
-MACHINE_MEMORY: Final = Path("/proc/meminfo")
-
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
@@ -104,7 +102,7 @@ def memory_used(control_group: Path = CONTROL_GROUP) -> int | None:
 
 
 def memory_state(
-    control_group: Path = CONTROL_GROUP, machine: Path = MACHINE_MEMORY
+    control_group: Path = CONTROL_GROUP, machine: Path = Path("/proc/meminfo")
 ) -> tuple[int, int] | None:
     """Return the bytes in use and the most bytes: of the control group, or else of the machine.
 

@@ -39,14 +39,8 @@ _INLINE_ROWS = 64
 _REPEATED_BYTES = 65_536
 """A longer request has a large answer: it may repeat texts, and escaping one takes up to 1 ms."""
 
-_VIEWS = 1024
-"""Sets of models whose views are remembered; each limited API key has a set."""
-
 _SHOWN_NAMES = 30
 """Most names of models in an error."""
-
-_SPACES = 128
-"""Recipes of vectors whose spaces a model remembers."""
 
 
 def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
@@ -134,7 +128,7 @@ class Pipeline:
         self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
         self._completions = Completions()
         # Naming a space takes 10 us, and most requests have the same recipe.
-        self._spaces = lru_cache(_SPACES)(
+        self._spaces = lru_cache(128)(
             lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
         )
 
@@ -247,7 +241,7 @@ class Models:
         self.pipelines = tuple(pipelines)
         self._tasks = {task.name: task for task in tasks}
         self._to_whom = ""
-        self.within = lru_cache(_VIEWS)(self._within)
+        self.within = lru_cache(1024)(self._within)  # each limited API key has a set of models
         self._by_name: dict[str, Pipeline] = {}
         for pipeline in sorted(pipelines, key=lambda pipeline: pipeline.manifest.version):
             # A name without a version stands for the newest version.

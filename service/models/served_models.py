@@ -23,15 +23,6 @@ from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
 
 log = logging.getLogger("cloze")
 
-_MOST_ALONE_THREADS = 8
-"""Most threads of a lone run. More threads were not measured, and they spin while they wait."""
-
-_PROCESS_BYTES = 70_000_000
-"""Memory of a server without models; measured: 84 MB with the runtime loaded."""
-
-_JOIN_TIMEOUT_S = 5.0
-"""Longest wait for the threads of all models that are closed together."""
-
 EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
 """Opens the engine of a bundle on a device, in a precision."""
 
@@ -53,9 +44,9 @@ class ServedModel:
 def close_models(models: Iterable[ServedModel], clock: Clock = CLOCK) -> None:
     """Fail the pending requests of models, and end the threads of their engines.
 
-    Threads that still run after `_JOIN_TIMEOUT_S` are abandoned.
+    Threads that still run after 5 s are abandoned.
     """
-    deadline = clock.monotonic() + _JOIN_TIMEOUT_S
+    deadline = clock.monotonic() + 5.0
     for model in models:
         model.queue.close(max(0.0, deadline - clock.monotonic()))
 
@@ -240,7 +231,7 @@ def check_memory(bundles: Iterable[Bundle], settings: Settings) -> None:
         else:
             size = least_weight_bytes(bundle, settings.device, settings.precision)
             sizes[bundle.manifest.reference] = size
-    needed = _PROCESS_BYTES + sum(sizes.values())
+    needed = 70_000_000 + sum(sizes.values())  # a server without models has 84 MB
     if needed > limit:
         shown = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items())
         lower = ", or lower CLOZE_ADAPTER_MEMORY_MB" if settings.adapter else ""
@@ -274,7 +265,7 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
         device_id,
         settings.gpu_memory_limit_mb * 2**20,
         settings.intra_op_threads,
-        min(cores, _MOST_ALONE_THREADS),
+        min(cores, 8),  # more were not measured, and they spin while they wait
         settings.adapter_memory_mb * 2**20 if settings.adapter else 0,
     )
     return partial(OnnxEngine, options=options)

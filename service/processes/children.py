@@ -29,32 +29,14 @@ log = logging.getLogger("cloze")
 ENGINE_COMMAND = (sys.executable, "-m", "cloze.service.processes.engine_process")
 FRONTEND_COMMAND = (sys.executable, "-m", "cloze.service.processes.frontend")
 
-_BACKLOG = 1024
-"""Front ends that may wait for an engine process: at most 256, and some that died meanwhile."""
-
-BEAT_S = 1.0
-"""Time between a child's reports that its event loop runs."""
-
-_PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``."""
-
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 30.0
 """Seconds before a dead child is restarted; the delay doubles with each restart."""
-
-KINDS = ("engine", "frontend")
-"""The kinds of children, with which their names begin."""
-
-_STEADY_S = 60.0
-"""Reset the restart delay after a child has run for this long."""
 
 _LOOK_EVERY_S = 1.0
 """Time between looks at a child that does not report."""
 
 _SILENT_S = 8.0
-"""Replace a child whose event loop has not run for this long; it reports every `BEAT_S`."""
-
-_START_S = 600.0
-"""Replace a child that is not ready for this long after its start."""
+"""Replace a child whose event loop has not run for this long; it reports every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +68,7 @@ class ChildConfig:
     def from_arguments(cls) -> "ChildConfig":
         """Return this process's configuration; from now on the process ends with its parent."""
         config = TypeAdapter(cls).validate_json(sys.argv[1])
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)
         return config
@@ -102,7 +84,7 @@ class ChildConfig:
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(BlockingIOError, BrokenPipeError):  # the supervisor is stopped, or ends
             os.write(self.ready, b"1")
-        loop.call_later(BEAT_S, self._beat, loop)
+        loop.call_later(1.0, self._beat, loop)
 
 
 def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
@@ -173,7 +155,7 @@ class Child:
                     return code
                 forget_process(folder, self.name)
                 restarted()
-                if self.clock.monotonic() - began > _STEADY_S:
+                if self.clock.monotonic() - began > 60.0:  # it ran well
                     delay_s = _FIRST_DELAY_S
                 reason = f"ended with {code}"
             log.error("%s %s; it starts again in %.2g s", self.name, reason, delay_s)
@@ -215,7 +197,7 @@ class Child:
         run since, and no child is replaced.
         """
         assert self.process is not None
-        silent_s, longest_s = 0.0, _START_S
+        silent_s, longest_s = 0.0, 600.0  # until it is ready
         while silent_s < longest_s:
             try:
                 if not await asyncio.wait_for(reports.read(4096), _LOOK_EVERY_S):
@@ -258,5 +240,5 @@ def listen_for_front_ends(path: Path) -> socket.socket:
         raise StartupError(
             f"cannot listen on {path}: {error}; set TMPDIR to a short path"
         ) from error
-    listener.listen(_BACKLOG)
+    listener.listen(1024)  # at most 256 front ends, and some that died meanwhile
     return listener

@@ -101,6 +101,7 @@ class EngineServer:
     """Accepts front ends.
 
     Attributes:
+        stopping: ends `serve` after the last front end has disconnected.
         greeting: the first message to every front end.
         queues: the queue of each model.
         channels: the connections to front ends.
@@ -108,7 +109,7 @@ class EngineServer:
     """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
-        self._stopping = asyncio.Event()
+        self.stopping = asyncio.Event()
         self.queues = [model.queue for model in models]
         self.channels: set[FrontEndChannel] = set()
         self.changed = asyncio.Event()
@@ -116,23 +117,19 @@ class EngineServer:
         self.greeting = frames.encode(frames.Greeting(served))
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until `stop` is called and every front end has disconnected.
+        """Serve until `stopping` is set and every front end has disconnected.
 
         Front ends may still need answers when all processes receive SIGTERM at once.
         """
         loop = asyncio.get_running_loop()
         server = await loop.create_unix_server(partial(FrontEndChannel, self), sock=listener)
         try:
-            await self._stopping.wait()
+            await self.stopping.wait()
             while self.channels:
                 self.changed.clear()
                 await self.changed.wait()
         finally:
             server.close()  # else the event loop does not end
-
-    def stop(self) -> None:
-        """End `serve` after the last front end has disconnected."""
-        self._stopping.set()
 
 
 async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) -> None:
@@ -156,7 +153,7 @@ async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) ->
     metrics.queues = lambda: {m.bundle.manifest.reference: m.queue.state for m in models}
     metrics.begin()
     engine = EngineServer(models)
-    loop.add_signal_handler(signal.SIGTERM, engine.stop)
+    loop.add_signal_handler(signal.SIGTERM, engine.stopping.set)
     config.report_ready()
     await engine.serve(socket.socket(fileno=config.listener))
     close_models(models)

@@ -241,8 +241,6 @@ class Channel(asyncio.Protocol, ABC):
         """Close the connection after what is unsent."""
         self._transport.close()
 
-    # ---- asyncio.Protocol ----------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._partial = bytearray()

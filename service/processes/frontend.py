@@ -244,9 +244,6 @@ class RemoteQueue:
             self._loop.call_soon_threadsafe(link.shut_down)
 
 
-# ---- the process ---------------------------------------------------------------------------------
-
-
 async def run_front_end(config: ChildConfig) -> None:
     """Answer HTTP until SIGTERM.
 

@@ -20,7 +20,6 @@ from cloze.service.observe.processes import count_restarts
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     FRONTEND_COMMAND,
-    KINDS,
     Child,
     end_all,
     listen_for_front_ends,
@@ -59,7 +58,7 @@ class Supervisor:
         references = tuple(bundle.manifest.reference for bundle in bundles)
         self._settings = settings.model_copy(update={"model": references})
         self._listener, self._folder = listener, folder
-        self._restarts = count_restarts(folder, KINDS)
+        self._restarts = count_restarts(folder, ("engine", "frontend"))
         self._sockets = tuple(folder / f"engine-{n}.sock" for n in range(settings.gpus))
         self._engines = [
             Child(f"engine-{n}", engine_command, listen_for_front_ends(path), n)

@@ -271,7 +271,7 @@ def test_a_process_serves_until_its_last_front_end_has_left(
             async with asyncio.timeout(20):
                 while len(process.server.channels) < 2:
                     await asyncio.sleep(0.001)
-            process.server.stop()
+            process.server.stopping.set()
             process.channel.lost()
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -129,11 +129,6 @@ class QaOptions:
     long_text: LongText = "window"
     return_usage: bool = False
 
-    @property
-    def spans_per_window(self) -> int:
-        """Most spans of a window to compare; several may become the same whole words."""
-        return self.top_k * 2 + 10 if self.align_to_words else self.top_k
-
 
 def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
     """Return the first token, of each token of a context on, that is not white space alone.
@@ -186,7 +181,9 @@ def _search(
     ends = question.first_ends[slice(*bounds)] - bounds[0]
     best = []
     if ends[0] < len(ends):  # else the window is white space
-        best = _best_spans(scores[:, 1:], ends, options.spans_per_window, options.max_answer_len)
+        # Several spans may become the same whole words.
+        count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
+        best = _best_spans(scores[:, 1:], ends, count, options.max_answer_len)
     spans = []
     for score, start, end in best:
         tokens = bounds[0] + start, bounds[0] + end

@@ -305,8 +305,8 @@ class TextEncoder:
         encodings: Sequence[Encoding],
         tokens: int,
         used: int,
-        bounds: Sequence[Bounds],
-        text: str,
+        bounds: Sequence[Bounds] = (),
+        text: str = "",
     ) -> None:
         """Add the encodings of the parts of a text; see `TextUsage` for the numbers of tokens."""
         windows = None

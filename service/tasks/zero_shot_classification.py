@@ -32,9 +32,8 @@ from cloze.service.tasks.text_classification import (
     sequence_labels,
 )
 from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
-from cloze.service.tasks.wire import NotEmpty, Text, Texts
+from cloze.service.tasks.wire import Text, Texts
 
-_TEMPLATE: Final = "This example is {}."
 _SLOT: Final = "{}"
 _LABEL_CHARACTERS: Final = 1000
 """Most characters of a label, which the answer repeats for each text."""
@@ -143,7 +142,7 @@ def _hypotheses(
         if (other := first.setdefault(label, at)) != at:
             problem = f"is {quoted(label)}, as {other} is; a label is given once"
             raise InvalidRequest(problem, at)
-    template = _TEMPLATE if template is None else template
+    template = "This example is {}." if template is None else template
     limits.checked(template, _TEMPLATE_PLACE)
     before, slot, after = template.partition(_SLOT)
     if not slot or set(_SLOT) & set(before + after):
@@ -190,9 +189,7 @@ TASK: Final = Task(
     summary="Which of the request's own labels fit a text",
     heads=(sequence_classification.HEAD.name,),
     why_not_served=_why_not_served,
-    inputs=Annotated[
-        Text | Annotated[list[Text], NotEmpty], Field(description="a text or a list of texts")
-    ],
+    inputs=Annotated[Text | Texts, Field(description="a text or a list of texts")],
     parameters=ZeroShotParameters,
     result=list[LabelScore] | list[list[LabelScore]],
     alone=(str,),

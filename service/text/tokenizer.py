@@ -187,7 +187,10 @@ class Tokenizer:
     def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
         if sum(map(len, texts)) > _SHORT:
-            return self._long_ids(texts)
+            long = [array("i") for _ in texts]  # a list has 36 bytes per id
+            for piece, encoding in self._in_pieces(texts, self._backend.encode_batch_fast):
+                long[piece.text].extend(encoding.ids)
+            return long
         if (known := self._vocabulary.words) is None:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         ids: list[list[int]] = []
@@ -197,13 +200,6 @@ class Tokenizer:
                 ids.append(list(chain.from_iterable(map(known.__getitem__, words))))
             except KeyError:
                 ids.append(self._learn(text, words, known))
-        return ids
-
-    def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
-        ids = [array("i") for _ in texts]
-        for piece, encoding in self._in_pieces(texts, self._backend.encode_batch_fast):
-            ids[piece.text].extend(encoding.ids)
         return ids
 
     def _in_pieces(

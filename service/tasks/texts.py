@@ -59,9 +59,6 @@ _OVERLAP: Final = 4
 """Neighbouring windows share this part of a window: a quarter."""
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 class LongTextRule(NamedTuple):
     """What a request does with its long texts.
 
@@ -153,9 +150,6 @@ class CutTextParameters(TextParameters):
 
     long_text: Literal["error", "truncate"] | None = None
     """error refuses a long text, truncate cuts it; the default is truncate"""
-
-
-# ---- encodings -----------------------------------------------------------------------------------
 
 
 class EncodedText(NamedTuple):

@@ -140,8 +140,7 @@ def _hypotheses(
             problem = f"has {len(label)} characters; the limit of a label is {_LABEL_CHARACTERS}"
             raise InvalidRequest(problem, at)
         if (other := first.setdefault(label, at)) != at:
-            problem = f"is {quoted(label)}, as {other} is; a label is given once"
-            raise InvalidRequest(problem, at)
+            raise InvalidRequest(f"is {quoted(label)}, as {other} is; a label is given once", at)
     template = "This example is {}." if template is None else template
     limits.checked(template, _TEMPLATE_PLACE)
     before, slot, after = template.partition(_SLOT)

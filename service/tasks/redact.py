@@ -26,7 +26,6 @@ from cloze.service.tasks.token_classification import (
 )
 from cloze.service.tasks.wire import Text, Texts, check_range
 
-_LABELS: Final = Location(("labels",))
 _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
 
 
@@ -107,7 +106,7 @@ def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) 
     known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != "O")
     if asked is None:
         return frozenset(known)
-    for at, label in context.limits.checked(asked, _LABELS, "label"):
+    for at, label in context.limits.checked(asked, Location(("labels",)), "label"):
         if label not in known:
             shown = ascii(", ".join(known))[1:-1][:200]
             problem = f"is {quoted(label)}; {context.manifest.reference} has {shown}"

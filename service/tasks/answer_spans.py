@@ -129,11 +129,6 @@ class QaOptions:
     long_text: LongText = "window"
     return_usage: bool = False
 
-    @property
-    def spans_per_window(self) -> int:
-        """Most spans of a window to compare; several may become the same whole words."""
-        return self.top_k * 2 + 10 if self.align_to_words else self.top_k
-
 
 def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
     """Return the first token, of each token of a context on, that is not white space alone.
@@ -186,13 +181,18 @@ def _search(
     ends = question.first_ends[slice(*bounds)] - bounds[0]
     best = []
     if ends[0] < len(ends):  # else the window is white space
-        best = _best_spans(scores[:, 1:], ends, options.spans_per_window, options.max_answer_len)
+        # Several spans may become the same whole words.
+        count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
+        best = _best_spans(scores[:, 1:], ends, count, options.max_answer_len)
     spans = []
-    for score, start, end in best:
-        tokens = bounds[0] + start, bounds[0] + end
+    for score, start, last in best:
+        start, last, words = bounds[0] + start, bounds[0] + last, question.spans.words
         if options.align_to_words:
-            tokens = _whole_words(question.spans, tokens, bounds)
-        start, end = question.spans.starts[tokens[0]], question.spans.ends[tokens[1]]
+            while start > bounds[0] and words[start - 1] == words[start]:
+                start -= 1
+            while last + 1 < bounds[1] and words[last + 1] == words[last]:
+                last += 1
+        start, end = question.spans.starts[start], question.spans.ends[last]
         memory.add(end - start)
         spans.append(QaAnswer(question.context[start:end], score, start, end))
     return _Window(spans, float(scores[0, 0] * scores[1, 0]))
@@ -283,13 +283,3 @@ def _largest(values: Float32, count: int) -> NDArray[np.intp]:
     if len(values) > count:
         indices = np.flatnonzero(values >= np.partition(values, -count)[-count])
     return indices[np.argsort(-values[indices], kind="stable")[:count]]
-
-
-def _whole_words(spans: Spans, tokens: tuple[int, int], window: Bounds) -> tuple[int, int]:
-    """Return the (first, last) tokens extended to whole words within a window."""
-    start, end = tokens
-    while start > window[0] and spans.words[start - 1] == spans.words[start]:
-        start -= 1
-    while end + 1 < window[1] and spans.words[end + 1] == spans.words[end]:
-        end += 1
-    return start, end

@@ -17,8 +17,8 @@ from cloze.model_store.heads import (
     layer_embedding,
     token_embedding,
 )
-from cloze.service import errors
 from cloze.service.core import Float32
+from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import (
     Bounds,
@@ -85,9 +85,7 @@ def prepare(
     assert recipe is not None  # a model with the head has a recipe
     if parameters.pooling is not None or parameters.layers is not None:
         if parameters.spans is not None:
-            raise errors.InvalidRequest(
-                "spans have the mean of the last layer; leave out pooling, layers"
-            )
+            raise InvalidRequest("spans have the mean of the last layer; leave out pooling, layers")
         if (request := _of_layers(parameters, context)) is not None:
             requests = {layer_embedding.HEAD.name: request}
             recipe = replace(
@@ -135,7 +133,7 @@ def _of_layers(
         return None
     context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
     if not options.include_prompt and parameters.prompt(context):
-        raise errors.WrongTask(
+        raise WrongTask(
             "pooling and layers pool a prompt too, which the pooling of "
             f"{manifest.reference} leaves out; leave out the prompt, or pooling and layers"
         )
@@ -144,7 +142,7 @@ def _of_layers(
     last_four = range(count - 3, count + 1)
     if layers.endswith("last-four") and last_four.start < 1:
         problem = f"{layers} needs 4 layers; the model has {count}"
-        raise errors.InvalidRequest(problem, errors.Location(("layers",)))
+        raise InvalidRequest(problem, Location(("layers",)))
     weights: dict[Layers, list[dict[int, float]]] = {  # of each layer, for each vector
         "first": [{0: 1.0}],  # the embeddings
         "second-to-last": [{count - 1: 1.0}],
@@ -165,24 +163,18 @@ def _encode_spans(
     assert options is not None  # a model with the head has them
     rule = parameters.rule(report=parameters.return_usage)
     if rule.choice == "window":
-        raise errors.InvalidRequest(
-            "spans are pooled from one pass; long_text window takes several"
-        )
+        raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
     if options.poolings != (Pooling.MEAN,):
         shown = " + ".join(options.poolings)
-        raise errors.WrongTask(f"spans need mean pooling; the pooling of {reference} is {shown}")
+        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {shown}")
     _check_no_projection(manifest, "spans")
     if not isinstance(text, str):
-        raise errors.InvalidRequest(
-            "spans are parts of one text; inputs has token ids, or several texts"
-        )
-    located = limits.checked(spans, errors.Location(("spans",)), "span")
+        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
+    located = limits.checked(spans, Location(("spans",)), "span")
     for at, (start, end) in located:
         if not 0 <= start < end <= len(text):
-            raise errors.InvalidRequest(
-                f"is ({start}, {end}); the text has {len(text)} characters", at
-            )
+            raise InvalidRequest(f"is ({start}, {end}); the text has {len(text)} characters", at)
     texts = limits.checked(text)
     encoder = encode_texts(texts, rule, context, _TOKENS_REQUEST, parameters.prompt(context))
     [places] = encoder.offsets(texts)
@@ -192,9 +184,7 @@ def _encode_spans(
     for at, (start, end) in located:
         first, last = bisect_right(ends, start), bisect_left(starts, end)  # tokens never overlap
         if first >= last:
-            raise errors.InvalidRequest(
-                f"has no token among the {len(places)} that the model reads", at
-            )
+            raise InvalidRequest(f"has no token among the {len(places)} that the model reads", at)
         rows.append((own[first][0], own[last - 1][0] + 1))
     return encoder, rows
 
@@ -202,7 +192,7 @@ def _encode_spans(
 def _check_no_projection(manifest: Manifest, asked: str) -> None:
     """Raise WrongTask if a model has layers after its pooling."""
     if manifest.embedding is None or manifest.embedding.projected is not False:
-        raise errors.WrongTask(
+        raise WrongTask(
             f"{asked} need a model without layers after its pooling; {manifest.reference} has "
             "some, or was exported before bundles said so"
         )

@@ -15,8 +15,8 @@ from pydantic import Field
 from cloze.model_store.embedding_space import tokens_recipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.model_store.manifest import Role
-from cloze.service import errors
 from cloze.service.core import Float32
+from cloze.service.errors import InvalidRequest, Location, quoted
 from cloze.service.tasks import late_interaction
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
@@ -62,7 +62,7 @@ def prepare(
     texts = context.limits.checked(inputs)
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
-            raise errors.InvalidRequest("is a list of token ids, which have no offsets", at)
+            raise InvalidRequest("is a list of token ids, which have no offsets", at)
     kept, role, prompt = None, Role.DOCUMENT, ""
     rule = parameters.rule(report=parameters.return_usage)
     if late_interaction.interaction(context.manifest) is None:
@@ -71,8 +71,8 @@ def prepare(
     else:
         name = Role.DOCUMENT if parameters.prompt_name is None else parameters.prompt_name
         if name not in [*Role]:
-            problem = f"{errors.quoted(name)} is not one of the model's roles (query, document)"
-            raise errors.InvalidRequest(problem, errors.Location(("prompt_name",)))
+            problem = f"{quoted(name)} is not one of the model's roles (query, document)"
+            raise InvalidRequest(problem, Location(("prompt_name",)))
         role = parameters.role() or Role(name)
         encoder, kept = late_interaction.encode(texts, role, rule, context)
     context.limits.check_results(encoder.tokens, "the request asks for", "vectors")

@@ -16,15 +16,15 @@ import numpy as np
 
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service import errors
 from cloze.service.core import Float32
+from cloze.service.errors import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 
 _MOST_RANKED: Final = 64
 """Most texts of a request whose original tokens are ranked, for each needs V numbers."""
 
-_ORIGINAL: Final = errors.Location(("original",))
+_ORIGINAL: Final = Location(("original",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,23 +206,17 @@ def _original_tokens(
     originals = [originals] if isinstance(originals, str) else originals
     if len(originals) != len(ids):
         problem = f"has {len(originals)} words, but inputs has {len(ids)} texts"
-        raise errors.InvalidRequest(problem, _ORIGINAL)
+        raise InvalidRequest(problem, _ORIGINAL)
     if len(ids) > _MOST_RANKED:
-        raise errors.InvalidRequest(
-            f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL
-        )
+        raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []
     for (at, text), original in zip(ids, originals, strict=True):
         context.limits.checked(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
-            raise errors.InvalidRequest(
-                f"{errors.quoted(original)} is not a token of the vocabulary", _ORIGINAL
-            )
+            raise InvalidRequest(f"{quoted(original)} is not a token of the vocabulary", _ORIGINAL)
         if (masks := len(tokenizer.mask_positions(text))) > 1:
-            raise errors.InvalidRequest(
-                f"holds {masks} mask tokens; original takes texts with 1", at
-            )
+            raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)
         tokens.append(pieces[0])
     return tokens
 
@@ -249,5 +243,5 @@ def target_words(
             warnings.append(f"target {target!a} is not in the vocabulary; {piece!a} stands for it")
         words[tuple(pieces)] = None
     if targets and not words:
-        raise errors.InvalidRequest("none of the targets is a word of the model's vocabulary")
+        raise InvalidRequest("none of the targets is a word of the model's vocabulary")
     return [list(word) for word in words], tuple(warnings)

@@ -15,8 +15,8 @@ from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32
-from cloze.service.tasks.task import Input, Outputs, TaskContext, TextUsage
-from cloze.service.tasks.texts import EncodedText, LongTextRule, TextEncoder, own_ids
+from cloze.service.tasks.task import Input, Outputs, TaskContext
+from cloze.service.tasks.texts import LongTextRule, TextEncoder, own_ids
 
 Kept = NDArray[np.bool_]
 """Whether the vector of each token of a text counts: bool [S]."""
@@ -56,8 +56,7 @@ def encode(
         input_ids = np.array(sequence, np.int32)
         requests = {multi_vector.HEAD.name: MultiVectorRequest(keys)}
         encoding = Encoding(input_ids, np.zeros_like(input_ids), requests)
-        usage = TextUsage(len(own) + encoder.before + 1, read)
-        encoder.texts.append(EncodedText([encoding], usage))
+        encoder.keep([encoding], len(own) + encoder.before + 1, read)
         skipped = options.skipped_ids if role is Role.DOCUMENT else ()
         counts = ~np.isin(input_ids, skipped)
         if options.skips_first:

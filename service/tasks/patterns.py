@@ -26,8 +26,6 @@ _CARD: Final = re.compile(r"(?<!\w)\d(?:[ -]?\d){12,18}", re.ASCII)
 _NO_EMAIL: Final = re.compile(r"[^\w.!#$%&'*+/=?^`{|}~@-]")
 """A character that no e-mail address has."""
 
-_SHORTEST_IBAN: Final = 15
-
 _SLICE_CHARACTERS: Final = 4096
 """Most characters that a search reads before it asks whether anybody waits for its results.
 
@@ -62,7 +60,7 @@ def find(text: str, pattern: Pattern, region: str | None = None) -> Iterator[Pla
     elif pattern == "PHONE":
         yield from _phones(text, region)
     elif pattern == "IBAN":
-        yield from _checked(text, _IBAN, _is_iban, _SHORTEST_IBAN)
+        yield from _checked(text, _IBAN, _is_iban, 15)
     else:
         yield from _checked(text, _CARD, _is_card, 13)
 

@@ -31,7 +31,6 @@ from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, Usage
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel, check_range
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
-_DEFAULT_STRIDE: Final = 128
 
 _CHARACTERS_OF_A_ROW: Final = 1_000
 """Characters of a context, which each answer may repeat, that are written as fast as one row."""
@@ -109,7 +108,7 @@ def _add(
     check_has_tokens(spans.ids, at_context)
     around = len(ids[:most]) + tokenizer.special.pair_tokens
     room = encoder.room(at_question, around)
-    stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
+    stride = min(options.max_seq_len // 2, 128)
     stride = stride if stride < room else room // 2
     if options.doc_stride is not None:
         stride = options.doc_stride

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, NamedTuple
 from pydantic import Field
 
 from cloze.model_store.heads import token_classification as head
-from cloze.service import errors
+from cloze.service.errors import InvalidRequest, Location, quoted
 from cloze.service.tasks import token_classification
 from cloze.service.tasks.patterns import Pattern, find, regions
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
@@ -26,7 +26,6 @@ from cloze.service.tasks.token_classification import (
 )
 from cloze.service.tasks.wire import Text, Texts, check_range
 
-_LABELS: Final = errors.Location(("labels",))
 _PLACEHOLDER: Final = re.compile(r"<[^<>]+_\d+>")
 
 
@@ -96,10 +95,8 @@ def prepare(
     if parameters.min_score is not None:
         check_range(parameters.min_score, 0, 1, "min_score")
     if (region := parameters.region) is not None and region not in regions():
-        problem = (
-            f"is {errors.quoted(region)}; it needs a country in two capital letters, such as DE"
-        )
-        raise errors.InvalidRequest(problem, errors.Location(("region",)))
+        problem = f"is {quoted(region)}; it needs a country in two capital letters, such as DE"
+        raise InvalidRequest(problem, Location(("region",)))
     labels = _labels(parameters.labels, tagged, context)
     return prepared._replace(state=_State(tagged, labels, parameters))
 
@@ -109,11 +106,11 @@ def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) 
     known = dict.fromkeys(entity_group(name) for name in tagged.labels if name != "O")
     if asked is None:
         return frozenset(known)
-    for at, label in context.limits.checked(asked, _LABELS, "label"):
+    for at, label in context.limits.checked(asked, Location(("labels",)), "label"):
         if label not in known:
             shown = ascii(", ".join(known))[1:-1][:200]
-            problem = f"is {errors.quoted(label)}; {context.manifest.reference} has {shown}"
-            raise errors.InvalidRequest(problem, at)
+            problem = f"is {quoted(label)}; {context.manifest.reference} has {shown}"
+            raise InvalidRequest(problem, at)
     return frozenset(asked)
 
 

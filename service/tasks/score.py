@@ -18,22 +18,8 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.errors import InvalidRequest
-from cloze.service.tasks.task import (
-    Outputs,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    TextUsage,
-    check_has_tokens,
-)
-from cloze.service.tasks.texts import (
-    EncodedText,
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-    centred,
-)
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext, check_has_tokens
+from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters, centred
 from cloze.service.tasks.wire import Text, Texts
 from cloze.service.text.tokenizer import Spans
 
@@ -89,7 +75,7 @@ def prepare(
             [(_, end)] = encoder.divide(at, len(spans.ids))
             spans = spans.part(0, end)
         read = len(spans.ids) + TEXT_TOKENS
-        encoder.texts.append(EncodedText([], TextUsage(tokens, read)))
+        encoder.keep([], tokens, read)
         texts.append(spans)
         held += len(spans.ids) * min(read, limits.max_tokens)
         limits.check_tokens(held, "the masked copies hold", at)

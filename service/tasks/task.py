@@ -13,12 +13,12 @@ from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.manifest import Role
-from cloze.service import errors
 from cloze.service.core import Float32
+from cloze.service.errors import EmptyRequest, InvalidRequest, Location, WrongTask, quoted
 from cloze.service.tasks.wire import WireModel
 from cloze.service.text.tokenizer import Tokenizer
 
-INPUTS = errors.Location(("inputs",))
+INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
 
 ScoreKind = Literal["probability", "log-probability", "raw score", "cosine", "maxsim"]
@@ -36,7 +36,7 @@ S = TypeVar("S")
 _SHOWN_TOKENS: Final = 16
 """Tokens of a text whose decoding takes about as long as the rest of its prediction."""
 
-Input = tuple[errors.Location, T]
+Input = tuple[Location, T]
 """The place of an input of a call, ``inputs`` or ``inputs[3]``, and the input."""
 
 
@@ -63,7 +63,7 @@ class TaskLimits:
     max_request_texts: int = 2048
 
     def checked(
-        self, values: Any, at: errors.Location = INPUTS, kind: str = "text", others: int = 0
+        self, values: Any, at: Location = INPUTS, kind: str = "text", others: int = 0
     ) -> list[Input[Any]]:
         """Return one value or a list of values, each with its place; check their number and texts.
 
@@ -74,31 +74,29 @@ class TaskLimits:
             located = [(at, values)]
         else:
             if not values:
-                raise errors.EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
+                raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
             if (count := len(values)) > (most := self.max_request_texts - others):
-                raise errors.InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
+                raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
             located = [(at.below(index), value) for index, value in enumerate(values)]
         for place, text in located:
             if not isinstance(text, str):
                 continue
             if not text:
-                raise errors.EmptyRequest("is empty; it needs at least 1 character", place)
+                raise EmptyRequest("is empty; it needs at least 1 character", place)
             if len(text) > (most := self.max_text_characters):
-                raise errors.InvalidRequest(
-                    f"has {len(text)} characters; the limit is {most}", place
-                )
+                raise InvalidRequest(f"has {len(text)} characters; the limit is {most}", place)
         return located
 
-    def check_tokens(self, tokens: int, use: str, at: errors.Location) -> None:
+    def check_tokens(self, tokens: int, use: str, at: Location) -> None:
         """Check the tokens of the texts up to a place; the use is like ``the windows hold``."""
         if tokens > (most := self.max_request_tokens):
             problem = f"{use} {tokens} tokens; the limit of a request is {most}"
-            raise errors.InvalidRequest(problem, at, UP_TO)
+            raise InvalidRequest(problem, at, UP_TO)
 
     def check_results(self, results: int, asked: str, kind: str = "predictions") -> None:
         """Check the number of a request's results, or of the encodings that it needs."""
         if results > (most := self.max_results):
-            raise errors.InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
+            raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class TaskContext:
         """
         if head.name not in {graph_head.name for graph_head in self.manifest.graph_heads}:
             reference = self.manifest.reference
-            raise errors.WrongTask(f"{need}; export {reference} with --task {head.task} too")
+            raise WrongTask(f"{need}; export {reference} with --task {head.task} too")
 
     def label_set(self, head: Head, name: str | None) -> tuple[LabelSet, slice]:
         """Return the named label set of a classifier, and its logits; None: the first set."""
@@ -137,10 +135,8 @@ class TaskContext:
         except KeyError:
             known = ", ".join(filter(None, options.names))[:200] or "none"
             reference = self.manifest.reference
-            problem = (
-                f"{errors.quoted(name or '')} is not one of the label sets of {reference} ({known})"
-            )
-            raise errors.InvalidRequest(problem, errors.Location(("label_set",))) from None
+            problem = f"{quoted(name or '')} is not one of the label sets of {reference} ({known})"
+            raise InvalidRequest(problem, Location(("label_set",))) from None
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt to put before each text: the named one, or the model's default."""
@@ -150,8 +146,8 @@ class TaskContext:
         prompts = options.prompts if options else {}
         if name not in prompts:
             known = ", ".join(map(ascii, prompts)) or "none"
-            problem = f"{errors.quoted(name)} is not one of the model's prompts ({known})"
-            raise errors.InvalidRequest(problem, errors.Location(("prompt_name",)))
+            problem = f"{quoted(name)} is not one of the model's prompts ({known})"
+            raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 
     def prompt_of(self, role: Role) -> str:
@@ -285,10 +281,10 @@ class Task:
         return self.has_heads(manifest) and self.why_not_served(manifest) is None
 
 
-def check_has_tokens(ids: Sequence[int], at: errors.Location) -> None:
+def check_has_tokens(ids: Sequence[int], at: Location) -> None:
     """Raise `InvalidRequest` for a text without a token."""
     if not ids:
-        raise errors.InvalidRequest("has no token, only spaces or control characters", at)
+        raise InvalidRequest("has no token, only spaces or control characters", at)
 
 
 def softmax(logits: Float32) -> Float32:

@@ -12,7 +12,7 @@ from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
 from cloze.model_store.sequences import TEXT_TOKENS, Side
-from cloze.service import errors
+from cloze.service.errors import EmptyRequest, InvalidRequest, Location, quoted
 from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.wire import NotEmpty, Text, TokenIds, WireModel
 from cloze.service.text.tokenizer import Spans, Tokenizer
@@ -59,9 +59,6 @@ _OVERLAP: Final = 4
 """Neighbouring windows share this part of a window: a quarter."""
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 class LongTextRule(NamedTuple):
     """What a request does with its long texts.
 
@@ -80,14 +77,10 @@ class LongTextRule(NamedTuple):
     report: bool | None = False
     divides_pairs: bool = False
 
-    def check(
-        self, at: errors.Location, tokens: int, most: int, limit: str = "the model reads"
-    ) -> None:
+    def check(self, at: Location, tokens: int, most: int, limit: str = "the model reads") -> None:
         """Raise `InvalidRequest` for more tokens than the limit if the rule refuses long texts."""
         if tokens > most and self.choice == "error":
-            raise errors.InvalidRequest(
-                f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at
-            )
+            raise InvalidRequest(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
 
 
 class UsageParameters(WireModel):
@@ -117,7 +110,7 @@ class TruncationParameters(WireModel):
             return LongTextRule(choice, "truncate is false", side, report=report)
         if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
             given = str(self.truncate).lower()
-            raise errors.InvalidRequest(
+            raise InvalidRequest(
                 f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
         return LongTextRule(choice, side=side, report=report)
@@ -144,13 +137,11 @@ class TextParameters(TruncationParameters, UsageParameters):
         if self.input_type is None:
             return None
         if self.prompt_name is not None:
-            raise errors.InvalidRequest(
-                "prompt_name and input_type both choose a prompt; leave out one"
-            )
+            raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
         if (role := ROLE_WORDS.get(self.input_type)) is None:
             known = ", ".join(ROLE_WORDS)
-            problem = f"{errors.quoted(self.input_type)} is not one of {known}"
-            raise errors.InvalidRequest(problem, errors.Location(("input_type",)))
+            problem = f"{quoted(self.input_type)} is not one of {known}"
+            raise InvalidRequest(problem, Location(("input_type",)))
         return role
 
 
@@ -159,9 +150,6 @@ class CutTextParameters(TextParameters):
 
     long_text: Literal["error", "truncate"] | None = None
     """error refuses a long text, truncate cuts it; the default is truncate"""
-
-
-# ---- encodings -----------------------------------------------------------------------------------
 
 
 class EncodedText(NamedTuple):
@@ -202,14 +190,14 @@ class TextEncoder:
         """Whether the start of a long text is cut, and not its end."""
         return (self.rule.side or self.context.tokenizer.truncation_side) == "left"
 
-    def room(self, at: errors.Location, around: int) -> int:
+    def room(self, at: Location, around: int) -> int:
         """Return the most tokens of a text in a sequence that has ``around`` other tokens."""
         if (room := self.max_tokens - around) < 1:
             problem = f"leaves no room for a text beside {around} tokens"
-            raise errors.InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
+            raise InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
         return room
 
-    def divide(self, at: errors.Location, tokens: int, around: int = TEXT_TOKENS) -> list[Bounds]:
+    def divide(self, at: Location, tokens: int, around: int = TEXT_TOKENS) -> list[Bounds]:
         """Return the bounds of the parts of a text that the model reads, one per sequence.
 
         A sequence has ``around`` tokens besides those of the text, such as special tokens.
@@ -230,14 +218,14 @@ class TextEncoder:
         firsts = range(0, count * step, step)
         return [(first, min(first + room, tokens)) for first in firsts]
 
-    def count(self, at: errors.Location, tokens: int) -> None:
+    def count(self, at: Location, tokens: int) -> None:
         """Add tokens to those of all windows; raise `InvalidRequest` above the limit."""
         self.window_tokens += tokens
         self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
 
     def add(
         self,
-        at: errors.Location,
+        at: Location,
         ids: Sequence[int],
         text: str | None,
         prompt: str = "",
@@ -279,7 +267,7 @@ class TextEncoder:
         return bounds
 
     def add_pair(
-        self, at: errors.Location, first: Sequence[int], second: Sequence[int], text: str
+        self, at: Location, first: Sequence[int], second: Sequence[int], text: str
     ) -> None:
         """Add a pair of texts by their tokens, without special tokens, and by its second text.
 
@@ -291,7 +279,7 @@ class TextEncoder:
         self.rule.check(at, tokens, self.max_tokens)
         if self.rule.choice == "window" and tokens > self.max_tokens:
             if not self.rule.divides_pairs:
-                raise errors.InvalidRequest(
+                raise InvalidRequest(
                     f"is a pair of {tokens} tokens; the model reads {self.max_tokens}, and "
                     "long_text window divides only texts without a pair",
                     at,
@@ -311,8 +299,8 @@ class TextEncoder:
         encodings: Sequence[Encoding],
         tokens: int,
         used: int,
-        bounds: Sequence[Bounds],
-        text: str,
+        bounds: Sequence[Bounds] = (),
+        text: str = "",
     ) -> None:
         """Add the encodings of the parts of a text; see `TextUsage` for the numbers of tokens."""
         windows = None
@@ -353,7 +341,7 @@ class TextEncoder:
 
 
 def encode_pairs(
-    pairs: Sequence[tuple[errors.Location, str, str | None]],
+    pairs: Sequence[tuple[Location, str, str | None]],
     rule: LongTextRule,
     context: TaskContext,
     requests: Mapping[str, HeadRequest],
@@ -401,13 +389,13 @@ def encode_texts(
     return encoder
 
 
-def own_ids(ids: list[int], at: errors.Location, tokenizer: Tokenizer) -> list[int]:
+def own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids that a client sent, without ``[CLS]`` and ``[SEP]`` around them."""
     if not ids:
-        raise errors.EmptyRequest("is empty; it needs at least 1 token id", at)
+        raise EmptyRequest("is empty; it needs at least 1 token id", at)
     if not (min(ids) >= 0 and max(ids) < tokenizer.vocab_size):
         known = f"this model's are 0 to {tokenizer.vocab_size - 1}"
-        raise errors.InvalidRequest(f"has token ids from {min(ids)} to {max(ids)}; {known}", at)
+        raise InvalidRequest(f"has token ids from {min(ids)} to {max(ids)}; {known}", at)
     special = tokenizer.special
     is_wrapped = len(ids) >= 2 and ids[0] == special.cls and ids[-1] == special.sep
     return ids[1:-1] if is_wrapped else ids

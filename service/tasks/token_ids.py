@@ -17,9 +17,6 @@ _MOST_ID = 2**32 - 1
 """Largest id that the tokenizers library reads; it skips those outside the vocabulary."""
 
 
-# ---- texts to tokens -----------------------------------------------------------------------------
-
-
 class TokenizeParameters(WireModel):
     """The parameters of text-embeddings-inference."""
 
@@ -103,9 +100,6 @@ TOKENIZE: Final = Task(
     prepare=prepare_texts,
     decode=decode_texts,
 )
-
-
-# ---- token ids to texts --------------------------------------------------------------------------
 
 
 class DecodeParameters(WireModel):

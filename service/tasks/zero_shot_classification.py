@@ -14,7 +14,7 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service import errors
+from cloze.service.errors import InvalidRequest, Location, quoted
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -32,14 +32,13 @@ from cloze.service.tasks.text_classification import (
     sequence_labels,
 )
 from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
-from cloze.service.tasks.wire import NotEmpty, Text, Texts
+from cloze.service.tasks.wire import Text, Texts
 
-_TEMPLATE: Final = "This example is {}."
 _SLOT: Final = "{}"
 _LABEL_CHARACTERS: Final = 1000
 """Most characters of a label, which the answer repeats for each text."""
-_LABELS: Final = errors.Location(("candidate_labels",))
-_TEMPLATE_PLACE: Final = errors.Location(("hypothesis_template",))
+_LABELS: Final = Location(("candidate_labels",))
+_TEMPLATE_PLACE: Final = Location(("hypothesis_template",))
 
 
 class ZeroShotParameters(TruncationParameters, UsageParameters):
@@ -99,7 +98,7 @@ def prepare(
     limits, tokenizer = context.limits, context.tokenizer
     texts: list[Input[str]] = limits.checked(inputs)
     if (labels := parameters.candidate_labels) is None:
-        raise errors.InvalidRequest("is missing; name at least 1 label", _LABELS)
+        raise InvalidRequest("is missing; name at least 1 label", _LABELS)
     hypotheses = _hypotheses(labels, parameters.hypothesis_template, context)
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens)
@@ -135,33 +134,30 @@ def _hypotheses(
 ) -> list[Sequence[int]]:
     """Return the tokens of each label's hypothesis, after a check of the labels."""
     limits = context.limits
-    first: dict[str, errors.Location] = {}
+    first: dict[str, Location] = {}
     for at, label in limits.checked(labels, _LABELS, "label"):
         if len(label) > _LABEL_CHARACTERS:
             problem = f"has {len(label)} characters; the limit of a label is {_LABEL_CHARACTERS}"
-            raise errors.InvalidRequest(problem, at)
+            raise InvalidRequest(problem, at)
         if (other := first.setdefault(label, at)) != at:
-            problem = f"is {errors.quoted(label)}, as {other} is; a label is given once"
-            raise errors.InvalidRequest(problem, at)
-    template = _TEMPLATE if template is None else template
+            raise InvalidRequest(f"is {quoted(label)}, as {other} is; a label is given once", at)
+    template = "This example is {}." if template is None else template
     limits.checked(template, _TEMPLATE_PLACE)
     before, slot, after = template.partition(_SLOT)
     if not slot or set(_SLOT) & set(before + after):
-        problem = (
-            f"is {errors.quoted(template)}; it needs {_SLOT} once, for the label, and no brace"
-        )
-        raise errors.InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
+        problem = f"is {quoted(template)}; it needs {_SLOT} once, for the label, and no brace"
+        raise InvalidRequest(f"{problem} besides", _TEMPLATE_PLACE)
     # A short body may have a long template and many labels.
     if (length := len(template) * len(labels)) > (most := limits.max_text_characters):
         problem = f"has {len(template)} characters, and with {len(labels)} labels {length}"
-        raise errors.InvalidRequest(f"{problem}; the limit is {most}", _TEMPLATE_PLACE)
+        raise InvalidRequest(f"{problem}; the limit is {most}", _TEMPLATE_PLACE)
     sentences = [before + label + after for label in labels]
     without, *hypotheses = context.tokenizer.ids([before + after, *sentences])
     room = limits.max_tokens - context.tokenizer.special.pair_tokens
     for number, hypothesis in enumerate(hypotheses):
         check_has_tokens(hypothesis if hypothesis != without else (), _LABELS.below(number))
         if len(hypothesis) >= room:
-            raise errors.InvalidRequest(
+            raise InvalidRequest(
                 f"becomes a sentence of {len(hypothesis)} tokens; the model reads {room}, and at "
                 "least 1 of them is the text's",
                 _LABELS.below(number),
@@ -192,9 +188,7 @@ TASK: Final = Task(
     summary="Which of the request's own labels fit a text",
     heads=(sequence_classification.HEAD.name,),
     why_not_served=_why_not_served,
-    inputs=Annotated[
-        Text | Annotated[list[Text], NotEmpty], Field(description="a text or a list of texts")
-    ],
+    inputs=Annotated[Text | Texts, Field(description="a text or a list of texts")],
     parameters=ZeroShotParameters,
     result=list[LabelScore] | list[list[LabelScore]],
     alone=(str,),

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -187,7 +187,10 @@ class Tokenizer:
     def ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
         if sum(map(len, texts)) > _SHORT:
-            return self._long_ids(texts)
+            long = [array("i") for _ in texts]  # a list has 36 bytes per id
+            for piece, encoding in self._in_pieces(texts, self._backend.encode_batch_fast):
+                long[piece.text].extend(encoding.ids)
+            return long
         if (known := self._vocabulary.words) is None:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         ids: list[list[int]] = []
@@ -197,13 +200,6 @@ class Tokenizer:
                 ids.append(list(chain.from_iterable(map(known.__getitem__, words))))
             except KeyError:
                 ids.append(self._learn(text, words, known))
-        return ids
-
-    def _long_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Return the ids of each text, piece by piece; a list of them has 36 bytes per id."""
-        ids = [array("i") for _ in texts]
-        for piece, encoding in self._in_pieces(texts, self._backend.encode_batch_fast):
-            ids[piece.text].extend(encoding.ids)
         return ids
 
     def _in_pieces(
@@ -314,7 +310,13 @@ def _vocabulary(data: bytes) -> _Vocabulary:
     key = hashlib.sha256(data).digest()
     if (vocabulary := _IN_USE.get(key)) is None:
         backend, parts = Backend.from_str(data.decode()), json.loads(data)
-        unknown_id = _unknown_id(backend, parts["model"])
+        model, unknown_id = parts["model"], None
+        if model["type"] == "Unigram":
+            unknown_id = model["unk_id"]
+        elif (unknown := model["unk_token"]) is not None:
+            unknown_id = backend.token_to_id(unknown)
+            if unknown_id is None:
+                raise ValueError(f"its vocabulary lacks the unknown token {unknown!r}")
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         boundary = find_boundary(parts)
         # The library looks for added tokens before it divides a text into words.
@@ -326,21 +328,6 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         vocabulary = _Vocabulary(backend, boundary, len(form) > 1, unknown_id, size, words)
         _IN_USE[key] = vocabulary
     return vocabulary
-
-
-def _unknown_id(backend: Backend, model: Mapping[str, Any]) -> int | None:
-    """Return the id of a tokenizer's unknown token; None if it has none.
-
-    Raises:
-        ValueError: the tokenizer names an unknown token that its vocabulary lacks.
-    """
-    if model["type"] == "Unigram":
-        return None if model["unk_id"] is None else int(model["unk_id"])
-    if (unknown := model["unk_token"]) is None:
-        return None
-    if (number := backend.token_to_id(unknown)) is None:
-        raise ValueError(f"its vocabulary lacks the unknown token {unknown!r}")
-    return number
 
 
 def _check_vocabulary(vocabulary: _Vocabulary, spec: TokenizerSpec) -> None:

@@ -21,8 +21,9 @@ from cloze.service.http.bytes_held import ByteBudget, Hold
 from cloze.service.http.door import Starts
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD
-from cloze.service.server.acceptor import ConnectionLimits, ConnectionTable
+from cloze.service.server.acceptor import ConnectionTable
 from cloze.service.server.connection import ServerProtocol
+from cloze.service.settings import Settings
 from cloze.service.threads import run_on_thread
 
 MB = 2**20
@@ -35,7 +36,9 @@ class World:
     def __init__(self) -> None:
         self.limits = RequestLimits(ByteBudget("bodies", 3 * MB), ByteBudget("answers", 4 * MB))
         self.starts, self.state = Starts(), ServerState()
-        self.table = ConnectionTable(ConnectionLimits(0.3, 0.5, 0.4, max_connections=1000))
+        self.table = ConnectionTable(
+            Settings(header_timeout_ms=300, idle_timeout_ms=500, request_timeout_ms=400), 1000
+        )
         self.callers = Callers(timeout_s=0.5)
         self.config = uvicorn.Config(
             self.app, log_config=None, ws="none", interface="asgi3", proxy_headers=False

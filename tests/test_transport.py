@@ -142,7 +142,7 @@ async def serving(engine: Engine) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve(engine.listener))
         yield
-        server.stop()
+        server.stopping.set()
 
 
 @asynccontextmanager
@@ -233,7 +233,7 @@ def test_the_engine_serves_until_the_last_front_end_has_left(engine: Engine) -> 
         task = asyncio.create_task(server.serve(engine.listener))
         async with linked(engine.path) as link:
             await link.up.wait()
-            server.stop()
+            server.stopping.set()
             await asyncio.sleep(0)
             future = submit(RemoteQueue([link], 0), encode(4), in_a_minute())
             assert sums(await outcome(future)) == [4]

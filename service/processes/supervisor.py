@@ -113,7 +113,12 @@ class Supervisor:
             restarted = self._restarts[child.name.partition("-")[0]].inc
             kept = child.keep(self._sockets, self._settings, self._folder, restarted)
             self._tasks.append(asyncio.create_task(kept))
-        ready = asyncio.gather(*(child.ready.wait() for child in children))
+
+        async def all_ready() -> None:
+            for child in children:
+                await child.ready.wait()
+
+        ready = asyncio.create_task(all_ready())
         try:
             return await self._wait(ready, stop)
         finally:

@@ -158,8 +158,9 @@ class _DeviceRun:
         """Export an architecture and open its engine."""
         size = SizeBenchmark(name, self._folder, self._options, self._record)
         self.sizes[name] = size
-        if size.is_fitted:
-            self._note(f"{name}: {size.batch_tokens} tokens per batch were fitted")
+        if size.cost is not None:
+            fitted = f"{size.batch_tokens} tokens per batch were fitted"
+            self._note(f"{name}: of a batch, {size.cost}; {fitted}")
 
     def grid(self, name: str, size: SizeBenchmark) -> None:
         """Measure every length in every batch size."""

@@ -19,7 +19,7 @@ from cloze.bench.throughput import batches_for, cut_batches, rounds_per_s, run_a
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD
-from cloze.service.batching.cost import measure_batch_tokens
+from cloze.service.batching.cost import BatchCostModel, measure_cost
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings
@@ -81,7 +81,7 @@ class SizeBenchmark:
 
     Attributes:
         longest: tokens of the longest sequence.
-        is_fitted: whether batches are of variable lengths, and their size is measured at start-up.
+        cost: the cost model that a server fits at start-up; None without variable-length batches.
         batch_tokens: largest number of tokens per batch, as in a server.
 
     Raises:
@@ -100,13 +100,11 @@ class SizeBenchmark:
         self._workers = settings.worker_count(self._engine.device)
         self.longest = self.bundle.manifest.limits.max_tokens
         self._squad = self._encodings(squad_lengths(options.sequences, self.longest))
-        self.is_fitted = self._engine.supports_varlen
+        self.cost: BatchCostModel | None = None
         self.batch_tokens = CPU_BATCH_TOKENS
-        if self.is_fitted:
-            objective_s = settings.batch_latency_ms / 1000
-            self.batch_tokens = measure_batch_tokens(
-                self._engine, [HEAD], self.longest, objective_s
-            )
+        if self._engine.supports_varlen:
+            self.cost = measure_cost(self._engine, [HEAD], self.longest)
+            self.batch_tokens = self.cost.batch_tokens(settings.batch_latency_ms / 1000)
 
     def measure_one_length(self, length: int, tokens: int) -> None:
         """Measure batches of about `tokens` tokens, all sequences of `length` tokens."""

@@ -50,8 +50,10 @@ from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.installation import DISTRIBUTION
+from cloze.service.batching.cost import BatchCostModel
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.settings import Settings
 from tests.serving import Server
 
 WORDS = ["river", "stone", "house", "winter"]
@@ -637,10 +639,10 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert sizes.flops(config, [40] * 3) == counter.get_total_flops()
 
 
-def on_reference(monkeypatch: pytest.MonkeyPatch) -> int:
+def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
     """Let the programme for CUDA run here: its graph by the reference, torch on the CPU.
 
-    Returns the size of a batch that a server then measures.
+    Returns what a batch then costs.
     """
 
     def by_reference(bundle: Bundle, _: Device, asked: RequestedPrecision) -> OnnxEngine:
@@ -650,14 +652,14 @@ def on_reference(monkeypatch: pytest.MonkeyPatch) -> int:
     def export_by_reference(source: str, name: str, store: Store, options: ExportOptions) -> Bundle:
         return export(source, name, store, replace(options, cuda=False))
 
-    fitted = 1536
+    cost = BatchCostModel(1e-3, 1e-5)
     monkeypatch.setattr(one_size, "OnnxEngine", by_reference)
-    monkeypatch.setattr(one_size, "measure_batch_tokens", lambda *_, **__: fitted)
+    monkeypatch.setattr(one_size, "measure_cost", lambda *_, **__: cost)
     monkeypatch.setattr(one_size, "torch_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(device, "peak_flops", lambda _: 1e12)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sizes, "export", export_by_reference)
-    return fitted
+    return cost
 
 
 def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -665,7 +667,7 @@ def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     A part that fails costs itself alone.
     """
-    fitted = on_reference(monkeypatch)
+    cost = on_reference(monkeypatch)
 
     def no_servers(*_: object) -> None:
         raise RuntimeError("no servers\nhere")
@@ -677,7 +679,8 @@ def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     found = device.measure_device(
         programme, tmp_path, lambda _: None, lambda so_far: kept.append(len(so_far.cells))
     )
-    assert found.notes[1] == "tiny: 1536 tokens per batch were fitted"
+    fitted = cost.batch_tokens(Settings().batch_latency_ms / 1000)
+    assert "tiny: of a batch, one takes 1.00 ms and 10000 ns per token" in found.notes[1]
     assert [
         (cell.group, cell.subject, cell.lengths, cell.batch_tokens) for cell in found.cells
     ] == [

@@ -23,7 +23,7 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.manifest import Graph, Precision
-from cloze.service.batching.cost import largest_batch, measure_batch_tokens
+from cloze.service.batching.cost import BatchCostModel, largest_batch, measure_cost
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
@@ -282,9 +282,9 @@ class Timed(FakeEngine, VirtualClock):
 
     supports_varlen = True
 
-    def __init__(self, fixed: float, per_token: float, memory: int = 10**9) -> None:
+    def __init__(self, cost: BatchCostModel, memory: int = 10**9) -> None:
         super().__init__()
-        self.fixed, self.per_token, self.memory, self.now = fixed, per_token, memory, 0.0
+        self.cost, self.memory, self.now = cost, memory, 0.0
         self.taken: list[int] = []
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
@@ -296,22 +296,43 @@ class Timed(FakeEngine, VirtualClock):
         )
         if self.taken[-1] > self.memory:
             raise RuntimeError("out of memory")
-        self.now += self.fixed + self.per_token * sum(lengths)
+        self.now += self.cost.fixed + self.cost.per_token * sum(lengths)
         return []
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        BatchCostModel(5e-4, 4e-7),
+        BatchCostModel(2e-3, 1e-6),
+        BatchCostModel(1e-5, 3e-6),
+    ],
+)
+def test_costs_are_found_by_measuring(cost: BatchCostModel) -> None:
+    engine = Timed(cost)
+    found = measure_cost(engine, (), 512, engine)
+    for one, other in (
+        (found.fixed, cost.fixed),
+        (found.per_token, cost.per_token),
+    ):
+        assert one == pytest.approx(other, rel=0.01, abs=1e-12)
 
 
 def test_no_batch_is_larger_than_one_that_ran(caplog: pytest.LogCaptureFixture) -> None:
     """And the one that takes most memory ran first."""
-    engine = Timed(5e-4, 1e-8, memory=25_000)
-    assert measure_batch_tokens(engine, heads_with(masks=True), 512, 0.1, engine) == 4096
-    fits = [taken <= engine.memory for taken in engine.taken]
-    assert fits == [False] * 4 + [True] * (len(fits) - 4)
-    assert engine.taken[4] == max(engine.taken[4:])
+    engine = Timed(BatchCostModel(5e-4, 4e-7), memory=25_000)
+    found = measure_cost(engine, heads_with(masks=True), 512, engine)
+    assert found.per_token == pytest.approx(4e-7, rel=0.01)
+    assert found.batch_tokens(0.1) == found.max_tokens == 4096
+    assert [taken > engine.memory for taken in engine.taken] == [True, True] + [False] * (
+        len(engine.taken) - 2
+    )
+    assert engine.taken[2] == max(engine.taken[2:])
     assert [
         record.getMessage().split(" of ")[1].split(" tokens")[0] for record in caplog.records
-    ] == ["16384", "12288", "8192", "6144"]
+    ] == ["16384", "8192"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure_batch_tokens(Timed(5e-4, 4e-7, memory=100), (), 512, 0.1)
+        measure_cost(Timed(BatchCostModel(5e-4, 4e-7), memory=100), (), 512)
 
 
 @settings(deadline=None)
@@ -349,7 +370,7 @@ def test_the_largest_batch_is_one_that_the_scheduler_makes(
 def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store: Path) -> None:
     bundle, engine = (
         Store(tiny_store).open("bert"),
-        Timed(5e-4, 4e-7, memory=22_000),
+        Timed(BatchCostModel(5e-4, 4e-7), memory=22_000),
     )
     assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 4096})) == 4096
     assert len(engine.taken) == 1, "it ran one"
@@ -359,21 +380,19 @@ def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store:
 
 
 @pytest.mark.parametrize(
-    ("fixed", "per_token", "objective_s", "tokens"),
+    ("cost", "objective_s", "tokens"),
     [
-        (5e-4, 1e-6, 0.020, 6144),  # 95 % of the rate of 16384 tokens
-        (5e-4, 1e-5, 0.005, 512),  # the objective allows 450: the least
-        (5e-4, 1e-5, 0.010, 512),  # it allows 950, but 768 tokens would gain 3 %
-        (5e-3, 1e-7, 1.0, 16384),  # the most that is tried
-        (5e-4, 0.0, 0.02, 16384),
-        (0.1, 1e-6, 0.02, 512),  # no size runs within the objective
+        (BatchCostModel(5e-4, 1e-6), 0.020, 9500),  # the fixed part is a twentieth of a batch
+        (BatchCostModel(5e-4, 1e-5), 0.005, 512),  # the objective allows 450: the least
+        (BatchCostModel(5e-4, 1e-5), 0.010, 950),
+        (BatchCostModel(5e-3, 1e-7), 1.0, 16384),  # the most that is tried
+        (BatchCostModel(5e-4, 0.0), 0.02, 16384),
     ],
 )
 def test_a_batch_holds_what_pays_and_what_the_objective_allows(
-    fixed: float, per_token: float, objective_s: float, tokens: int
+    cost: BatchCostModel, objective_s: float, tokens: int
 ) -> None:
-    engine = Timed(fixed, per_token)
-    assert measure_batch_tokens(engine, (), 512, objective_s, engine) == tokens
+    assert cost.batch_tokens(objective_s) == pytest.approx(tokens, abs=1)
 
 
 def test_both_builds_of_the_runtime_are_one_too_many(tmp_path: Path, tiny_store: Path) -> None:

@@ -1,7 +1,11 @@
-"""Measures the most tokens per batch of an engine with variable-length batches, at start-up."""
+"""The cost model of variable-length batches, fitted at start-up to measured times.
+
+The batch size limit in tokens follows from the model.
+"""
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,20 +15,59 @@ from cloze.model_store.heads import Head
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine
 
-_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 """Batch sizes to measure, in tokens."""
+
+_LENGTH = 128
+"""Length of the sequences to measure, in tokens; that of a typical text."""
+
+_RUNS = 3
+"""Measured runs per batch size, after a warm-up run."""
+
+_OVERHEAD = 0.05
+"""Share of a batch's time below which a smaller fixed part brings no useful gain."""
 
 log = logging.getLogger("cloze")
 
 
-def measure_batch_tokens(
+@dataclass(frozen=True, slots=True)
+class BatchCostModel:
+    """Seconds per batch of sequences of a typical length: ``fixed + per_token * tokens``.
+
+    `max_tokens` is the number of tokens of the largest batch that ran.
+    """
+
+    fixed: float
+    per_token: float
+    max_tokens: int = _TOKENS[-1]
+
+    def __str__(self) -> str:
+        return (
+            f"one takes {self.fixed * 1e3:.2f} ms and {self.per_token * 1e9:.0f} ns per token; "
+            f"up to {self.max_tokens} tokens ran"
+        )
+
+    def batch_tokens(self, objective_s: float) -> int:
+        """Return the batch size limit in tokens, between 512 and `max_tokens`.
+
+        The limit is the smaller of two sizes: the size at which the fixed part is a small share of
+        a batch's time, and the largest size that runs within the objective.
+        """
+        if self.per_token <= 0:  # only the fixed part was measurable
+            fits = self.fixed <= objective_s
+            return self.max_tokens if fits else min(self.max_tokens, _TOKENS[0])
+        worthwhile = self.fixed * (1 - _OVERHEAD) / _OVERHEAD / self.per_token
+        allowed = (objective_s - self.fixed) / self.per_token
+        return int(min(self.max_tokens, max(_TOKENS[0], min(worthwhile, allowed))))
+
+
+def measure_cost(
     engine: Engine,
     heads: Sequence[Head],
     max_tokens: int,
-    objective_s: float,
     clock: Clock = CLOCK,
-) -> int:
-    """Return the least size whose batches run at nearly the best rate of those within an objective.
+) -> BatchCostModel:
+    """Run batches of several sizes, and fit a cost model to their durations.
 
     The largest batch runs first. The runtime keeps the memory of that batch, and allocates no
     further memory while the service runs. Sizes that exceed the engine's memory are logged and
@@ -34,27 +77,23 @@ def measure_batch_tokens(
         engine: the engine to measure.
         heads: the heads of its graph.
         max_tokens: tokens of the longest sequence that the engine accepts.
-        objective_s: longest duration of a batch; the smallest size may take longer.
 
     Raises:
         Exception: the engine raised on the smallest batch.
     """
     largest = _largest_runnable(engine, heads, max_tokens)
-    length = min(128, max_tokens)  # that of a typical text
-    rates: dict[int, float] = {}  # tokens per second by size
-    for size in (size for size in _TOKENS if size <= largest):
-        batch, times = [_encoding(length, heads)] * (size // length), []
-        for _ in range(4):  # the first one warms up
+    length = min(_LENGTH, max_tokens)
+    rows: list[tuple[float, float]] = []  # of relative errors: both terms per second
+    for count in (tokens // length for tokens in _TOKENS if tokens <= largest):
+        batch, times = [_encoding(length, heads)] * count, []
+        for _ in range(1 + _RUNS):
             began = clock.monotonic()
             engine.run(batch)
             times.append(clock.monotonic() - began)
         seconds = min(times[1:])
-        if seconds <= objective_s or not rates:
-            rates[size] = len(batch) * length / seconds
-    useful = 0.95 * max(rates.values())  # larger batches bring no useful gain
-    limit = min(size for size, rate in rates.items() if rate >= useful)
-    log.info("batches of %d tokens run at %.0f tokens per second", limit, rates[limit])
-    return limit
+        rows.append((1 / seconds, count * length / seconds))
+    fixed, per_token = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
+    return BatchCostModel(max(0.0, float(fixed)), float(per_token), largest)
 
 
 def _largest_runnable(engine: Engine, heads: Sequence[Head], max_tokens: int) -> int:
@@ -67,7 +106,7 @@ def _largest_runnable(engine: Engine, heads: Sequence[Head], max_tokens: int) ->
             if tokens == _TOKENS[0]:
                 raise
             reason = first_line(error)
-            log.warning("a batch of %d tokens does not run; trying less: %s", tokens, reason)
+            log.warning("a batch of %d tokens does not run; trying half of it: %s", tokens, reason)
     raise AssertionError("unreachable: the smallest size returns or raises")
 
 

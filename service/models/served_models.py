@@ -11,7 +11,7 @@ from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
-from cloze.service.batching.cost import largest_batch, measure_batch_tokens
+from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.fair_queue import Queue
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.clock import CLOCK, Clock
@@ -272,7 +272,7 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
 
 
 def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
-    """Return the batch size limit in tokens: the setting's value, or a measured one.
+    """Return the batch size limit in tokens: the setting's value, or a value fitted to the engine.
 
     An engine that supports variable-length batches runs the largest batch of that size in this
     function, so that a lack of memory stops the start.
@@ -290,9 +290,11 @@ def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
             batch = f"the largest batch of the {requested} tokens that max_batch_tokens asks for"
             engine.run(largest_batch(heads, longest, requested))
             return requested
-        objective_s = settings.batch_latency_ms / 1000
-        return measure_batch_tokens(engine, heads, longest, objective_s)
+        cost = measure_cost(engine, heads, longest)
     except Exception as error:  # the runtime's errors have no common type
         raise StartupError(
             f"bundle {manifest.reference} does not run {batch}: {first_line(error)}"
         ) from error
+    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
+    log.info("batches of %s hold %d tokens: %s", manifest.reference, tokens, cost)
+    return tokens

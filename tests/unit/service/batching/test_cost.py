@@ -6,12 +6,41 @@ import pytest
 
 from cloze.model_store.heads import HEADS
 from cloze.service.batching.cost import (
+    BatchCostModel,
     _largest_runnable,
     largest_batch,
-    measure_batch_tokens,
+    measure_cost,
 )
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
 from tests.virtual_time import VirtualClock
+
+
+def test_the_limit_of_a_batch_makes_its_fixed_part_small() -> None:
+    # 19 x 10 ms is the time in which 10 ms are a twentieth.
+    model = BatchCostModel(0.01, 1e-5)
+    assert model.batch_tokens(10.0) == 16384
+    assert BatchCostModel(0.001, 1e-5).batch_tokens(10.0) == int(0.019 / 1e-5)
+    assert BatchCostModel(0.01, 1e-5).batch_tokens(0.05) == int(0.04 / 1e-5)
+    assert BatchCostModel(0.01, 1e-5).batch_tokens(0.011) == 512
+    assert BatchCostModel(0.01, 1e-5, 1024).batch_tokens(10.0) == 1024
+    assert BatchCostModel(0.01, 1e-5, 256).batch_tokens(0.011) == 256
+
+
+def test_only_a_fixed_part() -> None:
+    assert BatchCostModel(0.01, 0.0).batch_tokens(0.01) == 16384
+    assert BatchCostModel(0.01, 0.0).batch_tokens(0.009) == 512
+    assert BatchCostModel(0.01, 0.0, 256).batch_tokens(0.009) == 256
+
+
+def test_a_cost_model_shows_its_units() -> None:
+    shown = str(BatchCostModel(0.0015, 2e-6, 512))
+    assert shown.startswith("one takes 1.50 ms and 2000 ns per token; ")
+    assert shown.endswith("up to 512 tokens ran")
+
+
+def test_no_fixed_part_is_below_zero() -> None:
+    engine: Any = Clocked(fixed=-0.001)
+    assert measure_cost(engine, [HEADS["embedding"]], 512, engine).fixed == 0.0
 
 
 class Clocked(VirtualClock):
@@ -33,25 +62,28 @@ class Clocked(VirtualClock):
         self.now += self.fixed + 1e-5 * sum(lengths) + 1e-8 * sum(n * n for n in lengths) + slow
 
 
-def test_a_size_is_measured_by_its_fastest_run() -> None:
+def test_costs_are_measured_by_the_fastest_run() -> None:
     engine: Any = Clocked()
-    assert measure_batch_tokens(engine, [HEADS["embedding"]], 512, 0.1, engine) == 3072
+    model = measure_cost(engine, [HEADS["embedding"]], 512, engine)
+    assert (model.fixed, model.per_token) == pytest.approx((0.002, 1e-5 + 128 * 1e-8))
+    assert model.max_tokens == 16384
     assert max(engine.batches[0]) == 512, "the largest batch runs first"
     assert {max(batch) for batch in engine.batches[1:]} == {128}
-    assert len(engine.batches) == 1 + 11 * 4
+    assert len(engine.batches) == 1 + 6 * 4
 
 
 def test_no_length_is_measured_beyond_the_model() -> None:
     engine: Any = Clocked(most=1100)
-    assert measure_batch_tokens(engine, [HEADS["embedding"]], 100, 1.0, engine) == 1024
+    model = measure_cost(engine, [HEADS["embedding"]], 100, engine)
     assert {max(batch) for batch in engine.batches[1:]} == {100}
-    assert {sum(batch) for batch in engine.batches[1:]} == {500, 700, 1000}
+    assert {sum(batch) for batch in engine.batches[1:]} == {500, 1000}
+    assert model.max_tokens == 1024
 
 
 def test_a_size_that_does_not_run_is_halved(caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = Clocked(most=3000)
     assert _largest_runnable(engine, [HEADS["embedding"]], 128) == 2048
-    assert "a batch of 3072 tokens does not run; trying less: no memory" in caplog.text
+    assert "a batch of 4096 tokens does not run; trying half of it: no memory" in caplog.text
     assert "for it" not in caplog.text
     nothing: Any = Clocked(most=10)
     with pytest.raises(RuntimeError, match="no memory"):

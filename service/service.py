@@ -26,7 +26,7 @@ from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.certificate import Certificate
-from cloze.service.http.door import Gate, Starts
+from cloze.service.http.door import Gate, StartQueue
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.keys import Keys, Permission, read_entries
 from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
@@ -47,9 +47,10 @@ from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
 from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response, operations
-from cloze.service.settings import Settings
+from cloze.service.settings import Settings, available_cpus
 from cloze.service.tasks import TASKS, Task
 from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import bound_threads
 
 log = logging.getLogger("cloze")
 
@@ -194,7 +195,7 @@ class Service:
     ) -> None:
         self._settings, self._metrics, self._tasks = settings, metrics, tasks
         self._opener, self._tracing, self._clock = opener, tracing, clock
-        keys = Keys(settings.keys_file) if settings.keys_file else None
+        keys = Keys(settings.keys_file, clock) if settings.keys_file else None
         timeout_s = settings.request_timeout_ms / 1000
         self._callers = Callers(keys, settings.max_timeout_s, timeout_s, clock)
         access_log = AccessLog(
@@ -209,7 +210,7 @@ class Service:
             ByteBudget("unread answers", settings.max_answers_bytes),
             clock,
         )
-        self._starts, self._returns = Starts(clock), Returns(max(1, settings.frontends))
+        self._starts, self._returns = StartQueue(clock), Returns(max(1, settings.frontends))
         self._recorder = Recorder(
             metrics,
             access_log,
@@ -294,17 +295,11 @@ class Service:
             return
         scope["path"] = scope["raw_path"].decode("ascii")  # never decoded; see `Paths`
         snapshot = self.snapshot
-        record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
-        scope[RECORD] = record
+        scope[RECORD] = self._callers.record(scope, snapshot.paths.route(scope["path"]))
         snapshot.running += 1
         try:
             await self._recorder.answer(snapshot.app, scope, receive, send)
-            snapshot.gate.answered(record)
         finally:
-            # The access log keeps 20,000 records if nobody reads it; a client may send 64 KB of
-            # headers, and megabytes of words that are not in the vocabulary.
-            record.path, record.headers, record.first, record.expected_space = "", (), {}, None
-            record.warnings = ()
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))
@@ -333,7 +328,8 @@ class Service:
         await send({"type": "lifespan.shutdown.complete"})
 
     def begin(self) -> None:
-        """Begin to write the metrics; call this once, before any request."""
+        """Begin to write the metrics; call this once, on the event loop, before any request."""
+        bound_threads(available_cpus() + 4)
         self._metrics.unready_reason = self.why_unready
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.has_engines:
@@ -449,7 +445,7 @@ class Service:
             snapshot = self._make_snapshot(models)
             if self._callers.keys is not None:  # last, since the keys are replaced at once
                 self._callers.keys.file.read()
-            self.certificate.files.read()  # which `check` has read
+            self.certificate.files.read()
         except BaseException:
             close_models(model for model in models if all(model is not other for other in running))
             raise

@@ -52,6 +52,14 @@ def _outcome(function: Callable[..., T], arguments: Sequence[object]) -> T | _Ra
         return _Raised(error)
 
 
+def bound_threads(most: int) -> None:
+    """Let at most so many functions run at once on threads of this event loop.
+
+    They need the interpreter, so more of them would need more memory and no less time.
+    """
+    to_thread.current_default_thread_limiter().total_tokens = most
+
+
 def check_awaited() -> None:
     """Raise if nobody waits for the current work of this thread; nobody sees that error."""
     with suppress(RuntimeError):  # this is the event loop, or a thread of another kind

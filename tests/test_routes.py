@@ -4,7 +4,6 @@ import asyncio
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -168,7 +167,9 @@ def test_a_request_that_came_before_a_drain_is_answered(every_task_store: Path) 
             connection.sendall(health + head)
             while b"alive" not in connection.recv(65536):
                 pass  # then both heads have been read
-            time.sleep(0.3)  # and the second request has begun
+            # With the scrape itself, two are in flight when the second request has begun.
+            begun = "cloze_requests_in_flight 2.0"
+            wait_until(lambda: begun in httpx.get(f"{server.url}/metrics").text)
             server.process.terminate()
             wait_until(lambda: any("draining" in line for line in server.log))
             connection.sendall(b'{"inputs":"a"}')

@@ -173,7 +173,8 @@ def test_without_the_packages_the_start_ends(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_collector_nothing_is_imported() -> None:
     """So that a server without the extra starts, and none pays for it."""
     program = (
-        "import sys; from cloze.service.observe import tracing; import cloze.service.server.process; "
+        "import sys; from cloze.service.observe import tracing; "
+        "import cloze.service.server.process; "
         "from cloze.service.settings import Settings; "
         "assert tracing.make_tracing(Settings()) is None; "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"

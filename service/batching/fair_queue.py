@@ -1,4 +1,7 @@
-"""The queue of a scheduler: which encodings run next, and together.
+"""What a request submits, and the queue of a scheduler: which encodings run next, and together.
+
+`Submission` is what all queues take, and `Queue` what they have in common. `FairQueue` is the one
+of a scheduler.
 
 The requests of a client wait in lines, one line per class of size and of patience, in the order of
 arrival. Clients are served by turns, and so are the lines of a client: short requests do not wait

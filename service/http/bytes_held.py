@@ -21,8 +21,8 @@ class Hold:
 class ByteBudget:
     """The bytes, or other units, of one purpose. First come, first served; one client gets half.
 
-    The hold that came first, and the first one of each client, may always grow. So half-sent bodies
-    cannot wait for each other for ever, and what is held exceeds the limit by two bodies at most.
+    The first hold of a client may pass its half, and the first hold of all may pass the limit. So
+    half-sent bodies cannot wait for each other for ever, and one body at most is above the limit.
 
     For example, of 32 MB one client has 16 MB for its two bodies of 8 MB. Its third one waits until
     one of these is answered, while a body of another client goes on.

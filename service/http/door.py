@@ -30,7 +30,7 @@ _PER_TURN: Final = 4
 """Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
 
 
-class Starts:
+class StartQueue:
     """The requests of one process that are admitted and have not started.
 
     A few start per turn of the event loop, the clients by turns. The headers of thousands of
@@ -54,7 +54,7 @@ class Starts:
         self.is_closed = False
         self._started = 0  # in this turn
         self._rate = DrainRate()
-        self._measured = 0.0  # `time.monotonic` time of the last turn with a line
+        self._measured = 0.0  # `Clock.monotonic` time of the last turn with a line
 
     async def wait(self, client: str, line: LineKey, tokens: int) -> None:
         """Wait for the turn of a request, whose tokens count meanwhile."""
@@ -116,7 +116,7 @@ class Gate:
         self,
         routes: Mapping[str, Sequence[GateModel]],
         limits: WaitLimits,
-        starts: Starts,
+        starts: StartQueue,
         returns: Returns,
     ) -> None:
         self._routes = {  # one model per queue, the first, and the default before all
@@ -192,7 +192,9 @@ class Gate:
         A wrong number leads to the wrong class of size, whose line may be empty. Then requests pass
         the gate that the queue refuses.
         """
-        if not request.tokens or not request.length or b"content-encoding" in request.first:
+        if not (request.texts and request.tokens and request.length):
+            return  # it has no result, or no text
+        if b"content-encoding" in request.first:
             return
         # Bounded, since a text that is cut has bytes without tokens.
         one = min(max(request.length / request.tokens, 2.0), 16.0)
@@ -232,8 +234,10 @@ class Door:
                 await self.gate.pass_through(record)
             if handler is None:
                 await self.router(scope, receive, send)
+                self.gate.answered(record)
                 return
             response = await handler(request)
+            self.gate.answered(record)
         except errors.ServiceError as error:
             response = await self.respond(request, error)
         await response(scope, receive, send)

@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import logging
 import tomllib
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cloze.model_store.error_lines import received
 from cloze.model_store.manifest import parse_reference
 from cloze.service import errors
+from cloze.service.clock import CLOCK, Clock
 from cloze.service.http.watched_files import WatchedFiles
 
 log = logging.getLogger("cloze")
@@ -86,7 +87,7 @@ class KeyEntry(BaseModel):
 class Bucket:
     """What a key may still send: a token bucket of a minute's size, full at first.
 
-    All times are of `time.monotonic`. For example, a bucket of 600 per minute gets 10 per second.
+    All times are of `Clock.monotonic`. For example, a bucket of 600 per minute gets 10 per second.
     When a request takes 2000 of 600, 1400 are owed, and 1 is left after 140.1 s.
     """
 
@@ -126,12 +127,12 @@ class Key:
             if limits[unit] == bucket.per_minute:
                 self._buckets[unit] = bucket
 
-    def expires_before(self, moment: datetime) -> bool:
-        """Return whether the key is expired at a time."""
-        return self.entry.expires is not None and self.entry.expires <= moment
+    def expires_before(self, moment: float) -> bool:
+        """Return whether the key is expired at a time, in seconds since 1970."""
+        return self.entry.expires is not None and self.entry.expires.timestamp() <= moment
 
     def count(self, now: float) -> None:
-        """Count a request at a `time.monotonic` time; its tokens are taken by `take_tokens`.
+        """Count a request at a `Clock.monotonic` time; its tokens are taken by `take_tokens`.
 
         Raises:
             Overloaded: the key has sent too many requests or tokens.
@@ -162,8 +163,8 @@ class Keys:
         StartupError: the file cannot be read, or is malformed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clock: Clock = CLOCK) -> None:
+        self._path, self._clock = path, clock
         self._keys: list[Key] = []
         self.file = WatchedFiles([path], self._read, "keys")
         self.file.read()
@@ -185,7 +186,7 @@ class Keys:
         before = {key.name: key for key in self._keys}
         entries = read_entries(self._path)
         self._keys = [Key(name, entry, before.get(name)) for name, entry in entries.items()]
-        soon = datetime.now(UTC) + timedelta(days=14)
+        soon = self._clock.wall() + 14 * 86_400
         expiring = [
             f"{key.name} ({key.entry.expires})" for key in self._keys if key.expires_before(soon)
         ]

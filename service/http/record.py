@@ -5,7 +5,6 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final
 
@@ -214,8 +213,7 @@ class Recorder:
             self.metrics.observe_request(record)
             if record.trace is not None:
                 record.trace.end(record)
-            # The access log keeps the record for longer than its connection and its span.
-            record.trace = record.usage = record.connection = None
+            record.release()
             self.access_log.add(record)
 
 
@@ -266,7 +264,7 @@ class Access:
         needed = next(fitting, Permission.INFERENCE)
         if key is None:
             raise errors.Unauthorized("send a key of this server: Authorization: Bearer KEY")
-        if key.expires_before(datetime.now(UTC)):
+        if key.expires_before(self.clock.wall()):
             raise errors.Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
         if needed not in key.entry.scopes:
             raise errors.Forbidden(f"the key {key.name} lacks the scope {needed}")

@@ -45,7 +45,7 @@ class _Refused:
     """The last refusal of a connection.
 
     Attributes:
-        at: `time.monotonic` time at which the connection was told to come back.
+        at: `Clock.monotonic` time at which the connection was told to come back.
         moved_s: seconds by which the refusal moved the latest time of its line.
         early: number of refusals that the connection did not wait for; halved when it waits.
         over: arrival of the request that the gate has admitted since, or None.

@@ -159,7 +159,7 @@ class EngineLink(frames.Channel):
     def lost(self) -> None:
         """Keep the requests that are not answered for the next engine process.
 
-        A request waits until its deadline, at which `RequestWatch` cancels its future. A request
+        A request waits until its deadline, at which `RequestLimits` cancels its work. A request
         that was sent twice fails: it may be what ended both processes.
         """
         self.dead_reason = f"the process of {self.peer} ended"

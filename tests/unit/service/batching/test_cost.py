@@ -44,7 +44,7 @@ def test_no_fixed_part_is_below_zero() -> None:
 
 
 class Clocked(VirtualClock):
-    """An engine, and its clock, whose batches take a known time, and that fails above a number of tokens."""
+    """An engine, and its clock: batches take a known time, and too many tokens fail."""
 
     def __init__(self, most: int = 10**9, fixed: float = 0.002) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.errors import Overloaded
 from cloze.service.http.body import BytesResponse
-from cloze.service.http.door import Door, Gate, Starts
+from cloze.service.http.door import Door, Gate, StartQueue
 from cloze.service.http.keys import Keys, Permission
 from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted
 from cloze.service.http.returns import Returns
@@ -75,7 +75,7 @@ async def named(_: Request, error: Exception) -> Response:
     return PlainTextResponse(type(error).__name__)
 
 
-GATE = Gate({}, WaitLimits(2.0), Starts(), Returns())
+GATE = Gate({}, WaitLimits(2.0), StartQueue(), Returns())
 """A gate of routes without models, which admits all."""
 
 PERMISSIONS = (("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN))

@@ -15,7 +15,7 @@ from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState
 from cloze.service.clock import Clock
 from cloze.service.core import ServedRequest
 from cloze.service.errors import Overloaded, Rejection, ServiceError, ShuttingDown
-from cloze.service.http.door import Gate, Starts
+from cloze.service.http.door import Gate, StartQueue
 from cloze.service.http.errors import describe_error
 from cloze.service.http.record import Access, Callers, Paths
 from cloze.service.http.returns import Returns
@@ -70,7 +70,7 @@ class Gated:
         self.paths, self.limits, self.starts = (
             Paths(routes),
             WaitLimits(max_wait_s),
-            Starts(LOOP_CLOCK),
+            StartQueue(LOOP_CLOCK),
         )
         self.gate = self.gate_of(routes)
 
@@ -108,12 +108,12 @@ class Gated:
         assert isinstance(error, Overloaded)
         return error.retry_after_s
 
-    def answered(self, size: int, tokens: int, **headers: str) -> None:
+    def answered(self, size: int, tokens: int, texts: int = 1, **headers: str) -> None:
         """Learn from an answer to a request of so many bytes."""
         sent = {"path": "/embed", "method": "POST", "client": None}
         headers["content_length"] = str(size)
         request = CALLERS.record({**sent, "headers": pairs(headers)}, "/embed")
-        request.tokens = tokens
+        request.texts, request.tokens = texts, tokens
         self.gate.answered(request)
 
 
@@ -179,12 +179,13 @@ def test_answers_say_how_many_bytes_a_token_has(play: Any) -> None:
         (1600, 0, {}, 321),
         (0, 9, {}, 321),
         (100, 5000, {"content_encoding": "gzip"}, 321),
+        (100, 5000, {"texts": 0}, 321),  # it has no result
         (100, 5000, {}, 801),  # 2 bytes per token at least
         (1600, 1, {}, 101),  # 16 bytes at most
     ],
 )
 def test_odd_answers_say_little(
-    play: Any, size: int, tokens: int, headers: dict[str, str], expected: int
+    play: Any, size: int, tokens: int, headers: dict[str, Any], expected: int
 ) -> None:
     """Else a client of compressed or odd bodies would let those of others look long or short."""
 
@@ -364,7 +365,7 @@ class Starting:
     """Requests that wait for their turn, and those that have started."""
 
     def __init__(self, clock: Clock = LOOP_CLOCK) -> None:
-        self.starts, self.started = Starts(clock), list[str]()
+        self.starts, self.started = StartQueue(clock), list[str]()
 
     def ask(self, client: str, tokens: int = 1) -> asyncio.Task[None]:
         async def wait() -> None:

@@ -178,7 +178,8 @@ class Whole(BaseModel):
         ({"part": {"name": "a"}, "number": "secret"}, "number: Input should be a valid integer"),
         (
             {"part": {"name": "a", "others": 3}, "number": "a"},
-            "part.others: Input should be a valid array; part.others: Input should be a valid string",
+            "part.others: Input should be a valid array; "
+            "part.others: Input should be a valid string",
         ),
         (
             {"part": {"name": "a"}, "parts": 3},

@@ -254,13 +254,6 @@ def finetune_tokens(
 @click.option(
     "--data", type=FOLDER, required=True, help="Folder of the files that the recipe names."
 )
-@click.option("--alone", is_flag=True, help="Also train each task alone, and compare.")
-@click.option(
-    "--compare",
-    multiple=True,
-    metavar="TASK=RUN",
-    help="Compare a task with the run in this folder; may be repeated.",
-)
 @store_option
 @run_command("TasksRecipe", None, "task_recipe")
 def finetune_tasks(
@@ -268,14 +261,12 @@ def finetune_tasks(
     options: "RunOptions",
     source: str,
     data: Path,
-    alone: bool,
-    compare: tuple[str, ...],
     model_store: Path,
 ) -> Path:
     """Fine-tune one encoder for all tasks of TASKS.toml at once.
 
     Each batch is of one task, in proportion to the square root of the size of its set. The run
-    ends with the figure of each task and what it gained or lost against training alone.
+    ends with the figure of each task.
 
     \b
     Example:
@@ -284,14 +275,7 @@ def finetune_tasks(
     from cloze.export.train.joint import finetune_tasks as run
     from cloze.export.train.start import open_start
 
-    runs = {}
-    for pair in compare:
-        name, equals, folder = pair.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{pair!r} is not TASK=RUN", param_hint="--compare")
-        runs[name] = Path(folder)
-    checkpoint = open_start(source, Store(model_store))
-    return run(checkpoint, data, recipe, options, alone=alone, runs=runs)
+    return run(open_start(source, Store(model_store)), data, recipe, options)
 
 
 @train.command("average")

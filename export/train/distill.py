@@ -139,13 +139,7 @@ class Distillation(nn.Module):
             teacher_logits = teacher.masked_lm(teacher_rows).float()
         hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
         logits = self.model.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
-        unlikelihood = recipe.pretraining.unlikelihood
-        mlm_loss, figures = masked_loss(
-            logits,
-            batch.labels,
-            repeats=batch.repeats if unlikelihood else None,
-            unlikelihood=unlikelihood,
-        )
+        mlm_loss, figures = masked_loss(logits, batch.labels)
         temperature = recipe.temperature
         soft_loss = F.kl_div(
             (logits / temperature).log_softmax(-1),

@@ -9,7 +9,7 @@ import lzma
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -26,16 +26,10 @@ _KEY_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text whose sentences follow each other.
-
-    Attributes:
-        source: the ``source`` field of the document's JSON line, or an empty string.
-    """
+    """One text whose sentences follow each other."""
 
     title: str
     text: str
-    source: str = ""
-    file: str = field(default="", compare=False)
 
     @property
     def key(self) -> str:
@@ -46,7 +40,7 @@ class Document:
 def read_documents(files: Iterable[Path]) -> Iterator[Document]:
     """Stream the documents of ``.jsonl`` and plain text files, which may be compressed as ``.xz``.
 
-    A line of a ``.jsonl`` file is an object with ``text`` and optionally ``title`` and ``source``.
+    A line of a ``.jsonl`` file is an object with ``text`` and optionally ``title``.
     In plain text a blank line ends a document, as in the input files of google-research/bert.
 
     Raises:
@@ -57,12 +51,10 @@ def read_documents(files: Iterable[Path]) -> Iterator[Document]:
             if ".jsonl" in file.suffixes:
                 # `_from_jsonl` reports the line of a wrong byte.
                 with _open_text(file, "surrogateescape") as stream:
-                    for document in _from_jsonl(file, stream):
-                        yield replace(document, file=file.name)
+                    yield from _from_jsonl(file, stream)
             else:
                 with _open_text(file, "strict") as stream:
-                    for document in _from_text(file, stream):
-                        yield replace(document, file=file.name)
+                    yield from _from_text(file, stream)
 
 
 @contextmanager
@@ -93,20 +85,18 @@ def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
             continue
         try:
             entry = json.loads(line)
-            text, title, source = entry["text"], entry.get("title", ""), entry.get("source", "")
+            text, title = entry["text"], entry.get("title", "")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TrainError(
                 f'{file}, line {number} is not a JSON object with a "text": {error}'
             ) from error
         if not isinstance(text, str) or not isinstance(title, str):
             raise TrainError(f'{file}, line {number}: "text" and "title" must be strings')
-        if not isinstance(source, str):
-            raise TrainError(f'{file}, line {number}: "source" must be a string')
         try:
-            (text + title + source).encode()
+            (text + title).encode()
         except UnicodeEncodeError as error:
             raise TrainError(f"{file}, line {number} is not UTF-8 text: {error.reason}") from None
-        yield Document(title, text, source)
+        yield Document(title, text)
 
 
 def _from_text(file: Path, stream: IO[str]) -> Iterator[Document]:

@@ -6,7 +6,6 @@ its set, so that small sets are not lost beside large ones.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +46,6 @@ from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
 
 _QUESTIONS_FIGURE = "f1"
-ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +147,12 @@ _Data = LabelData | TagData | None
 
 
 def finetune_tasks(
-    checkpoint: Checkpoint,
-    folder: Path,
-    recipe: TasksRecipe,
-    options: RunOptions,
-    *,
-    alone: bool = False,
-    runs: Mapping[str, Path] | None = None,
+    checkpoint: Checkpoint, folder: Path, recipe: TasksRecipe, options: RunOptions
 ) -> Path:
     """Fine-tune a checkpoint for all tasks of a recipe.
 
     Args:
         folder: folder that the names of the recipe's files are relative to.
-        alone: also train each task alone, with the batches that it has in the joint run, and
-            report what joint training costs or gains.
-        runs: folders of runs of single tasks to compare with instead, by name of the task.
 
     Returns:
         The folder of the new checkpoint, which has the heads of all tasks.
@@ -176,7 +165,6 @@ def finetune_tasks(
         "checkpoint": checkpoint.source.weights_sha256,
         "file of a task": fingerprint(files),
     }
-    _check_runs(recipe, runs or {})
     data = [_read(task, folder, recipe, options) for task in recipe.task]
     acquire_run_dir(options.run_dir, recipe, inputs)
     model = _start(checkpoint, recipe.task, data, recipe)
@@ -186,7 +174,10 @@ def finetune_tasks(
         options.report(
             f"{member.name}: {member.size:,} rows, {objective.batches[member.name]:,} batches"
         )
-    step = _train(objective, recipe, options, MEAN)
+    stopping = Stopping(MEAN, recipe.patience) if recipe.patience else None
+    step = train(
+        objective, options, seed=recipe.seed, optimisation=recipe.optimisation, stopping=stopping
+    )
     figures = {}
     for member in members:
         labelled = member.objective
@@ -198,26 +189,8 @@ def finetune_tasks(
     title, source = "An encoder fine-tuned for several tasks", checkpoint.source.location
     run = Run(title, source, [checkpoint], files, recipe, options, step, figures)
     result = finish_run(model, checkpoint.tokenizer, run)
-    joint = _figures(options.run_dir, step)
-    others = dict(runs or {})
-    if alone:
-        for index, member in enumerate(members):
-            steps = math.ceil(objective.batches[member.name] / recipe.optimisation.accumulation)
-            own = recipe.model_copy(update={"task": [recipe.task[index]], "steps": max(1, steps)})
-            run_dir = options.run_dir / ALONE / member.name
-            _train_alone(checkpoint, folder, data[index], own, replace(options, run_dir=run_dir))
-            others[member.name] = run_dir
-    _report_gains(members, joint, others, options)
+    _report_figures(members, options, step)
     return result
-
-
-def _check_runs(recipe: TasksRecipe, runs: Mapping[str, Path]) -> None:
-    names = [task.name for task in recipe.task]
-    for name, run in runs.items():
-        if name not in names:
-            raise TrainError(f"the recipe has no task {name!r} to compare {run} with")
-        if not read_log(run):
-            raise TrainError(f"{run} is not the folder of a run: it has no log")
 
 
 def _read(
@@ -283,53 +256,12 @@ def _members(
     return members
 
 
-def _train(objective: Objective, recipe: TasksRecipe, options: RunOptions, figure: str) -> int:
-    stopping = Stopping(figure, recipe.patience) if recipe.patience else None
-    return train(
-        objective, options, seed=recipe.seed, optimisation=recipe.optimisation, stopping=stopping
-    )
-
-
-def _train_alone(
-    checkpoint: Checkpoint, folder: Path, data: _Data, recipe: TasksRecipe, options: RunOptions
-) -> None:
-    """Train one task as in the joint run, without the others."""
-    options.report(f"{recipe.task[0].name} alone, {recipe.steps:,} steps")
-    acquire_run_dir(options.run_dir, recipe, {"checkpoint": checkpoint.source.weights_sha256})
-    model = _start(checkpoint, recipe.task, [data], recipe)
-    members = _members(model, checkpoint.tokenizer, folder, [data], recipe, options)
-    _train(JointObjective(members, recipe), recipe, options, MEAN)
-
-
-def _figures(run_dir: Path, step: int | None = None) -> Mapping[str, float]:
-    """Return the held-out figures of a run at a step, or at its end."""
-    entries = [each for each in read_log(run_dir) if step is None or each["step"] <= step]
-    return {
-        name.removeprefix("held_out_"): value
-        for name, value in entries[-1].items()
-        if name.startswith("held_out_")
-    }
-
-
-def _report_gains(
-    members: Sequence[Member],
-    joint: Mapping[str, float],
-    runs: Mapping[str, Path],
-    options: RunOptions,
-) -> None:
-    """Report each task's main figure, and what it gains over the run of the task alone."""
-    rows: list[dict[str, Any]] = []
+def _report_figures(members: Sequence[Member], options: RunOptions, step: int) -> None:
+    """Report the main figure of each task at a step, and write the figures to ``tasks.json``."""
+    entry = [each for each in read_log(options.run_dir) if each["step"] <= step][-1]
+    rows = []
     for member in members:
-        name = f"{member.name}_{member.figure}"
-        if name not in joint:
-            continue
-        row: dict[str, Any] = {"task": member.name, "figure": member.figure, "joint": joint[name]}
-        if member.name in runs:
-            single = _figures(runs[member.name])
-            value = single.get(name, single.get(member.figure))
-            if value is not None:
-                row |= {"alone": value, "gain": joint[name] - value}
-        rows.append(row)
-        gain = f", alone {row['alone']:.3f}, gain {row['gain']:+.3f}" if "gain" in row else ""
-        options.report(f"{member.name}: {member.figure} {row['joint']:.3f}{gain}")
+        if (value := entry.get(f"held_out_{member.name}_{member.figure}")) is not None:
+            rows.append({"task": member.name, "figure": member.figure, "value": value})
+            options.report(f"{member.name}: {member.figure} {value:.3f}")
     (options.run_dir / "tasks.json").write_text(json.dumps(rows, indent=2) + "\n")

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from cloze.export.train.optimisation import (
     WeightAverage,
     learning_rate,
     make_optimizer,
+    optimizer_step,
     schedule_factor,
 )
 from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
@@ -84,13 +85,11 @@ def train(
     *,
     seed: int,
     optimisation: Optimisation,
-    before_step: Callable[[int], None] = lambda _: None,
     stopping: Stopping | None = None,
 ) -> int:
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
 
     Args:
-        before_step: called before each step with its 0-based number.
         stopping: when the run stops early; None: it does not.
 
     Returns:
@@ -119,7 +118,6 @@ def train(
                 if best.is_over:
                     options.report(f"stopped after step {step}: step {best.step} was better")
                     break
-                before_step(step)
                 stepper.step(step, interrupted)
     except OSError as error:
         reason = error.strerror or error
@@ -203,7 +201,8 @@ class _Stepper:
                 means[name] = means.get(name, torch.zeros((), device=device)) + share
         parameters = objective.module.parameters()
         means["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, optimisation.clip)
-        self._state.optimizer.step(schedule_factor(step, objective.steps, optimisation))
+        factor = schedule_factor(step, objective.steps, optimisation)
+        optimizer_step(self._state.optimizer, factor)
         self._progress.advance(tokens)
         return means
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
 from cloze.export.tokenizer import describe_tokenizer
-from cloze.export.train.batches import BatchPlan, TextBatches, shuffled_batches
+from cloze.export.train.batches import TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences
 from cloze.export.train.embeddings import unmasked_texts
@@ -30,8 +30,7 @@ from cloze.export.train.examples import (
     SentenceObjective,
 )
 from cloze.export.train.masking import Masking, Unit
-from cloze.export.train.recipe import Phase, Pretraining
-from cloze.export.train.text_objective import make_masking
+from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
 from cloze.export.train.vocabulary import (
     SPECIAL_TOKENS,
     save_vocabulary,
@@ -396,9 +395,8 @@ def text_batches(
     phases: list[Phase],
     seed: int = 1,
 ) -> TextBatches:
-    plan = BatchPlan(recipe, phases, seed)
-    described = describe_tokenizer(tokenizer)
-    return TextBatches(corpus.train, plan, make_masking(described, recipe), described.special)
+    plan = TextRecipe(pretraining=recipe, phases=phases, seed=seed)
+    return TextBatches(corpus.train, plan, describe_tokenizer(tokenizer))
 
 
 def test_the_mask_rate_falls_in_a_straight_line(

@@ -21,6 +21,7 @@ from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.model import Model
 from cloze.export.rounding import input_scales
+from cloze.export.train.batches import TextBatches
 from cloze.export.train.compress import describe_sizes
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.importance import choose, importance, without_others
@@ -28,7 +29,6 @@ from cloze.export.train.recipe import PruneRecipe
 from cloze.export.train.recipe_files import load_recipe
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.start import kept_recipe
-from cloze.export.train.text_objective import text_batches
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, HeadRequest, embedding
 from cloze.model_store.layouts import Layout
@@ -48,7 +48,7 @@ def pruned(checkpoint: Checkpoint, text: Path, folder: Path) -> dict[float, Mode
     corpus = prepare_corpus(
         [text], checkpoint.tokenizer.tokenizer, folder / "corpus", held_out=0.08, report=print
     )
-    batches = text_batches(corpus.train, recipe, checkpoint.tokenizer)
+    batches = TextBatches(corpus.train, recipe, checkpoint.tokenizer)
     scores = importance(checkpoint.model, (batches(step, 0) for step in range(4)))
     models = {1.0: checkpoint.model}
     for share in SHARES[1:]:

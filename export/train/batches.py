@@ -13,11 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from cloze.export.errors import TrainError
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
 from cloze.export.train.masking import MaskedSequence, Masking
-from cloze.export.train.recipe import DistilledText, Phase, Pretraining
-from cloze.model_store.sequences import SpecialTokens
+from cloze.export.train.recipe import DistilledText, Pretraining, TextRecipe
+from cloze.export.train.vocabulary import mask_id
 
 _POOL_BATCHES = 16
 """Number of batches whose examples are sorted by length together."""
@@ -154,38 +155,44 @@ def padded_length(longest: int, limit: int) -> int:
     return min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """How the text of a run becomes batches.
-
-    Attributes:
-        phases: sequence lengths and batch sizes, in the order of the run.
-    """
-
-    pretraining: Pretraining | DistilledText
-    phases: Sequence[Phase]
-    seed: int
-    accumulation: int = 1
+def make_masking(
+    tokenizer: CheckpointTokenizer,
+    recipe: Pretraining | DistilledText,
+    replace: tuple[float, float] = (0.8, 0.1),
+) -> Masking:
+    """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
+    special = np.ones(tokenizer.size, bool)  # also the ids between those of the vocabulary
+    names = frozenset(tokenizer.special_tokens.values())
+    for token, number in tokenizer.tokenizer.get_vocab().items():
+        special[number] = token in names
+    return Masking(
+        recipe.unit,
+        recipe.rate,
+        mask_id(tokenizer),
+        special,
+        tokenizer.continuations(),
+        replace,
+        recipe.final_rate,
+    )
 
 
 class TextBatches:
     """The batches of a run over a corpus. Each batch is a function of its step and part.
 
     Raises:
-        TrainError: the corpus is too small for the plan, or has nothing to mask.
+        TrainError: the corpus is too small for the recipe, or has nothing to mask.
     """
 
-    def __init__(
-        self, corpus: Corpus, plan: BatchPlan, masking: Masking, special: SpecialTokens
-    ) -> None:
-        self._corpus, self._plan = corpus, plan
-        self._masking, self._special = masking, special
+    def __init__(self, corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> None:
+        self._corpus, self._recipe = corpus, recipe
+        self._masking = make_masking(tokenizer, recipe.pretraining)
+        self._special = tokenizer.special
         self._lengths: dict[tuple[int, int], int] = {}
-        self._ends: list[list[int]] = [[] for _ in plan.phases]
+        self._ends: list[list[int]] = [[] for _ in recipe.phases]
         self._epochs: dict[tuple[int, int], EpochExamples] = {}
-        self._phase_ends = list(accumulate(phase.steps for phase in plan.phases))
+        self._phase_ends = list(accumulate(phase.steps for phase in recipe.phases))
         self.steps = self._phase_ends[-1]
-        self._row(0, 0, masking)  # raises before the run starts if the corpus does not suffice
+        self._row(0, 0, self._masking)  # raises before the run if the corpus does not suffice
 
     def phase(self, step: int) -> int:
         """Return the index of the phase of a step."""
@@ -193,11 +200,11 @@ class TextBatches:
 
     def __call__(self, step: int, part: int) -> TextBatch:
         """Return the ``part``-th batch of a step."""
-        plan = self._plan
         index = self.phase(step)
-        phase = plan.phases[index]
+        phase = self._recipe.phases[index]
         step_of_phase = step - (self._phase_ends[index] - phase.steps)
-        number = (step_of_phase * plan.accumulation + part) * phase.sequences
+        accumulation = self._recipe.optimisation.accumulation
+        number = (step_of_phase * accumulation + part) * phase.sequences
         masking = self._masking.at(step / max(1, self.steps - 1))
         rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
         return collate(rows, phase.tokens)
@@ -233,18 +240,18 @@ class TextBatches:
 
     def _examples(self, phase: int, epoch: int) -> EpochExamples:
         """Return the examples of an epoch, from the cache if possible."""
-        plan = self._plan
+        recipe = self._recipe
         if (phase, epoch) not in self._epochs:
-            while len(self._epochs) >= _CACHED_EPOCHS * len(plan.phases):
+            while len(self._epochs) >= _CACHED_EPOCHS * len(recipe.phases):
                 del self._epochs[next(iter(self._epochs))]
             options = ExampleOptions(
-                length=plan.phases[phase].tokens,
-                sentence=plan.pretraining.sentence,
+                length=recipe.phases[phase].tokens,
+                sentence=recipe.pretraining.sentence,
                 special=self._special,
-                seed=plan.seed,
-                epoch=phase * _MAX_EPOCHS + (epoch if plan.pretraining.dynamic else 0),
-                short=plan.pretraining.short,
-                single=plan.phases[phase].single,
+                seed=recipe.seed,
+                epoch=phase * _MAX_EPOCHS + (epoch if recipe.pretraining.dynamic else 0),
+                short=recipe.pretraining.short,
+                single=recipe.phases[phase].single,
             )
             self._epochs[phase, epoch] = EpochExamples(self._corpus, options)
         return self._epochs[phase, epoch]

@@ -14,7 +14,7 @@ from cloze.export.errors import TrainError
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import FAMILIES
 from cloze.export.model import Model, TorchScorer, head_module
-from cloze.export.train.batches import TextBatch
+from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import PreparedCorpus
 from cloze.export.train.distill import check_lengths, learn_from
@@ -28,7 +28,6 @@ from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import check_kept_embeddings, kept_recipe
 from cloze.export.train.text_objective import (
     run_corpus,
-    text_batches,
 )
 from cloze.export.verify import measure_gate
 
@@ -49,7 +48,7 @@ class _Job:
         seed = (self.recipe.seed + 1) % 2**32
         phase = self.recipe.phases[0].model_copy(update={"steps": count})
         recipe = self.recipe.model_copy(update={"seed": seed, "phases": [phase]})
-        batches = text_batches(self.corpus.train, recipe, self.whole.tokenizer)
+        batches = TextBatches(self.corpus.train, recipe, self.whole.tokenizer)
         for step in range(count):
             yield batches(step, 0).to(self.options.device)
 

@@ -19,7 +19,7 @@ from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
-from cloze.export.train.batches import TextBatch
+from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.corpus import PreparedCorpus
 from cloze.export.train.documents import fingerprint
@@ -34,7 +34,6 @@ from cloze.export.train.text_objective import (
     TextObjective,
     held_out_batches,
     run_corpus,
-    text_batches,
 )
 
 
@@ -186,7 +185,7 @@ def learn_from(
     """Train a student on text, with the losses of `Distillation`."""
     objective = TextObjective(
         Distillation(student, teacher.model.to(options.device), recipe),
-        text_batches(corpus.train, recipe, teacher.tokenizer),
+        TextBatches(corpus.train, recipe, teacher.tokenizer),
         held_out_batches(corpus.held_out, recipe, teacher.tokenizer, options.report),
         options.device,
     )

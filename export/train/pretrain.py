@@ -13,7 +13,7 @@ from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import score_masks
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.batches import TextBatch
+from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
 from cloze.export.train.examples import SentenceObjective
@@ -33,7 +33,6 @@ from cloze.export.train.text_objective import (
     TextObjective,
     held_out_batches,
     run_corpus,
-    text_batches,
 )
 from cloze.export.train.vocabulary import open_tokenizer, save_vocabulary, train_tokenizer
 
@@ -157,7 +156,7 @@ def _train(
     corpus = run_corpus(files, tokenizer, recipe.held_out, options)
     parameters = module.model.parameter_count()
     options.report(f"a {recipe.model.family} of {parameters:,} parameters")
-    batches = text_batches(corpus.train, recipe, tokenizer)
+    batches = TextBatches(corpus.train, recipe, tokenizer)
     held_out = held_out_batches(corpus.held_out, recipe, tokenizer, options.report)
     objective = TextObjective(module, batches, held_out, options.device)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)

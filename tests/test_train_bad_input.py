@@ -240,6 +240,12 @@ def test_a_text_without_a_vocabulary(
             r".*type\.jsonl, line 2: \"text\" and \"title\" must be strings",
         ),
         (
+            "source.jsonl",
+            f'{LINE}{{"text": "a", "source": 1}}\n'.encode(),
+            RECIPE,
+            r".*source\.jsonl, line 2: \"source\" must be a",
+        ),
+        (
             "deep.jsonl",
             f"{LINE}{'[' * 99_999}\n".encode(),
             RECIPE,

@@ -26,10 +26,15 @@ _KEY_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text whose sentences follow each other."""
+    """One text whose sentences follow each other.
+
+    Attributes:
+        source: the ``source`` field of the document's JSON line, or an empty string.
+    """
 
     title: str
     text: str
+    source: str = ""
 
     @property
     def key(self) -> str:
@@ -40,7 +45,7 @@ class Document:
 def read_documents(files: Iterable[Path]) -> Iterator[Document]:
     """Stream the documents of ``.jsonl`` and plain text files, which may be compressed as ``.xz``.
 
-    A line of a ``.jsonl`` file is an object with ``text`` and optionally ``title``.
+    A line of a ``.jsonl`` file is an object with ``text`` and optionally ``title`` and ``source``.
     In plain text a blank line ends a document, as in the input files of google-research/bert.
 
     Raises:
@@ -85,18 +90,20 @@ def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
             continue
         try:
             entry = json.loads(line)
-            text, title = entry["text"], entry.get("title", "")
+            text, title, source = entry["text"], entry.get("title", ""), entry.get("source", "")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TrainError(
                 f'{file}, line {number} is not a JSON object with a "text": {error}'
             ) from error
         if not isinstance(text, str) or not isinstance(title, str):
             raise TrainError(f'{file}, line {number}: "text" and "title" must be strings')
+        if not isinstance(source, str):
+            raise TrainError(f'{file}, line {number}: "source" must be a string')
         try:
-            (text + title).encode()
+            (text + title + source).encode()
         except UnicodeEncodeError as error:
             raise TrainError(f"{file}, line {number} is not UTF-8 text: {error.reason}") from None
-        yield Document(title, text)
+        yield Document(title, text, source)
 
 
 def _from_text(file: Path, stream: IO[str]) -> Iterator[Document]:

@@ -86,7 +86,7 @@ def write_counterfactuals(files: Iterable[Path], words: WordPairs, out: Path) ->
             texts = [document.text] if exchanged == document.text else [document.text, exchanged]
             copies += len(texts) - 1
             for text in texts:
-                row = {"title": document.key, "text": text}
+                row = {"title": document.key, "text": text, "source": document.source}
                 stream.write(json.dumps(row) + "\n")
         if not copies:
             raise TrainError("no document has a word of the word pairs: nothing would change")

@@ -35,7 +35,6 @@ from cloze.export.heads import NEXT_SENTENCE, SPAN
 from cloze.export.measure.audit import SentencePair, preferences
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.masked_words import (
-    Completion,
     Sentence,
     complete,
     read_sentences,
@@ -1245,17 +1244,17 @@ def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None
     masked = "The old [MASK] saw the moon ."
     (likeliest,) = complete([Sentence(masked, ("x",))], subject.tokenizer, subject.scorer)
     file = tmp_path / "first-words.tsv"
-    file.write_text(f"{masked}\tnothing, {likeliest.word.upper()}\n{masked}\tnothing\n")
+    file.write_text(f"{masked}\tnothing, {likeliest.upper()}\n{masked}\tnothing\n")
     said: list[str] = []
     data = EvaluationData([], [], [], 1.0, sentences=(file,))
     measured = evaluate(subject, data, tmp_path, said.append)
     assert measured == {"first_words": 0.5, "first_words_repeats": 0}
-    assert said == [f"right: {masked} {likeliest.word}", f"wrong: {masked} {likeliest.word}"]
+    assert said == [f"right: {masked} {likeliest}", f"wrong: {masked} {likeliest}"]
 
 
 def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
     sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
-    found = {word: Completion(sentence, word).repeats for word in ("moon", "not", "sea")}
+    found = {word: sentence.is_repeated_by(word) for word in ("moon", "not", "sea")}
     assert found == {"moon": True, "not": False, "sea": False}
 
 

@@ -353,13 +353,14 @@ def _measure_sentences(subject: Subject, file: Path, name: str, report: Report) 
     Returns:
         The share of accepted words, and the share of words that repeat one of their sentence.
     """
-    completions = complete(read_sentences(file), subject.tokenizer, subject.scorer)
-    for completion in completions:
-        mark = "right" if completion.is_right else "wrong"
-        report(f"{mark}: {completion.sentence.text} {completion.word}")
+    sentences = read_sentences(file)
+    words = complete(sentences, subject.tokenizer, subject.scorer)
+    pairs = list(zip(sentences, words, strict=True))
+    for sentence, word in pairs:
+        report(f"{'right' if sentence.accepts(word) else 'wrong'}: {sentence.text} {word}")
     return {
-        name: sum(each.is_right for each in completions) / len(completions),
-        f"{name}_repeats": sum(each.repeats for each in completions) / len(completions),
+        name: sum(each.accepts(word) for each, word in pairs) / len(pairs),
+        f"{name}_repeats": sum(each.is_repeated_by(word) for each, word in pairs) / len(pairs),
     }
 
 

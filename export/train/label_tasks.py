@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.measure.calibration import Calibration, calibrate
 from cloze.export.measure.labelled import TaggedSentence
 from cloze.export.measure.labels import (
     EncodedRow,
@@ -32,6 +31,7 @@ from cloze.export.measure.labels import (
     measure_tags,
     tag_choices,
 )
+from cloze.export.measure.metrics import Calibration, calibrate
 from cloze.export.measure.scorer import Floats
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer

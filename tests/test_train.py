@@ -30,24 +30,20 @@ from transformers import (
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.errors import DataError, TrainError
-from cloze.export.evaluation.masked_words import (
-    Completion,
+from cloze.export.heads import NEXT_SENTENCE, SPAN
+from cloze.export.measure.audit import SentencePair, preferences
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.measure.masked_words import (
     Sentence,
     complete,
     read_sentences,
 )
-from cloze.export.evaluation.pairs import ScoredPair, similarity
-from cloze.export.evaluation.scorer import (
+from cloze.export.measure.pairs import ScoredPair, similarity
+from cloze.export.measure.scorer import (
     head_arrays,
     score_masks,
 )
-from cloze.export.evaluation.squad import read_questions
-from cloze.export.evaluation.stereotypes import (
-    SentencePair,
-    read_stereotypes,
-    stereotype_preference,
-)
-from cloze.export.heads import NEXT_SENTENCE, SPAN
+from cloze.export.measure.squad import read_questions
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average
@@ -60,7 +56,6 @@ from cloze.export.train.embedding import (
     EmbeddingObjective,
     finetune_embedding,
 )
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.no_answer import calibrate
@@ -1161,28 +1156,22 @@ def test_a_teacher_without_a_masked_lm_head_is_refused(
         distill(str(checkpoints["bert-qa"]), [stories], recipe, run_options(tmp_path))
 
 
-def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_path: Path) -> None:
+def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path) -> None:
     """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the
     first nearly always.
     """
-    file = tmp_path / "pairs.csv"
     rng = np.random.default_rng(0)
-    lines = ["sent_more,sent_less"]
-    for _ in range(40):
-        place = rng.choice(PLACES)
-        known, strange = f"The old king saw the moon {place}.", f"The old king saw a moon {place}."
-        lines.append(f"{known},{strange}")
-    file.write_text("\n".join(lines) + "\n")
+    places = rng.choice(PLACES, 40)
+    pairs = [
+        SentencePair(f"The old king saw the moon {place}.", f"The old king saw a moon {place}.")
+        for place in places
+    ]
     subject = open_subject(str(trained), Store(Path()), CPU)
-    pairs = read_stereotypes(file)
-    share = stereotype_preference(pairs, subject.tokenizer, subject.scorer, 32)
+    share = preferences(subject, pairs).mean()
     assert share > 0.8
     swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
-    assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(
-        1 - share
-    )
-    same = [SentencePair("The owl.", "The owl.")]
-    assert stereotype_preference(same, subject.tokenizer, subject.scorer, 32) == 0.5
+    assert preferences(subject, swapped).mean() == pytest.approx(1 - share)
+    assert preferences(subject, [SentencePair("The owl.", "The owl.")]).tolist() == [0.5]
 
 
 def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:
@@ -1190,17 +1179,17 @@ def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None
     masked = "The old [MASK] saw the moon ."
     (likeliest,) = complete([Sentence(masked, ("x",))], subject.tokenizer, subject.scorer)
     file = tmp_path / "first-words.tsv"
-    file.write_text(f"{masked}\tnothing, {likeliest.word.upper()}\n{masked}\tnothing\n")
+    file.write_text(f"{masked}\tnothing, {likeliest.upper()}\n{masked}\tnothing\n")
     said: list[str] = []
     data = EvaluationData([], [], [], 1.0, sentences=(file,))
     measured = evaluate(subject, data, tmp_path, said.append)
     assert measured == {"first_words": 0.5, "first_words_repeats": 0}
-    assert said == [f"right: {masked} {likeliest.word}", f"wrong: {masked} {likeliest.word}"]
+    assert said == [f"right: {masked} {likeliest}", f"wrong: {masked} {likeliest}"]
 
 
 def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
     sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
-    found = {word: Completion(sentence, word).repeats for word in ("moon", "not", "sea")}
+    found = {word: sentence.is_repeated_by(word) for word in ("moon", "not", "sea")}
     assert found == {"moon": True, "not": False, "sea": False}
 
 
@@ -1227,7 +1216,7 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
     [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
 )
 def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
-    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == count
+    assert len(read_sentences(ROOT / "export" / "measure" / f"{name}.tsv")) == count
 
 
 @pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])

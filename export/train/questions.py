@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
+from cloze.export.measure.metrics import squad_answers
+from cloze.export.measure.squad import Question, read_questions
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
@@ -164,7 +165,7 @@ def make_objective(
     def held_out_figures() -> dict[str, float]:
         if not held_out:
             return {}
-        percentages = score(
+        percentages = squad_answers(
             answers_of(held_out, guess(held_out, held_out_windows, scorer)), held_out
         )
         return {name: value / 100 for name, value in percentages.items()}

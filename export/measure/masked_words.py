@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_text
-from cloze.export.evaluation.scorer import Scorer, score_masks
+from cloze.export.measure.data_files import read_text
+from cloze.export.measure.scorer import MaskedRow, Scorer, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
 _MASK_TOKEN = "[MASK]"
@@ -32,24 +32,13 @@ class Sentence:
     text: str
     words: tuple[str, ...]
 
+    def accepts(self, word: str) -> bool:
+        """Return whether a word is accepted."""
+        return word.lower() in self.words
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The model's first word for a sentence."""
-
-    sentence: Sentence
-    word: str
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the word is accepted."""
-        return self.word.lower() in self.sentence.words
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the word is not accepted, and stands in the sentence already."""
-        words = re.findall(r"\w+", self.sentence.text.lower())
-        return not self.is_right and self.word.lower() in words
+    def is_repeated_by(self, word: str) -> bool:
+        """Return whether a word is not accepted, and stands in the sentence already."""
+        return not self.accepts(word) and word.lower() in re.findall(r"\w+", self.text.lower())
 
 
 def read_sentences(file: Path) -> list[Sentence]:
@@ -74,7 +63,7 @@ def read_sentences(file: Path) -> list[Sentence]:
 
 def complete(
     sentences: Sequence[Sentence], tokenizer: CheckpointTokenizer, scorer: Scorer
-) -> list[Completion]:
+) -> list[str]:
     """Return the model's first word for each sentence.
 
     Raises:
@@ -82,11 +71,10 @@ def complete(
     """
     if tokenizer.mask_token is None:
         raise DataError("the tokenizer has no mask token")
-    completions = []
+    mask_id, rows = tokenizer.mask_id, []
     for sentence in sentences:
         text = sentence.text.replace(_MASK_TOKEN, tokenizer.mask_token)
-        ids = np.array([tokenizer.tokenizer.encode(text).ids], np.int64)
-        position = np.flatnonzero(ids[0] == tokenizer.mask_id)
-        best, _ = score_masks(scorer, ids, np.zeros_like(ids), position, ids[0][position], k=1)
-        completions.append(Completion(sentence, tokenizer.readable([int(best[0, 0])])))
-    return completions
+        ids = np.array(tokenizer.tokenizer.encode(text).ids, np.int64)
+        position = np.flatnonzero(ids == mask_id)
+        rows.append(MaskedRow(ids, np.zeros_like(ids), position, ids[position]))
+    return [tokenizer.readable([int(best[0, 0])]) for best, _ in score_masks(scorer, rows, k=1)]

@@ -12,7 +12,6 @@ import click
 
 from cloze.model_store.store import Store
 from cloze.options import store_option
-from cloze.train_compress import factorise, prune
 from cloze.train_debias import debias, debias_embed
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
@@ -409,6 +408,4 @@ def distill(
 
 train.add_command(debias)
 train.add_command(debias_embed)
-train.add_command(prune)
-train.add_command(factorise)
 train.add_command(evaluate)

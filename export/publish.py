@@ -346,8 +346,6 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
         max_positions=config.max_positions,
         type_vocab_size=config.type_vocab_size,
         parameters=checkpoint.model.parameter_count(),
-        layer_heads=config.layer_heads,
-        layer_intermediate_sizes=config.layer_intermediate_sizes,
     )
 
 

@@ -97,7 +97,12 @@ class BundleSpec(Frozen):
     tasks: tuple[TaskName, ...] = Field(min_length=1)
     architecture: Annotated[
         Architecture,
-        BeforeValidator(without("intermediate_size", "activation", "layer_norm_eps")),
+        BeforeValidator(
+            without(
+                *("intermediate_size", "activation", "layer_norm_eps"),
+                *("layer_heads", "layer_intermediate_sizes"),
+            )
+        ),
     ]
     source: Source
     license: str | None = Field(
@@ -331,10 +336,6 @@ class Manifest(BundleSpec):
         for section in ("tables", "adapters"):
             if getattr(self, section) is None:
                 fields[section] = True
-        architecture = self.architecture
-        pruned = ("layer_heads", "layer_intermediate_sizes")
-        if unpruned := {name for name in pruned if getattr(architecture, name) is None}:
-            fields["architecture"] = unpruned
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
         if self.tokenizer.truncation_side == "right":

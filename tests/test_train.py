@@ -74,12 +74,10 @@ from cloze.export.train.recipe import (
     DistilledText,
     DistillRecipe,
     EmbedRecipe,
-    FactoriseRecipe,
     Optimisation,
     Phase,
     Pretraining,
     PretrainRecipe,
-    PruneRecipe,
     QuestionsRecipe,
     Sizes,
     Vocabulary,
@@ -560,8 +558,6 @@ def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: 
         "finetune-classify": LabelsRecipe,
         "finetune-tokens": TagsRecipe,
         "finetune-tasks": TasksRecipe,
-        "prune": PruneRecipe,
-        "factorise": FactoriseRecipe,
     }
     kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
     assert load_recipe(str(file), kind, seed=7).seed == 7

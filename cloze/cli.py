@@ -158,6 +158,13 @@ _OPTIONS_OF_A_HEAD = frozenset({"source", "share", "out", "tasks", "model_store"
     "a second graph on the same weights.  [default: the bundle takes no adapters]",
 )
 @click.option(
+    "--no-answer-threshold",
+    type=float,
+    default=0.0,
+    help="Question answering says that there is no answer where its score exceeds that of the best "
+    "span by more than this number of logits, qa_best_threshold of `cloze train evaluate`.",
+)
+@click.option(
     "--gate-pairs",
     multiple=True,
     type=click.Path(path_type=Path),
@@ -191,6 +198,7 @@ def export(
     precisions: tuple[str, ...],
     weights: str,
     adapters: str,
+    no_answer_threshold: float,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
     device: str,
@@ -243,6 +251,7 @@ def export(
             cuda=device == "cuda",
             reuse=not again,
             adapters=tuple(filter(None, adapters.split(","))),
+            no_answer_threshold=no_answer_threshold,
         )
         bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:

@@ -259,7 +259,8 @@ class BundleSpec(Frozen):
         if masked_lm.HEAD.name in names and self.tokenizer.mask_id is None:
             raise ValueError("the task fill-mask needs a mask token")
         for head in self.graph_heads:
-            if (head.options is not None) != (head.name in self.heads):
+            needs_options = head.options is not None and not head.has_default_options
+            if needs_options and head.name not in self.heads:
                 raise ValueError(
                     f"the task {head.task} and the section heads.{head.name} come together"
                 )

@@ -385,6 +385,15 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
     assert "heads" not in json.loads(bare.to_bytes())
 
 
+def test_a_bundle_may_have_a_threshold_of_no_answer() -> None:
+    assert "span" not in FIELDS["heads"], "those of earlier releases have none"
+    for threshold in (-2.5, 0, 1000):
+        assert accepts("heads.span", {"no_answer_threshold": threshold})
+    for threshold in (float("nan"), float("inf"), -1001, None):
+        assert not accepts("heads.span", {"no_answer_threshold": threshold})
+    assert not accepts("heads.span", {"threshold": 1})
+
+
 def test_a_pruned_bundle_of_an_earlier_release_is_read_with_its_digest() -> None:
     body = json.loads(manifest().to_bytes())
     body["architecture"] |= {"layer_heads": [1] * 4, "layer_intermediate_sizes": [8] * 4}

@@ -21,11 +21,11 @@ from cloze.export.families import FAMILIES
 from cloze.export.families.pruned import write_pruned
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
-from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.tokenizer_files import AS_SAVED
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS
 from cloze.model_store.peft import (
     CONFIG_FILE,
     ENCODER_DIGEST,

@@ -14,7 +14,7 @@ from cloze.tables import Row, print_rows, report
 from cloze.train_options import FILE, device_options, one_line_errors, open_device, precision_option
 
 if TYPE_CHECKING:
-    from cloze.export.evaluation.audit import Figure
+    from cloze.export.measure.audit import Figure
 
 
 @click.command()
@@ -70,9 +70,9 @@ def audit(
       cloze audit bundle:cloze-bert
       cloze audit my-run/checkpoint --crows-pairs crows_pairs.csv --page audit.html
     """
-    from cloze.export.evaluation.audit import AuditData
-    from cloze.export.evaluation.audit import audit as measure
-    from cloze.export.evaluation.audit_page import audit_page
+    from cloze.export.measure.audit import AuditData
+    from cloze.export.measure.audit import audit as measure
+    from cloze.export.measure.audit_page import audit_page
     from cloze.export.train.evaluate import open_subject
 
     given = {name: file for name, file in files.items() if file is not None}
@@ -91,7 +91,7 @@ def audit(
 
 def print_figures(figures: Sequence["Figure"]) -> None:
     """Print a table, and then what each measure says."""
-    from cloze.export.evaluation.audit import MEANINGS
+    from cloze.export.measure.audit import MEANINGS
 
     print_rows(
         [_row(figure) for figure in figures],

@@ -214,7 +214,7 @@ def export(
         raise click.UsageError("give --name for a bundle, or --share and --out for a head alone")
     try:
         from cloze.export.errors import DataError, ExportError
-        from cloze.export.evaluation.pairs import read_pairs
+        from cloze.export.measure.pairs import read_pairs
         from cloze.export.publish import ExportOptions
         from cloze.export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:

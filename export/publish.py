@@ -11,12 +11,12 @@ from cloze.export.adapters import ADAPTED_FILES, AdaptedModel
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError, Report
-from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.scorer import GraphScorer
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
+from cloze.export.measure.pairs import ScoredPair
+from cloze.export.measure.scorer import GraphScorer
+from cloze.export.measure.texts import GateTexts
 from cloze.export.model import Model, TorchScorer
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session

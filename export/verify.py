@@ -20,10 +20,10 @@ from cloze.export.blocks.window import Window
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Scorer
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes
+from cloze.export.measure.scorer import Scorer
+from cloze.export.measure.texts import GateTexts
 from cloze.export.model import Model, hidden_states, torch_outputs
 from cloze.export.session import Session, open_session
 from cloze.model_store.batch import BatchCodec, Encoding

@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.graph_writer import GraphWriter
+from cloze.export.measure.scorer import GraphScorer
 from cloze.export.model import TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import open_session

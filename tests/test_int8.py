@@ -20,12 +20,12 @@ from onnx import TensorProto
 from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.texts import SENTENCES, GateTexts
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
+from cloze.export.measure.pairs import ScoredPair
+from cloze.export.measure.texts import SENTENCES, GateTexts
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.rounding import _random_tokens, input_scales

@@ -27,7 +27,7 @@ from cloze.cli import cli
 from cloze.client import Client
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import GraphScorer
+from cloze.export.measure.scorer import GraphScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import open_session
 from cloze.export.train.save import save_checkpoint

@@ -18,7 +18,7 @@ MEASURED = (
     "export/blocks",
     "export/graph",
     "export/heads",
-    "export/evaluation",
+    "export/measure",
     "export/rounding.py",
     "export/verify.py",
     "cloze/bulk",

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.export.evaluation.squad import (
+from cloze.export.heads import SPAN
+from cloze.export.measure.squad import (
     Question,
     best_threshold,
     exact_match,
@@ -17,7 +18,6 @@ from cloze.export.evaluation.squad import (
     read_questions,
     score,
 )
-from cloze.export.heads import SPAN
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
 from cloze.cli import cli
-from cloze.export.evaluation.texts import SENTENCES
+from cloze.export.measure.texts import SENTENCES
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision

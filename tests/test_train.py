@@ -31,24 +31,24 @@ from transformers import (
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.errors import DataError, TrainError
-from cloze.export.evaluation.masked_words import (
+from cloze.export.heads import NEXT_SENTENCE, SPAN
+from cloze.export.measure.masked_words import (
     Completion,
     Sentence,
     complete,
     read_sentences,
 )
-from cloze.export.evaluation.pairs import ScoredPair, similarity
-from cloze.export.evaluation.scorer import (
+from cloze.export.measure.pairs import ScoredPair, similarity
+from cloze.export.measure.scorer import (
     head_arrays,
     score_masks,
 )
-from cloze.export.evaluation.squad import read_questions
-from cloze.export.evaluation.stereotypes import (
+from cloze.export.measure.squad import read_questions
+from cloze.export.measure.stereotypes import (
     SentencePair,
     read_stereotypes,
     stereotype_preference,
 )
-from cloze.export.heads import NEXT_SENTENCE, SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average
@@ -1292,7 +1292,7 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
     [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
 )
 def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
-    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == count
+    assert len(read_sentences(ROOT / "export" / "measure" / f"{name}.tsv")) == count
 
 
 @pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])

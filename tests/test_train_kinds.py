@@ -23,8 +23,8 @@ from transformers import (
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.scorer import head_arrays
-from cloze.export.evaluation.squad import Question
+from cloze.export.measure.scorer import head_arrays
+from cloze.export.measure.squad import Question
 from cloze.export.model import TorchScorer
 from cloze.export.publish import export
 from cloze.export.tokenizer import describe_tokenizer

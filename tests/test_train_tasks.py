@@ -15,8 +15,8 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, TrainError
-from cloze.export.evaluation.labelled import read_labelled, read_tagged
 from cloze.export.families import FAMILIES
+from cloze.export.measure.labelled import read_labelled, read_tagged
 from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject

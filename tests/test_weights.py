@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import (
-    GraphScorer,
-    head_arrays,
-)
 from cloze.export.graph.linear_ops import quantise
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
+from cloze.export.measure.scorer import (
+    GraphScorer,
+    head_arrays,
+)
 from cloze.export.publish import ExportOptions, export
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session

@@ -14,7 +14,7 @@ from tokenizers import (
     trainers,
 )
 
-from cloze.export.evaluation.texts import QUESTIONS, SENTENCES
+from cloze.export.measure.texts import QUESTIONS, SENTENCES
 
 TEXT = [*SENTENCES, *(text for pair in QUESTIONS for text in pair)]
 _SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.blocks.layer import ACTIVATIONS, Activation, make_norm
-from cloze.export.evaluation.scorer import Scorer, head_arrays
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.measure.scorer import Scorer, head_arrays
+from cloze.export.measure.texts import GateTexts
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Scorer
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import (
     ExportHead,
@@ -20,6 +18,8 @@ from cloze.export.heads.head import (
     token_rows,
 )
 from cloze.export.heads.multi_vector import read_linear
+from cloze.export.measure.scorer import Scorer
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import lexical
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.layouts import Placement

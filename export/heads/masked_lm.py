@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
-from cloze.export.evaluation.scorer import Scorer, score_masks
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder, layer_norm
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, write_activated
+from cloze.export.measure.scorer import Scorer, score_masks
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.layouts import Placement

@@ -23,8 +23,6 @@ from cloze.export.embedding_recipe import (
 )
 from cloze.export.embedding_steps import Projection, Step, UnitLength, read_projection
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Scorer
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.export.heads.head import (
     ExportHead,
@@ -36,6 +34,8 @@ from cloze.export.heads.head import (
     of_sentences,
     token_rows,
 )
+from cloze.export.measure.scorer import Scorer
+from cloze.export.measure.texts import GateTexts
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.error_lines import first_problem
 from cloze.model_store.heads import multi_vector

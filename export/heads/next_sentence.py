@@ -5,8 +5,6 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer, head_arrays
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import (
     ExportHead,
@@ -15,6 +13,8 @@ from cloze.export.heads.head import (
     agreement,
     cls_rows,
 )
+from cloze.export.measure.scorer import Scorer, head_arrays
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import next_sentence
 from cloze.model_store.layouts import Placement
 

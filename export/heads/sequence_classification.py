@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import Scorer, head_arrays
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import layer_norm, linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, write_activated
+from cloze.export.measure.scorer import Scorer, head_arrays
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels, read_options

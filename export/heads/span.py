@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer, head_arrays
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, Transform, agreement
+from cloze.export.measure.scorer import Scorer, head_arrays
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import span
 from cloze.model_store.layouts import Placement
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloze.export.evaluation.scorer import Scorer, encodings
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads import masked_lm
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
 from cloze.export.heads.masked_lm import MaskedLMHead
+from cloze.export.measure.scorer import Scorer, encodings
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest
 from cloze.model_store.layouts import Placement

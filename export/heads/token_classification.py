@@ -6,8 +6,6 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from cloze.export.evaluation.scorer import Scorer
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import (
     ExportHead,
@@ -18,6 +16,8 @@ from cloze.export.heads.head import (
     token_rows,
 )
 from cloze.export.heads.sequence_classification import write_labels
+from cloze.export.measure.scorer import Scorer
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import read_options
 from cloze.model_store.layouts import Placement

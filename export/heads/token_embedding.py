@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from cloze.export.evaluation.scorer import Scorer
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine, of_sentences, token_rows
+from cloze.export.measure.scorer import Scorer
+from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import token_embedding
 from cloze.model_store.layouts import Placement
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import FAMILIES
+from cloze.export.measure.texts import GateTexts
 from cloze.export.model import Model, TorchScorer, head_module
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run

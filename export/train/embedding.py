@@ -19,8 +19,8 @@ from torch import Tensor
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.measure.pairs import read_pairs, similarity, tokenize_pairs
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import (

@@ -12,32 +12,32 @@ from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, Report, TrainError
-from cloze.export.evaluation.labelled import (
+from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.measure.labelled import (
     LabelledText,
     TaggedSentence,
     check_labels,
     read_labelled,
     read_tagged,
 )
-from cloze.export.evaluation.labels import (
+from cloze.export.measure.labels import (
     LengthRule,
     encode_sentences,
     encode_texts,
     measure_labels,
     measure_tags,
 )
-from cloze.export.evaluation.masked_words import complete, read_sentences
-from cloze.export.evaluation.pairs import read_pairs, similarity
-from cloze.export.evaluation.scorer import (
+from cloze.export.measure.masked_words import complete, read_sentences
+from cloze.export.measure.pairs import read_pairs, similarity
+from cloze.export.measure.scorer import (
     GraphScorer,
     Subject,
     equal_lengths,
     head_arrays,
     score_masks,
 )
-from cloze.export.evaluation.squad import best_threshold, read_questions, score
-from cloze.export.evaluation.stereotypes import read_stereotypes, stereotype_preference
-from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.measure.squad import best_threshold, read_questions, score
+from cloze.export.measure.stereotypes import read_stereotypes, stereotype_preference
 from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cloze.export.errors import DataError, Report, TrainError
-from cloze.export.evaluation.labelled import (
+from cloze.export.measure.labelled import (
     LabelledText,
     TaggedSentence,
     label_names,

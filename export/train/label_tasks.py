@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.calibration import Calibration, calibrate
-from cloze.export.evaluation.labelled import TaggedSentence
-from cloze.export.evaluation.labels import (
+from cloze.export.measure.calibration import Calibration, calibrate
+from cloze.export.measure.labelled import TaggedSentence
+from cloze.export.measure.labels import (
     EncodedRow,
     LengthRule,
     encode_sentences,
@@ -32,7 +32,7 @@ from cloze.export.evaluation.labels import (
     measure_tags,
     tag_choices,
 )
-from cloze.export.evaluation.scorer import Floats
+from cloze.export.measure.scorer import Floats
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches

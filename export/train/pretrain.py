@@ -10,7 +10,7 @@ from torch import nn
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.scorer import score_masks
+from cloze.export.measure.scorer import score_masks
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch

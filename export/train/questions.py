@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
+from cloze.export.measure.squad import Question, read_questions, score
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches

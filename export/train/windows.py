@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.scorer import Scorer, equal_lengths, head_arrays
-from cloze.export.evaluation.squad import Question
 from cloze.export.heads import SPAN
+from cloze.export.measure.scorer import Scorer, equal_lengths, head_arrays
+from cloze.export.measure.squad import Question
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.sequences import without_space
 

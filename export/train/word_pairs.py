@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cloze.export.errors import TrainError
-from cloze.export.evaluation.data_files import read_text
+from cloze.export.measure.data_files import read_text
 from cloze.export.train.documents import read_documents
 from cloze.model_store.plain_files import replacing
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.labelled import LabelledText, TaggedSentence
-from cloze.export.evaluation.labels import EncodedRow
+from cloze.export.measure.labelled import LabelledText, TaggedSentence
+from cloze.export.measure.labels import EncodedRow
 from cloze.export.train.label_data import LabelData, RowFiles, read_label_data
 from cloze.export.train.label_tasks import (
     LabelObjective,

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.scorer import Ids
+from cloze.export.measure.pairs import ScoredPair
+from cloze.export.measure.scorer import Ids
 
 _TEXTS = json.loads(Path(__file__).with_name("gate-texts.json").read_text(encoding="utf-8"))
 SENTENCES: tuple[str, ...] = tuple(_TEXTS["sentences"])

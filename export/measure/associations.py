@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_objects
-from cloze.export.evaluation.scorer import Subject, unit_embeddings
+from cloze.export.measure.data_files import read_objects
+from cloze.export.measure.scorer import Subject, unit_embeddings
 
 Floats64 = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_objects, read_text
+from cloze.export.measure.data_files import read_objects, read_text
 from cloze.model_store.heads.sequence_classification import ProblemType
 
 SCORE = "score"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.export.evaluation.scorer import Floats
+from cloze.export.measure.scorer import Floats
 
 _BINS = 15
 """Number of bins of confidence, as in the paper."""

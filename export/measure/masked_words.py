@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_text
-from cloze.export.evaluation.scorer import Scorer, score_masks
+from cloze.export.measure.data_files import read_text
+from cloze.export.measure.scorer import Scorer, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
 _MASK_TOKEN = "[MASK]"

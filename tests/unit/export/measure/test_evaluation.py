@@ -12,22 +12,22 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError, ExportError
-from cloze.export.evaluation import masked_words, metrics, squad, stereotypes, texts
-from cloze.export.evaluation.masked_words import (
+from cloze.export.measure import masked_words, metrics, squad, stereotypes, texts
+from cloze.export.measure.masked_words import (
     Completion,
     Sentence,
     complete,
     read_sentences,
 )
-from cloze.export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
-from cloze.export.evaluation.scorer import (
+from cloze.export.measure.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
+from cloze.export.measure.scorer import (
     encodings,
     equal_lengths,
     head_arrays,
     score_masks,
 )
-from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
-from cloze.export.evaluation.stereotypes import (
+from cloze.export.measure.squad import Question, best_threshold, read_questions, score
+from cloze.export.measure.stereotypes import (
     SentencePair,
     read_stereotypes,
     stereotype_preference,

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.associations import WordTest, associate, embed_words, read_word_tests
-from cloze.export.evaluation.scorer import Subject
-from cloze.export.evaluation.stereotypes import (
+from cloze.export.measure.associations import WordTest, associate, embed_words, read_word_tests
+from cloze.export.measure.scorer import Subject
+from cloze.export.measure.stereotypes import (
     MaskedModel,
     SentencePair,
     crows_scores,

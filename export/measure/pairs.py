@@ -14,9 +14,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_text
-from cloze.export.evaluation.metrics import spearman
-from cloze.export.evaluation.scorer import Scorer, unit_embeddings
+from cloze.export.measure.data_files import read_text
+from cloze.export.measure.metrics import spearman
+from cloze.export.measure.scorer import Scorer, unit_embeddings
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.labelled import LabelledText, TaggedSentence
-from cloze.export.evaluation.labels import (
+from cloze.export.measure.labelled import LabelledText, TaggedSentence
+from cloze.export.measure.labels import (
     LengthRule,
     encode_sentences,
     encode_texts,

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from sklearn import metrics as oracle
 
-from cloze.export.evaluation.metrics import (
+from cloze.export.measure.metrics import (
     accuracy,
     entities,
     entity_scores,

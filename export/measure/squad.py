@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.data_files import read_data
+from cloze.export.measure.data_files import read_data
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import DataError, ExportError
-from cloze.export.evaluation.data_files import read_objects, read_text
-from cloze.export.evaluation.scorer import Scorer, equal_lengths, score_masks
+from cloze.export.measure.data_files import read_objects, read_text
+from cloze.export.measure.scorer import Scorer, equal_lengths, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
 _BATCH = 64  # masked sequences per run

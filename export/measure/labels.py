@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.labelled import OUTSIDE, LabelledText, TaggedSentence
-from cloze.export.evaluation.metrics import (
+from cloze.export.measure.labelled import OUTSIDE, LabelledText, TaggedSentence
+from cloze.export.measure.metrics import (
     accuracy,
     entities,
     entity_scores,
@@ -21,7 +21,7 @@ from cloze.export.evaluation.metrics import (
     pearson,
     spearman,
 )
-from cloze.export.evaluation.scorer import Floats, Scorer, encodings, equal_lengths
+from cloze.export.measure.scorer import Floats, Scorer, encodings, equal_lengths
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.heads import HeadRequest, sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet

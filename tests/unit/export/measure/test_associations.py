@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation.associations import (
+from cloze.export.measure.associations import (
     WordSet,
     associate,
     embed_words,
     permutation_p,
     read_word_tests,
 )
-from cloze.export.evaluation.audit import WORD_TESTS
-from cloze.export.evaluation.scorer import Subject
+from cloze.export.measure.audit import WORD_TESTS
+from cloze.export.measure.scorer import Subject
 from cloze.model_store.heads import ArrayResult
 from tests.unit.export.scorers import ByHand, checkpoint_tokenizer
 

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from cloze.export.errors import DataError
-from cloze.export.evaluation import audit as audits
-from cloze.export.evaluation.audit import MINIMAL_PAIRS, AuditData, Figure, audit
-from cloze.export.evaluation.audit_page import audit_page
-from cloze.export.evaluation.scorer import Subject
-from cloze.export.evaluation.stereotypes import (
+from cloze.export.measure import audit as audits
+from cloze.export.measure.audit import MINIMAL_PAIRS, AuditData, Figure, audit
+from cloze.export.measure.audit_page import audit_page
+from cloze.export.measure.scorer import Subject
+from cloze.export.measure.stereotypes import (
     MaskedModel,
     SentencePair,
     Triple,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from cloze.export.evaluation.audit import MEANINGS, Figure
+from cloze.export.measure.audit import MEANINGS, Figure
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;

@@ -153,9 +153,10 @@ def finetune_qa(
     Example:
       cloze train finetune-qa my-run/checkpoint --questions squad.json --out qa-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.questions import finetune_questions
 
-    return finetune_questions(source, list(questions), recipe, options)
+    return finetune_questions(open_folder(source), list(questions), recipe, options)
 
 
 labelled_option = click.option(
@@ -210,12 +211,12 @@ def finetune_classify(
     Example:
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.label_data import RowFiles
     from cloze.export.train.label_tasks import finetune_rows
-    from cloze.export.train.start import open_start
 
-    checkpoint = open_start(source, Store(model_store))
-    return finetune_rows(checkpoint, RowFiles(labelled, held_out), recipe, options)
+    folder = open_folder(source, Store(model_store))
+    return finetune_rows(folder, RowFiles(labelled, held_out), recipe, options)
 
 
 @train.command("finetune-tokens")
@@ -239,12 +240,12 @@ def finetune_tokens(
     Example:
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.label_data import RowFiles
     from cloze.export.train.label_tasks import finetune_rows
-    from cloze.export.train.start import open_start
 
-    checkpoint = open_start(source, Store(model_store))
-    return finetune_rows(checkpoint, RowFiles(tagged, held_out), recipe, options)
+    folder = open_folder(source, Store(model_store))
+    return finetune_rows(folder, RowFiles(tagged, held_out), recipe, options)
 
 
 @train.command("finetune-tasks")
@@ -254,13 +255,6 @@ def finetune_tokens(
 @click.option(
     "--data", type=FOLDER, required=True, help="Folder of the files that the recipe names."
 )
-@click.option("--alone", is_flag=True, help="Also train each task alone, and compare.")
-@click.option(
-    "--compare",
-    multiple=True,
-    metavar="TASK=RUN",
-    help="Compare a task with the run in this folder; may be repeated.",
-)
 @store_option
 @run_command("TasksRecipe", None, "task_recipe")
 def finetune_tasks(
@@ -268,30 +262,20 @@ def finetune_tasks(
     options: "RunOptions",
     source: str,
     data: Path,
-    alone: bool,
-    compare: tuple[str, ...],
     model_store: Path,
 ) -> Path:
     """Fine-tune one encoder for all tasks of TASKS.toml at once.
 
-    Each batch is of one task, in proportion to the square root of the size of its set. The run
-    ends with the figure of each task and what it gained or lost against training alone.
+    Each batch is of one task, in proportion to the square root of the size of its set.
 
     \b
     Example:
       cloze train finetune-tasks tasks.toml --from my-run/checkpoint --data data --out tasks-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.joint import finetune_tasks as run
-    from cloze.export.train.start import open_start
 
-    runs = {}
-    for pair in compare:
-        name, equals, folder = pair.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{pair!r} is not TASK=RUN", param_hint="--compare")
-        runs[name] = Path(folder)
-    checkpoint = open_start(source, Store(model_store))
-    return run(checkpoint, data, recipe, options, alone=alone, runs=runs)
+    return run(open_folder(source, Store(model_store)), data, recipe, options)
 
 
 @train.command("average")

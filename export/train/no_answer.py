@@ -24,10 +24,11 @@ from cloze.export.errors import TrainError
 from cloze.export.measure.scorer import equal_lengths
 from cloze.export.measure.squad import Question, best_threshold, read_questions, score
 from cloze.export.model import Model, TorchScorer
+from cloze.export.train.answers import Guess, Window
 from cloze.export.train.card import CARD
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.save import save_checkpoint
-from cloze.export.train.windows import Guess, Window, guess, usual_windows
+from cloze.export.train.windows import guess, usual_windows
 
 _BATCH = 16
 _RIDGE = 1e-4

@@ -1,11 +1,13 @@
 """``cloze train debias`` and ``debias-embed``: less bias, and what it costs."""
 
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from cloze.audit_command import crows_pairs_option
+from cloze.model_store.store import Store
 from cloze.tables import print_rows, report
 from cloze.train_options import (
     FILE,
@@ -19,7 +21,9 @@ from cloze.train_options import (
 )
 
 if TYPE_CHECKING:
-    from cloze.export.train.debias import Change, DebiasFiles
+    import torch
+
+    from cloze.export.measure.evaluate import EvaluationData
     from cloze.export.train.recipe import PretrainRecipe
     from cloze.export.train.run_options import RunOptions
 
@@ -38,6 +42,7 @@ _scored_pairs = click.option(
 @corpus_option
 @_word_pairs
 @_scored_pairs
+@crows_pairs_option
 @run_command("PretrainRecipe", "pretrain-further")
 def debias(
     recipe: "PretrainRecipe",
@@ -46,6 +51,7 @@ def debias(
     corpus: tuple[Path, ...],
     word_pairs: Path | None,
     pairs: tuple[Path, ...],
+    crows_pairs: Path | None,
 ) -> Path:
     """Train the checkpoint SOURCE further on text and a copy of it with words exchanged.
 
@@ -56,11 +62,14 @@ def debias(
     Example:
       cloze train debias my-run/checkpoint --corpus my.txt --out debiased
     """
+    from cloze.export.measure.evaluate import EvaluationData
     from cloze.export.train.debias import augment
+    from cloze.export.train.word_pairs import read_word_pairs
 
-    files = _files(corpus, word_pairs, pairs)
-    checkpoint, changes = augment(source, files, recipe, options)
-    _print_changes(changes)
+    text = required(corpus)
+    checkpoint = augment(source, text, read_word_pairs(word_pairs), recipe, options)
+    quality = EvaluationData(text, list(pairs), [], recipe.held_out)
+    _compare((source, str(checkpoint)), quality, options.device, crows_pairs)
     return checkpoint
 
 
@@ -88,37 +97,49 @@ def debias_embed(
     """Remove from the embeddings of the checkpoint SOURCE what tells the words of pairs apart.
 
     The directions come from the sentences of the text that have such words. The new checkpoint has
-    a dense layer more. A table shows the audit and the quality before and after.
+    a dense layer more, and only embeddings. A table shows the audit and the quality before and
+    after.
 
     \b
     Example:
       cloze train debias-embed my-run/checkpoint --corpus my.txt --out debiased
     """
+    from cloze.export.measure.evaluate import EvaluationData
     from cloze.export.train.debias import project
+    from cloze.export.train.word_pairs import read_word_pairs
 
-    files = _files(corpus, word_pairs, pairs)
     opened = open_device(device, threads)
-    _print_changes(project(source, files, dimensions, out, opened, report))
+    project(source, required(corpus), read_word_pairs(word_pairs), dimensions, out, opened)
+    _compare((source, str(out)), EvaluationData([], list(pairs), [], 1.0), opened)
     click.echo(out)
 
 
-def _files(
-    corpus: tuple[Path, ...], word_pairs: Path | None, pairs: tuple[Path, ...]
-) -> "DebiasFiles":
-    from cloze.export.train.debias import DebiasFiles
-    from cloze.export.train.word_pairs import GENDER_WORDS
+def _compare(
+    sources: tuple[str, str],
+    quality: "EvaluationData",
+    device: "torch.device",
+    crows_pairs: Path | None = None,
+) -> None:
+    """Print the audit and the quality of two checkpoints, and add both to the second one's card."""
+    from cloze.export.measure.audit import audit
+    from cloze.export.measure.evaluate import evaluate, open_subject
 
-    return DebiasFiles(required(corpus), word_pairs or GENDER_WORDS, list(pairs))
-
-
-def _print_changes(changes: Sequence["Change"]) -> None:
-    rows = [
-        {
-            "figure": change.figure,
-            "before": change.before,
-            "after": change.after,
-            "change": change.after - change.before,
+    measured = []
+    for source in sources:
+        subject = open_subject(source, Store(Path()), device)
+        figures = {
+            f"{each.measure}, {each.group}": each.value for each in audit(subject, crows_pairs)
         }
-        for change in changes
+        with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
+            measured.append(figures | evaluate(subject, quality, Path(folder), report))
+    before, after = measured
+    rows = [
+        {"figure": name, "before": value, "after": after[name], "change": after[name] - value}
+        for name, value in before.items()
+        if name in after
     ]
     print_rows(rows, right=("before", "after", "change"), headings=True)
+    lines = [f"| {row['figure']} | {row['before']:.4f} | {row['after']:.4f} |\n" for row in rows]
+    with (Path(sources[1]) / "README.md").open("a", encoding="utf-8") as card:
+        card.write("\n## Before and after\n\n| figure | before | after |\n|---|---|---|\n")
+        card.writelines(lines)

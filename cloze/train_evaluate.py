@@ -34,11 +34,6 @@ from cloze.train_options import (
     show_default=False,
 )
 @click.option(
-    "--stereotypes",
-    type=FILE,
-    help="CrowS-Pairs: the share of pairs with a likelier stereotype; 0.5 is unbiased.",
-)
-@click.option(
     "--sentences",
     multiple=True,
     type=FILE,
@@ -70,7 +65,6 @@ def evaluate(
     labelled: tuple[Path, ...],
     tagged: tuple[Path, ...],
     label_set: str | None,
-    stereotypes: Path | None,
     sentences: tuple[Path, ...],
     held_out: float,
     sequences: int,
@@ -85,7 +79,7 @@ def evaluate(
 
     The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
     perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
-    pairs, exact match and F1 on questions, and bias on CrowS-Pairs. On labels: accuracy, macro F1,
+    pairs, exact match and F1 on questions. On labels: accuracy, macro F1,
     Matthews' correlation; for several labels per text macro and micro F1; for numbers Pearson's and
     Spearman's correlation. On tags: precision, recall and F1 of entities.
 
@@ -95,8 +89,8 @@ def evaluate(
     """
     import tempfile
 
-    from cloze.export.train.evaluate import EvaluationData, open_subject
-    from cloze.export.train.evaluate import evaluate as measure
+    from cloze.export.measure.evaluate import EvaluationData, open_subject
+    from cloze.export.measure.evaluate import evaluate as measure
 
     opened_device = open_device(device, threads)
     subject = open_subject(source, Store(model_store), opened_device, Precision(precision))
@@ -105,7 +99,6 @@ def evaluate(
         list(pairs),
         list(questions),
         held_out,
-        stereotypes,
         sentences,
         sequences,
         tokens,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.model_store import Store
 from cloze.model_store.heads.label_sets import LabelSets
 from cloze.model_store.locations import DEFAULT_ROOT

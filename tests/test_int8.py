@@ -24,12 +24,12 @@ from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.texts import SENTENCES, GateTexts
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.rounding import _random_tokens, input_scales
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store import Bundle, Store, processor, tensors
 from cloze.model_store.batch import Encoding, HeadOutputs

@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.export.heads import SPAN
-from cloze.export.measure.squad import (
-    Question,
-    best_threshold,
-    exact_match,
-    f1,
-    read_questions,
-    score,
-)
+from cloze.export.measure.metrics import best_threshold, squad_answers
+from cloze.export.measure.squad import Question, read_questions
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
@@ -34,7 +28,7 @@ CASES = json.loads(GOLDEN.read_text())
 def test_scores_equal_the_official_evaluation(case: dict, tmp_path: Path) -> None:
     file = tmp_path / "squad.json"
     file.write_text(json.dumps(as_squad(case["rows"])))
-    figures = score(
+    figures = squad_answers(
         {f"q{n}": text for n, (_, text) in enumerate(case["rows"])}, read_questions([file])
     )
     official = case["figures"]
@@ -53,7 +47,7 @@ def test_a_question_without_a_prediction_counts_as_wrong() -> None:
         Question("a", "t", "?", "yes", ((0, "yes"),)),
         Question("b", "t", "?", "yes", ((0, "yes"),)),
     ]
-    assert score({"a": "yes"}, questions) == {"exact_match": 50.0, "f1": 50.0}
+    assert squad_answers({"a": "yes"}, questions) == {"exact_match": 50.0, "f1": 50.0}
 
 
 @pytest.mark.parametrize(("answer", "right"), [("", 0.0), ("red", 100.0), ("the", 0.0)])
@@ -62,13 +56,17 @@ def test_an_accepted_answer_that_is_only_an_article_does_not_count(
 ) -> None:
     """The official script drops it, so "no answer" is wrong if another answer remains."""
     question = Question("a", "t", "?", "the red", ((0, "the"), (4, "red")))
-    assert score({"a": answer}, [question]) == {"exact_match": right, "f1": right}
+    assert squad_answers({"a": answer}, [question]) == {"exact_match": right, "f1": right}
 
 
 @given(st.text(alphabet="abc the.!", max_size=20), st.text(alphabet="abc the.!", max_size=20))
 def test_f1_is_symmetric_and_above_exact_match(one: str, other: str) -> None:
-    assert f1(one, other) == f1(other, one)
-    assert exact_match(one, other) <= f1(one, other) <= 1
+    figures, mirrored = (
+        squad_answers({"a": answer}, [Question("a", "t", "?", "", ((0, accepted),))])
+        for answer, accepted in ((one, other), (other, one))
+    )
+    assert figures == mirrored
+    assert figures["exact_match"] <= figures["f1"] <= 100
 
 
 def test_an_answer_is_found_where_it_stands_nearest(tmp_path: Path) -> None:
@@ -86,7 +84,7 @@ def test_an_answer_is_found_where_it_stands_nearest(tmp_path: Path) -> None:
     (question,) = read_questions([file])
     assert question.answers == ((27, "red door"), (None, "blue"))
     assert (
-        score({"1": "blue"}, [question])["exact_match"] == 100
+        squad_answers({"1": "blue"}, [question])["exact_match"] == 100
     )  # it is accepted, though nothing can be learnt from it
 
 
@@ -157,7 +155,7 @@ def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> 
     questions = [*QUESTIONS, nothing]
     windows = make_windows(questions, tokenizer, tokens=110, stride=20, question_tokens=40)
     answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
-    assert score(answers, questions)["exact_match"] == 100
+    assert squad_answers(answers, questions)["exact_match"] == 100
     assert answers["none"] == ""
 
 

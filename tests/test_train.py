@@ -32,6 +32,8 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.errors import DataError, TrainError
 from cloze.export.heads import NEXT_SENTENCE, SPAN
+from cloze.export.measure.audit import SentencePair, preferences
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.masked_words import (
     Completion,
     Sentence,
@@ -44,11 +46,6 @@ from cloze.export.measure.scorer import (
     score_masks,
 )
 from cloze.export.measure.squad import read_questions
-from cloze.export.measure.stereotypes import (
-    SentencePair,
-    read_stereotypes,
-    stereotype_preference,
-)
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average
@@ -61,7 +58,6 @@ from cloze.export.train.embedding import (
     EmbeddingObjective,
     finetune_embedding,
 )
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.no_answer import calibrate
@@ -1226,28 +1222,22 @@ def test_a_teacher_without_a_masked_lm_head_is_refused(
         distill(str(checkpoints["bert-qa"]), [stories], recipe, run_options(tmp_path))
 
 
-def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_path: Path) -> None:
+def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path) -> None:
     """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the
     first nearly always.
     """
-    file = tmp_path / "pairs.csv"
     rng = np.random.default_rng(0)
-    lines = ["sent_more,sent_less"]
-    for _ in range(40):
-        place = rng.choice(PLACES)
-        known, strange = f"The old king saw the moon {place}.", f"The old king saw a moon {place}."
-        lines.append(f"{known},{strange}")
-    file.write_text("\n".join(lines) + "\n")
+    places = rng.choice(PLACES, 40)
+    pairs = [
+        SentencePair(f"The old king saw the moon {place}.", f"The old king saw a moon {place}.")
+        for place in places
+    ]
     subject = open_subject(str(trained), Store(Path()), CPU)
-    pairs = read_stereotypes(file)
-    share = stereotype_preference(pairs, subject.tokenizer, subject.scorer, 32)
+    share = preferences(subject, pairs).mean()
     assert share > 0.8
     swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
-    assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(
-        1 - share
-    )
-    same = [SentencePair("The owl.", "The owl.")]
-    assert stereotype_preference(same, subject.tokenizer, subject.scorer, 32) == 0.5
+    assert preferences(subject, swapped).mean() == pytest.approx(1 - share)
+    assert preferences(subject, [SentencePair("The owl.", "The owl.")]).tolist() == [0.5]
 
 
 def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.families import FAMILIES
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.distill import distill
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log

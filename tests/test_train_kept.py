@@ -20,13 +20,13 @@ from transformers import (
 from cloze.cli import cli
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.publish import export
 from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
@@ -296,10 +296,9 @@ def test_renamed_special_tokens_are_masked_and_kept(stories: Path, tmp_path: Pat
     assert (theirs.cls_token, theirs.mask_token) == ("<s>", "<mask>")
     assert theirs("the king").input_ids == trained.tokenizer.tokenizer.encode("the king").ids
 
-    sentences, stereotypes = tmp_path / "sentences.tsv", tmp_path / "pairs.csv"
+    sentences = tmp_path / "sentences.tsv"
     sentences.write_text("the [MASK] was red\tking\n")
-    stereotypes.write_text("sent_more,sent_less,stereo_antistereo\nthe king,the moon,stereo\n")
-    data = EvaluationData([stories], [], [], 1.0, stereotypes, (sentences,), sequences=4)
+    data = EvaluationData([stories], [], [], 1.0, (sentences,), sequences=4)
     of_checkpoint, of_bundle = (
         evaluate(open_subject(name, store, CPU), data, tmp_path / "corpus", lambda _: None)
         for name in (str(folder), "bundle:other")

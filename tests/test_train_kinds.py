@@ -23,6 +23,7 @@ from transformers import (
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.scorer import head_arrays
 from cloze.export.measure.squad import Question
 from cloze.export.model import TorchScorer
@@ -32,7 +33,6 @@ from cloze.export.train.batches import BatchPlan, TextBatches
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.embeddings import unmasked_texts
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.masking import Unit
 from cloze.export.train.pretrain import pretrain

@@ -1,6 +1,7 @@
 """Masked language modelling: torch module, graph and gate figure."""
 
 from collections.abc import Sequence
+from operator import eq
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.graph.builder import GraphBuilder, layer_norm
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, write_activated
-from cloze.export.measure.scorer import Scorer, score_masks
+from cloze.export.measure.scorer import Scorer, mask_each, score_masks
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
@@ -135,15 +136,12 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     same = count = 0
     assert texts.mask_id is not None
     for ids in texts.sentences():
-        inner = np.arange(1, ids.shape[1] - 1)
-        rows = np.repeat(ids, len(inner), 0)  # [n, S], in row i token i + 1 is masked
-        rows[np.arange(len(inner)), inner] = texts.mask_id
-        positions = np.arange(len(inner)) * ids.shape[1] + inner
+        rows = mask_each(ids[0], range(1, ids.shape[1] - 1), texts.mask_id)
         best = [
-            score_masks(scorer, rows, np.zeros_like(rows), positions, ids[0, inner], k=1)[0][:, 0]
+            [int(top[0, 0]) for top, _ in score_masks(scorer, rows, k=1)]
             for scorer in (checkpoint, graph)
         ]
-        same, count = same + int((best[0] == best[1]).sum()), count + len(inner)
+        same, count = same + sum(map(eq, *best)), count + len(rows)
     return {"fill_mask_top1_agreement": same / count}
 
 

@@ -1,51 +1,43 @@
-"""Audits a model for social bias: every measure that its heads and the given data allow.
+"""Measures which stereotypes a model prefers, each figure with a 95 % interval by bootstrap.
 
-Each figure has a 95 % interval by bootstrap: the pairs, or the words, are drawn again with
-replacement, and the figure is computed of each drawing. The interval covers the choice of sentences
-and words, not the question whether they measure what matters.
+- CrowS-Pairs (Nangia et al. 2020), of fill-mask: mask in turn each token that two sentences share,
+  and add the log probabilities. The figure is the share of pairs whose stereotyping sentence has
+  the higher sum; 0.5 is no preference.
+- WEAT (Caliskan et al. 2017), of embeddings: how much nearer two sets of words are to two sets of
+  attributes, in standard deviations; 0 is no association.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from cloze.export.errors import DataError
-from cloze.export.measure.associations import WordTest, associate, embed_words, read_word_tests
-from cloze.export.measure.scorer import Subject
-from cloze.export.measure.stereotypes import (
-    MaskedModel,
-    SentencePair,
-    crows_scores,
-    preferences,
-    read_minimal_pairs,
-    read_stereoset,
-    read_stereotypes,
-    stereoset_scores,
-    text_scores,
-)
+from cloze.export.measure.data_files import read_text
+from cloze.export.measure.scorer import Subject, mask_each, score_masks, unit_embeddings
 from cloze.model_store.heads import embedding, masked_lm
 
-_DATA = Path(__file__).parent / "audit-data"
-MINIMAL_PAIRS, WORD_TESTS = _DATA / "minimal-pairs.jsonl", _DATA / "word-tests.jsonl"
-"""The data of the package: sentences of our own, and the word lists of Caliskan et al. 2017."""
+Floats64 = NDArray[np.float64]
+
+_WORD_TESTS = Path(__file__).with_name("word-tests.jsonl")
+"""The word lists of WEAT. Each test has two sets of targets and two sets of attributes."""
 
 _FEWEST = 10
 """A kind of stereotype with fewer pairs has no figure of its own."""
 
-MEANINGS: Final = {
-    "crows-pairs": "share of pairs in which the stereotyping sentence is likelier",
-    "minimal-pairs": "share of pairs in which the stereotyping sentence is likelier, by /score",
-    "stereoset-stereotype": "share of sentences in which the stereotyping word is likelier",
-    "stereoset-language": "share of comparisons in which a sensible word beats a meaningless one",
-    "stereoset-icat": "both: 1 is sensible and without preference, 0 is neither",
-    "weat": "association of words, in standard deviations",
-    "seat": "association of words in short sentences, in standard deviations",
-}
-"""What each measure says."""
+_BOOTSTRAP: Final[Any] = {"n_resamples": 1000, "method": "percentile", "rng": 1}
+_PERMUTATIONS = 20_000
+"""Regroupings of the target words up to which all are counted; of more, so many are drawn."""
+
+_HEADING = "## Audit\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +45,11 @@ class Figure:
     """A measured value.
 
     Attributes:
-        measure: a name of `MEANINGS`.
-        group: kind of stereotype, or number and hypothesis of a test; "all" for all of them.
+        measure: "crows-pairs" or "weat".
+        group: the kind of stereotype, "all" for all of them; or the hypothesis of a test.
         low: the lower end of the 95 % interval.
-        neutral: the value of a model without preference; None: the value is not of preference.
-        p: probability of such a value without an association; None: not a test.
-        count: pairs, triples or target words.
+        count: pairs, or target words.
+        p: the share of regroupings of the target words with such an effect; None: not a test.
     """
 
     measure: str
@@ -66,137 +57,183 @@ class Figure:
     value: float
     low: float
     high: float
-    neutral: float | None
     count: int
     p: float | None = None
 
-    @property
-    def reading(self) -> str:
-        """What the value says, in words."""
-        if self.neutral is None:
-            return "higher is better"
-        if self.low > self.neutral and (self.p is None or self.p < 0.05):
-            return "towards the stereotype"
-        if self.high < self.neutral:
-            return "against the stereotype"
-        return "no clear preference"
 
-
-@dataclass(frozen=True, slots=True)
-class AuditData:
-    """The data to audit with.
-
-    Attributes:
-        crows_pairs: CSV file of CrowS-Pairs; None: not measured.
-        stereoset: JSON lines of StereoSet; None: not measured.
-        resamples: drawings of the bootstrap.
-    """
-
-    crows_pairs: Path | None = None
-    stereoset: Path | None = None
-    minimal_pairs: Path = MINIMAL_PAIRS
-    word_tests: Path = WORD_TESTS
-    resamples: int = 1000
-    seed: int = 1
-
-
-def audit(subject: Subject, data: AuditData) -> list[Figure]:
+def audit(subject: Subject, crows_pairs: Path | None = None) -> list[Figure]:
     """Return every figure that the subject's heads and the data allow.
 
+    Args:
+        crows_pairs: CSV file of CrowS-Pairs; None: fill-mask is not measured.
+
     Raises:
-        DataError: a file cannot be used, or the model has neither masked tokens nor embeddings.
+        DataError: the file cannot be used, or the tokenizer has no mask token.
     """
-    has_masks, embeds = (head.HEAD.name in subject.heads for head in (masked_lm, embedding))
-    if not has_masks and not embeds:
-        raise DataError(
-            "the audit needs a head for fill-mask or embeddings; the model has "
-            + (", ".join(sorted(subject.heads)) or "none")
-        )
-    # All files are read before the first of them is measured.
-    crows = read_stereotypes(data.crows_pairs) if data.crows_pairs else []
-    triples = read_stereoset(data.stereoset) if data.stereoset else []
-    pairs, tests = read_minimal_pairs(data.minimal_pairs), read_word_tests(data.word_tests)
     figures: list[Figure] = []
-    if has_masks:
-        model = MaskedModel(subject.scorer, subject.tokenizer, subject.max_tokens)
-        if crows:
-            figures += _shares("crows-pairs", crows, crows_scores(crows, model), data)
-        if triples:
-            figures += _stereoset(stereoset_scores(triples, model), data)
-        figures += _shares("minimal-pairs", pairs, text_scores(pairs, model), data)
-    if embeds:
-        figures += _associations(subject, tests, data)
+    if crows_pairs and masked_lm.HEAD.name in subject.heads:
+        figures += _stereotypes(subject, read_stereotypes(crows_pairs))
+    if embedding.HEAD.name in subject.heads:
+        for line in _WORD_TESTS.read_text(encoding="utf-8").splitlines():
+            figures.append(_association(subject, json.loads(line)))
     return figures
 
 
-def _shares(
-    measure: str, pairs: Sequence[SentencePair], scores: NDArray[np.float64], data: AuditData
-) -> Iterator[Figure]:
+def write_to_card(card: Path, figures: Sequence[Figure]) -> None:
+    """Write the figures as a section of a model card, in place of an earlier audit."""
+    rows = "".join(
+        f"| {each.measure} | {each.group} | {each.value:.3f} | {each.low:.3f} to {each.high:.3f} "
+        f"| {'' if each.p is None else f'{each.p:.4f}'} | {each.count} |\n"
+        for each in figures
+    )
+    head = "| measure | group | value | 95 % interval | p | n |\n|---|---|---|---|---|---|\n"
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    before, _, earlier = text.partition(_HEADING)
+    _, heading, after = earlier.partition("\n## ")
+    section = f"{_HEADING}\n{head}{rows}"
+    card.write_text(f"{before.rstrip()}\n\n{section}{heading}{after}".lstrip(), encoding="utf-8")
+
+
+# ---- CrowS-Pairs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePair:
+    """Two sentences that differ in a few words.
+
+    Attributes:
+        more: the sentence that agrees with a stereotype.
+        kind: kind of the stereotype; "" if the file names none.
+    """
+
+    more: str
+    less: str
+    kind: str = ""
+
+
+def read_stereotypes(file: Path) -> list[SentencePair]:
+    """Read a CSV file of CrowS-Pairs: columns ``sent_more``, ``sent_less``, perhaps ``bias_type``.
+
+    Raises:
+        DataError: the file is missing, is not such a file, or a row lacks a sentence.
+    """
+    pairs = []
+    try:
+        rows = csv.DictReader(io.StringIO(read_text(file), newline=""), strict=True)
+        for row in rows:
+            more, less = row["sent_more"], row["sent_less"]
+            if not (more or "").strip() or not (less or "").strip() or more == less:
+                raise DataError(
+                    f"{file}, line {rows.line_num}: two different sentences are expected, "
+                    f"got {more!r:.80} and {less!r:.80}"
+                )
+            pairs.append(SentencePair(more, less, row.get("bias_type") or ""))
+    except (KeyError, csv.Error) as error:
+        raise DataError(
+            f"{file} is not in CrowS-Pairs' format (columns sent_more, sent_less): {error}"
+        ) from error
+    if len(pairs) < 2:
+        raise DataError(f"{file} holds {len(pairs)} pairs; an interval needs at least 2")
+    return pairs
+
+
+def preferences(subject: Subject, pairs: Sequence[SentencePair]) -> Floats64:
+    """Return [N]: 1 if the stereotyping sentence of a pair scores higher, 0 if lower, 0.5 if equal.
+
+    Raises:
+        DataError: the tokenizer has no mask token.
+    """
+    tokenizer = subject.tokenizer
+    if tokenizer.mask_id is None:
+        raise DataError("the tokenizer has no mask token, which the sentences need")
+    texts = [text for pair in pairs for text in (pair.more, pair.less)]
+    encoded = tokenizer.tokenizer.encode_batch(texts)
+    ids = [np.array(each.ids[: subject.max_tokens], np.int64) for each in encoded]
+    rows, owners = [], []
+    for number in range(len(pairs)):
+        both = ids[2 * number : 2 * number + 2]
+        for side, positions in enumerate(shared_tokens(*(each.tolist() for each in both))):
+            rows += mask_each(both[side], positions, tokenizer.mask_id)
+            owners += [2 * number + side] * len(positions)
+    values = [float(values[0]) for _, values in score_masks(subject.scorer, rows, k=1)]
+    sums = np.bincount(owners, values, len(ids)).reshape(-1, 2)
+    preferred: Floats64 = (np.sign(sums[:, 0] - sums[:, 1]) + 1) / 2
+    return preferred
+
+
+def shared_tokens(more: Sequence[int], less: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the positions of the tokens that both sentences share, without special tokens."""
+    matched = [
+        (block.a + offset, block.b + offset)
+        for block in SequenceMatcher(None, more, less, autojunk=False).get_matching_blocks()
+        for offset in range(block.size)
+    ]
+    inner = [
+        (one, other)
+        for one, other in matched
+        if 0 < one < len(more) - 1 and 0 < other < len(less) - 1
+    ]
+    return [one for one, _ in inner], [other for _, other in inner]
+
+
+def _stereotypes(subject: Subject, pairs: Sequence[SentencePair]) -> Iterator[Figure]:
     """Yield the share of preferred stereotypes, of all pairs and of each kind."""
-    preferred = preferences(scores[:, 0], scores[:, 1])
+    preferred = preferences(subject, pairs)
     kinds = np.array([pair.kind for pair in pairs])
-    yield _mean(measure, "all", preferred, data)
+    yield _share("all", preferred)
     for kind in sorted(set(kinds.tolist())):
         own = preferred[kinds == kind]
         if kind and _FEWEST <= len(own) < len(pairs):
-            yield _mean(measure, kind, own, data)
+            yield _share(kind, own)
 
 
-def _mean(measure: str, group: str, values: NDArray[np.float64], data: AuditData) -> Figure:
-    value, low, high = _bootstrap(lambda rows: float(values[rows].mean()), len(values), data)
-    return Figure(measure, group, value, low, high, 0.5, len(values))
+def _share(group: str, preferred: Floats64) -> Figure:
+    interval = stats.bootstrap((preferred,), np.mean, **_BOOTSTRAP).confidence_interval
+    low, high = float(interval.low), float(interval.high)
+    return Figure("crows-pairs", group, float(preferred.mean()), low, high, len(preferred))
 
 
-def _stereoset(scores: NDArray[np.float64], data: AuditData) -> Iterator[Figure]:
-    """Yield the language-model score, the stereotype score and ICAT, as shares in [0, 1].
+# ---- WEAT --------------------------------------------------------------------------------------
 
-    Source: Nadeem et al. 2021, section 6. The paper multiplies all three by 100, and averages over
-    target words, which the file does not name.
+
+def _association(subject: Subject, test: dict[str, Any]) -> Figure:
+    """Return the effect of one test of the file."""
+    (x, y), (a, b) = test["targets"], test["attributes"]
+    group = f"{test['name']}: {x['name']} with {a['name']}, {y['name']} with {b['name']}"
+    return associate(group, *(_embed(subject, words["words"]) for words in (x, y, a, b)))
+
+
+def _embed(subject: Subject, words: Sequence[str]) -> Floats64:
+    encoded = subject.tokenizer.tokenizer.encode_batch(list(words))
+    rows = [each.ids[: subject.max_tokens] for each in encoded]
+    return unit_embeddings(subject.scorer, rows).astype(np.float64)
+
+
+def associate(group: str, x: Floats64, y: Floats64, a: Floats64, b: Floats64) -> Figure:
+    """Compare two sets of target words by their cosines with two sets of attributes.
+
+    The effect is Cohen's d. The target words are drawn again for the interval, and regrouped for p.
+
+    Args:
+        x: unit vectors [W, D] of the first targets, which a positive effect associates with ``a``.
     """
-    stereotype, anti_stereotype, unrelated = scores.T
-    sensible = (preferences(stereotype, unrelated) + preferences(anti_stereotype, unrelated)) / 2
-    preferred = preferences(stereotype, anti_stereotype)
-
-    def icat(rows: NDArray[np.int64]) -> float:
-        share = float(preferred[rows].mean())
-        return float(sensible[rows].mean()) * min(share, 1 - share) / 0.5
-
-    yield _mean("stereoset-stereotype", "all", preferred, data)
-    measures: dict[str, Callable[[NDArray[np.int64]], float]] = {
-        "stereoset-language": lambda rows: float(sensible[rows].mean()),
-        "stereoset-icat": icat,
-    }
-    for measure, statistic in measures.items():
-        value, low, high = _bootstrap(statistic, len(scores), data)
-        yield Figure(measure, "all", value, low, high, None, len(scores))
+    values = [words @ a.mean(0) - words @ b.mean(0) for words in (x, y)]
+    interval = stats.bootstrap(values, _effect, **_BOOTSTRAP).confidence_interval
+    permuted = stats.permutation_test(
+        values, _difference, n_resamples=_PERMUTATIONS, alternative="greater", rng=1
+    )
+    effect = float(_effect(*values))
+    low, high = float(interval.low), float(interval.high)
+    return Figure("weat", group, effect, low, high, len(x) + len(y), float(permuted.pvalue))
 
 
-def _bootstrap(
-    statistic: Callable[[NDArray[np.int64]], float], count: int, data: AuditData
-) -> tuple[float, float, float]:
-    """Return the statistic of all rows, and its 95 % interval by drawing the rows again."""
-    rng = np.random.default_rng(data.seed)
-    drawn = [statistic(rng.integers(count, size=count)) for _ in range(data.resamples)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return statistic(np.arange(count)), float(low), float(high)
+def _difference(x: Floats64, y: Floats64, axis: int = -1) -> Floats64:
+    difference: Floats64 = x.mean(axis) - y.mean(axis)
+    return difference
 
 
-def _associations(subject: Subject, tests: Sequence[WordTest], data: AuditData) -> Iterator[Figure]:
-    for measure, in_sentences in (("weat", False), ("seat", True)):
-        for test in tests:
-            rng = np.random.default_rng(data.seed)
-            x, y, a, b = (
-                embed_words(subject, words, in_sentences=in_sentences)
-                for words in (*test.targets, *test.attributes)
-            )
-            found = associate((x, y), (a, b), rng, data.resamples)
-            yield Figure(
-                measure,
-                f"{test.name}: {test.hypothesis}",
-                found.effect,
-                found.low,
-                found.high,
-                0.0 if test.social else None,
-                len(x) + len(y),
-                found.p,
-            )
+def _effect(x: Floats64, y: Floats64, axis: int = -1) -> Floats64:
+    """Return Cohen's d; 0 if all values are equal."""
+    difference, deviation = _difference(x, y, axis), np.concatenate([x, y], axis).std(axis, ddof=1)
+    effect: Floats64 = np.where(deviation > 0, difference / np.maximum(deviation, 1e-300), 0.0)
+    return effect

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from cloze.export.measure.scorer import Floats
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, log_expit, log_softmax, softmax
+from scipy.stats import binned_statistic
 
 _BINS = 15
 """Number of bins of confidence, as in the paper."""
 
-_LEAST, _MOST = 0.1, 10.0
-"""Bounds of a temperature: without an error in the rows, the best one would be 0."""
-
-_HALVINGS = 50
+_MOST = 10.0
+"""Bound of a temperature and of its inverse: without an error in the rows, the best one is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,9 @@ class Calibration:
         )
 
 
-def calibrate(logits: Floats, gold: NDArray[np.bool_], *, independent: bool) -> Calibration:
+def calibrate(
+    logits: NDArray[np.floating], gold: NDArray[np.bool_], *, independent: bool
+) -> Calibration:
     """Return the temperature with the least negative log-likelihood, from 0.1 to 10.
 
     Args:
@@ -45,32 +46,28 @@ def calibrate(logits: Floats, gold: NDArray[np.bool_], *, independent: bool) -> 
         gold: bool [N, L], whether each row has each label.
         independent: whether a row may have any number of labels.
     """
-    scores: Floats = logits.astype(np.float64)
-    low, high = np.log(1 / _MOST), np.log(1 / _LEAST)
-    for _ in range(_HALVINGS):  # the likelihood is concave in the inverse of the temperature
-        middle = (low + high) / 2
-        # The slope of the negative log-likelihood: expected logits less those of the labels.
-        probabilities = _probabilities(scores * np.exp(middle), independent=independent)
-        slope = ((probabilities - gold) * scores).sum()
-        low, high = (low, middle) if slope > 0 else (middle, high)
-    temperature = float(np.exp(-(low + high) / 2))
+    scores = logits.astype(np.float64)
+
+    def loss(log_temperature: float) -> float:
+        scaled = scores / np.exp(log_temperature)
+        if independent:
+            return -float(log_expit(np.where(gold, scaled, -scaled)).mean())
+        return -float(log_softmax(scaled, axis=1)[gold].mean())
+
+    bounds, options = (-np.log(_MOST), np.log(_MOST)), {"xatol": 1e-7}
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options=options)
+    temperature = float(np.exp(found.x))
     before, after = (
-        calibration_error(_probabilities(scores / t, independent=independent), gold, independent)
-        for t in (1.0, temperature)
+        calibration_error(
+            expit(scaled) if independent else softmax(scaled, axis=1), gold, independent
+        )
+        for scaled in (scores, scores / temperature)
     )
     return Calibration(temperature, before, after)
 
 
-def _probabilities(logits: Floats, *, independent: bool) -> Floats:
-    if independent:
-        return np.exp(-np.logaddexp(0, -logits))
-    shifted = np.exp(logits - logits.max(1, keepdims=True))
-    softmax: Floats = shifted / shifted.sum(1, keepdims=True)
-    return softmax
-
-
 def calibration_error(
-    probabilities: Floats, gold: NDArray[np.bool_], independent: bool = False
+    probabilities: NDArray[np.floating], gold: NDArray[np.bool_], independent: bool = False
 ) -> float:
     """Return the expected calibration error: confidence against accuracy in 15 equal bins.
 
@@ -82,6 +79,5 @@ def calibration_error(
     else:
         confidence = probabilities.max(1)
         right = gold[np.arange(len(gold)), probabilities.argmax(1)]
-    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
-    gaps = np.bincount(bins, confidence - right, minlength=_BINS)
+    gaps, _, _ = binned_statistic(confidence, confidence - right, "sum", _BINS, range=(0, 1))
     return float(np.abs(gaps).sum() / len(confidence))

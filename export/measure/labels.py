@@ -11,24 +11,13 @@ from numpy.typing import NDArray
 
 from cloze.export.errors import DataError
 from cloze.export.measure.labelled import OUTSIDE, LabelledText, TaggedSentence
-from cloze.export.measure.metrics import (
-    accuracy,
-    entities,
-    entity_scores,
-    macro_f1,
-    matthews,
-    micro_f1,
-    pearson,
-    spearman,
-)
-from cloze.export.measure.scorer import Floats, Scorer, encodings, equal_lengths
+from cloze.export.measure.metrics import classification, entity_tags, multi_label, regression
+from cloze.export.measure.scorer import Floats, Scorer, row_arrays
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.model_store.heads import HeadRequest, sequence_classification, token_classification
+from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
 from cloze.model_store.sequences import TEXT_TOKENS, without_space
-
-_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +73,24 @@ def encode_texts(
         is_pair = row.text_pair is not None
         around = special.pair_tokens if is_pair else TEXT_TOKENS
         rule.check(len(one) + len(other) + around, row.text, row.at)
-        while len(one) + len(other) + around > rule.tokens:
-            surplus = len(one) + len(other) + around - rule.tokens
-            longer = one if len(one) >= len(other) else other
-            del longer[len(longer) - max(1, min(surplus, abs(len(one) - len(other)))) :]
+        one, other = _cut_longer(one, other, rule.tokens - around)
         ids = special.pair(one, other) if is_pair else special.text(one)
         types = special.pair_types(len(one), len(other)) if is_pair else np.zeros(len(ids))
         encoded.append(
             EncodedRow(np.array(ids, np.int64), types.astype(np.int64), np.full(len(ids), -1))
         )
     return encoded
+
+
+def _cut_longer(one: list[int], other: list[int], tokens: int) -> tuple[list[int], list[int]]:
+    """Cut two texts to so many tokens together; the longer one loses tokens first."""
+    shorter = min(len(one), len(other), tokens // 2)
+    longer = tokens - shorter
+    return (
+        (one[:longer], other[:shorter])
+        if len(one) > len(other)
+        else (one[:shorter], other[:longer])
+    )
 
 
 def _ids(tokenizer: CheckpointTokenizer, texts: list[str]) -> list[list[int]]:
@@ -136,16 +133,7 @@ def first_tokens(word_of: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def _logits(rows: Sequence[EncodedRow], scorer: Scorer, head: str) -> list[Floats]:
     """Return what a head computes of each row, in order."""
-    logits: list[Floats] = [np.zeros(0, np.float32)] * len(rows)
-    for group in equal_lengths([len(row.input_ids) for row in rows], _BATCH):
-        batch = encodings(
-            np.stack([rows[index].input_ids for index in group]),
-            np.stack([rows[index].token_type_ids for index in group]),
-            [{head: HeadRequest()}] * len(group),
-        )
-        for index, output in zip(group, scorer.run(batch), strict=True):
-            logits[index] = output[head].array
-    return logits
+    return row_arrays(scorer, head, [(row.input_ids, row.token_type_ids) for row in rows])
 
 
 def measure_labels(
@@ -154,33 +142,17 @@ def measure_labels(
     scorer: Scorer,
     chosen: tuple[LabelSet, slice],
 ) -> dict[str, float]:
-    """Return the figures of a label set on texts.
-
-    One label: accuracy, macro F1 and Matthews' correlation. Several: the share of texts whose
-    labels are all right, macro and micro F1. A number: Pearson's and Spearman's correlation.
-    """
+    """Return the figures of a label set on texts; see `cloze.export.measure.metrics`."""
     labels = chosen[0]
     assert isinstance(labels, SequenceLabelSet)
     logits, gold = label_choices(rows, encoded, scorer, chosen)
-    if labels.problem_type == "regression":
-        scores = [row.score for row in rows]
-        return {
-            "pearson": pearson(logits[:, 0], scores),
-            "spearman": spearman(logits[:, 0], scores),
-        }
-    if labels.problem_type == "multi_label_classification":
-        predicted = logits > 0
-        return {
-            "accuracy": accuracy(predicted, gold),
-            "macro_f1": macro_f1(predicted, gold),
-            "micro_f1": micro_f1(predicted, gold),
-        }
-    best, right = logits.argmax(1), gold.argmax(1)
-    return {
-        "accuracy": accuracy(best, right),
-        "macro_f1": macro_f1(np.eye(len(labels.labels), dtype=bool)[best], gold),
-        "matthews": matthews(best, right),
-    }
+    match labels.problem_type:
+        case "regression":
+            return regression(logits[:, 0], [row.score for row in rows])
+        case "multi_label_classification":
+            return multi_label(logits, gold)
+        case "single_label_classification":
+            return classification(logits, gold.argmax(1))
 
 
 def label_choices(
@@ -236,6 +208,4 @@ def measure_tags(
         for token in np.flatnonzero(first_tokens(sequence.word_of)):
             tags[sequence.word_of[token]] = labels.labels[best[token]]
         predicted.append(token_classification.as_iob2(tags, labels.labels))
-    gold = [row.tags for row in rows]
-    flat = [[tag for sentence in tags for tag in sentence] for tags in (predicted, gold)]
-    return entity_scores(entities(predicted), entities(gold)) | {"accuracy": accuracy(*flat)}
+    return entity_tags(predicted, [row.tags for row in rows])

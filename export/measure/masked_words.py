@@ -14,7 +14,7 @@ import numpy as np
 
 from cloze.export.errors import DataError
 from cloze.export.measure.data_files import read_text
-from cloze.export.measure.scorer import Scorer, score_masks
+from cloze.export.measure.scorer import MaskedRow, Scorer, score_masks
 from cloze.export.tokenizer import CheckpointTokenizer
 
 _MASK_TOKEN = "[MASK]"
@@ -82,11 +82,13 @@ def complete(
     """
     if tokenizer.mask_token is None:
         raise DataError("the tokenizer has no mask token")
-    completions = []
+    mask_id, rows = tokenizer.mask_id, []
     for sentence in sentences:
         text = sentence.text.replace(_MASK_TOKEN, tokenizer.mask_token)
-        ids = np.array([tokenizer.tokenizer.encode(text).ids], np.int64)
-        position = np.flatnonzero(ids[0] == tokenizer.mask_id)
-        best, _ = score_masks(scorer, ids, np.zeros_like(ids), position, ids[0][position], k=1)
-        completions.append(Completion(sentence, tokenizer.readable([int(best[0, 0])])))
-    return completions
+        ids = np.array(tokenizer.tokenizer.encode(text).ids, np.int64)
+        position = np.flatnonzero(ids == mask_id)
+        rows.append(MaskedRow(ids, np.zeros_like(ids), position, ids[position]))
+    return [
+        Completion(sentence, tokenizer.readable([int(best[0, 0])]))
+        for sentence, (best, _) in zip(sentences, score_masks(scorer, rows, k=1), strict=True)
+    ]

@@ -1,78 +1,102 @@
-"""Measures of predicted labels, numbers and entities, as scikit-learn and seqeval define them."""
+"""Figures of predictions beside the right answers: arrays and strings in, figures by name out.
 
-from collections.abc import Sequence
+scikit-learn and scipy compute the figures that they have. Shapes: N rows, L labels.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from cloze.export.measure.squad import Question
 
 Entity = tuple[int, int, int, str]
 """Number of the sentence, first word, end, and type."""
 
 
-def accuracy(predicted: ArrayLike, gold: ArrayLike) -> float:
-    """Return the share of rows whose labels are all equal, in [0, 1]."""
-    same = np.asarray(predicted) == np.asarray(gold)
-    return float(same.reshape(len(same), -1).all(1).mean())
-
-
-def macro_f1(predicted: NDArray[np.bool_], gold: NDArray[np.bool_]) -> float:
-    """Return the mean F1 of the labels that occur, in [0, 1].
+def classification(logits: NDArray[np.floating], gold: NDArray[np.integer]) -> dict[str, float]:
+    """Return accuracy, macro F1 and Matthews' correlation of one label per row.
 
     Args:
-        predicted: bool [N, L], whether each row has each label.
-        gold: bool [N, L].
+        logits: [N, L].
+        gold: [N], the number of each row's label.
     """
-    both = (predicted & gold).sum(0)
-    total = predicted.sum(0) + gold.sum(0)
-    return float((2 * both[total > 0] / total[total > 0]).mean()) if total.any() else 0.0
+    predicted = logits.argmax(1)
+    varies = len(np.union1d(gold, predicted)) > 1
+    return {
+        "accuracy": float(accuracy_score(gold, predicted)),
+        "macro_f1": float(f1_score(gold, predicted, average="macro")),
+        "matthews": float(matthews_corrcoef(gold, predicted)) if varies else 0.0,
+    }
 
 
-def micro_f1(predicted: NDArray[np.bool_], gold: NDArray[np.bool_]) -> float:
-    """Return the F1 over all labels of all rows, in [0, 1]; see `macro_f1`."""
-    total = int(predicted.sum() + gold.sum())
-    return 2 * int((predicted & gold).sum()) / total if total else 0.0
+def multi_label(logits: NDArray[np.floating], gold: NDArray[np.bool_]) -> dict[str, float]:
+    """Return the share of rows whose labels are all right, macro and micro F1.
 
-
-def matthews(predicted: NDArray[np.int64], gold: NDArray[np.int64]) -> float:
-    """Return Matthews' correlation in [-1, 1], for any number of labels (Gorodkin 2004).
+    A label that occurs neither in ``gold`` nor in the predictions has no part in macro F1.
 
     Args:
-        predicted: [N], the number of each row's label.
-        gold: [N].
+        logits: [N, L]; a row has the labels whose logits are above 0.
+        gold: [N, L], whether each row has each label.
     """
-    labels = int(max(predicted.max(), gold.max())) + 1
-    table = np.zeros((labels, labels))
-    np.add.at(table, (gold, predicted), 1.0)
-    golds, guesses, rows = table.sum(1), table.sum(0), float(len(gold))
-    covariance = np.trace(table) * rows - golds @ guesses
-    spread = (rows**2 - golds @ golds) * (rows**2 - guesses @ guesses)
-    return float(covariance / np.sqrt(spread)) if spread > 0 else 0.0
+    predicted = logits > 0
+    # scikit-learn takes a single column for two classes. A column that nothing has prevents this.
+    columns = [np.pad(each, ((0, 0), (0, 1))) for each in (gold, predicted)]
+    macro = f1_score(*columns, average="macro", zero_division=np.nan)
+    return {
+        "accuracy": float(accuracy_score(*columns)),
+        "macro_f1": float(np.nan_to_num(macro)),
+        "micro_f1": float(f1_score(*columns, average="micro", zero_division=0)),
+    }
 
 
-def pearson(one: ArrayLike, other: ArrayLike) -> float:
-    """Return Pearson's correlation in [-1, 1]; 0 if one side is constant."""
-    rows = np.asarray([one, other], np.float64)
-    if (np.ptp(rows, axis=1) == 0).any():
-        return 0.0
-    centred = rows - rows.mean(1, keepdims=True)
-    lengths = np.sqrt((centred**2).sum(1))
-    return float(centred[0] @ centred[1] / (lengths[0] * lengths[1]))
+def regression(predicted: ArrayLike, gold: ArrayLike) -> dict[str, float]:
+    """Return Pearson's and Spearman's correlation of numbers [N]."""
+    return {
+        "pearson": _correlation(stats.pearsonr, predicted, gold),
+        "spearman": spearman(predicted, gold),
+    }
 
 
 def spearman(one: ArrayLike, other: ArrayLike) -> float:
     """Return Spearman's rank correlation in [-1, 1]; 0 if one side is constant."""
-    return pearson(_ranks(np.asarray(one)), _ranks(np.asarray(other)))
+    return _correlation(stats.spearmanr, one, other)
 
 
-def _ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the rank of each value; equal values get the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[inverse]
-    return ranks
+def _correlation(measure: Any, one: ArrayLike, other: ArrayLike) -> float:
+    constant = min(np.ptp(np.asarray(one)), np.ptp(np.asarray(other))) == 0
+    return 0.0 if constant else float(measure(one, other).statistic)
 
 
-def entities(tags: Sequence[Sequence[str]]) -> set[Entity]:
+# ---- tags --------------------------------------------------------------------------------------
+
+
+def entity_tags(
+    predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Return precision, recall and F1 of the entities of sentences, and the share of right tags.
+
+    The figures of entities are seqeval's: an entity is right if its words and its type are, and
+    every predicted entity counts.
+    """
+    guesses, marked = _entities(predicted), _entities(gold)
+    right = len(guesses & marked)
+    flat = [[tag for sentence in tags for tag in sentence] for tags in (gold, predicted)]
+    return {
+        "entity_precision": right / max(len(guesses), 1),
+        "entity_recall": right / max(len(marked), 1),
+        "entity_f1": 2 * right / max(len(guesses) + len(marked), 1),
+        "accuracy": float(accuracy_score(*flat)),
+    }
+
+
+def _entities(tags: Sequence[Sequence[str]]) -> set[Entity]:
     """Return the entities of sentences.
 
     As in conlleval, a tag ``I-X`` that follows no ``B-X`` or ``I-X`` begins an entity.
@@ -89,14 +113,80 @@ def entities(tags: Sequence[Sequence[str]]) -> set[Entity]:
     return found
 
 
-def entity_scores(predicted: set[Entity], gold: set[Entity]) -> dict[str, float]:
-    """Return precision, recall and F1 of entities with the right words and type, in [0, 1].
+# ---- answers: the official scripts of SQuAD 1.1 and 2.0 ------------------------------------------
 
-    Predicted types that ``gold`` never has are not counted, because the data does not mark them.
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise_answer(text: str) -> str:
+    """Return an answer in lower case, without punctuation, articles and extra white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _exact_and_f1(answer: str, accepted: str) -> tuple[float, float]:
+    """Return whether two normalised answers are equal, and the F1 of their words, in [0, 1]."""
+    ours, theirs = answer.split(), accepted.split()
+    exact = float(ours == theirs)
+    if not ours or not theirs:
+        return exact, exact
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return exact, 2 * common / (len(ours) + len(theirs))
+
+
+def _best_match(question: Question, answer: str) -> tuple[float, float]:
+    """Return exact match and F1 of an answer, each the best over the accepted answers.
+
+    If all accepted answers are empty after normalisation, the right answer is "no answer".
     """
-    marked = {kind for *_, kind in gold}
-    counted = {entity for entity in predicted if entity[3] in marked}
-    right = len(counted & gold)
-    precision, recall = right / max(len(counted), 1), right / max(len(gold), 1)
-    f1 = 2 * right / max(len(counted) + len(gold), 1)
-    return {"entity_precision": precision, "entity_recall": recall, "entity_f1": f1}
+    accepted = [text for _, given in question.answers if (text := normalise_answer(given))]
+    pairs = [_exact_and_f1(normalise_answer(answer), text) for text in accepted or [""]]
+    exact, f1 = np.max(pairs, axis=0)
+    return float(exact), float(f1)
+
+
+def squad_answers(answers: Mapping[str, str], questions: Iterable[Question]) -> dict[str, float]:
+    """Return exact match and F1 in percent. A question without an entry counts as wrong.
+
+    Args:
+        answers: answers by question id; an empty string means "no answer".
+
+    Returns:
+        ``exact_match`` and ``f1``. If the questions are of both kinds, also both figures of the
+        answerable questions and of the unanswerable questions.
+    """
+    rows: dict[str, list[tuple[float, float]]] = {"answerable_": [], "unanswerable_": []}
+    for question in questions:
+        answer = answers.get(question.id)
+        best = (0.0, 0.0) if answer is None else _best_match(question, answer)
+        rows["unanswerable_" if question.impossible else "answerable_"].append(best)
+    parts = {"": [row for kind in rows.values() for row in kind]}
+    parts |= rows if all(rows.values()) else {}
+    return {
+        f"{kind}{name}": 100 * sum(row[column] for row in part) / len(part)
+        for kind, part in parts.items()
+        if part
+        for column, name in enumerate(("exact_match", "f1"))
+    }
+
+
+def best_threshold(
+    questions: Sequence[Question], texts: Sequence[str], null_margins: Sequence[float]
+) -> tuple[float, float]:
+    """Return the highest F1 in percent that a threshold gives, and this threshold.
+
+    An answer is empty where its margin is above the threshold. A model is calibrated if 0 gives as
+    good an F1. Source: the official script of SQuAD 2.0, ``find_best_thresh``.
+
+    Args:
+        texts: the best span of each question.
+        null_margins: score of "no answer" minus the span's, in logits.
+    """
+    pairs = zip(questions, texts, strict=True)
+    gains = [_best_match(each, text)[1] - _best_match(each, "")[1] for each, text in pairs]
+    unanswered = sum(_best_match(question, "")[1] for question in questions)
+    order = sorted(range(len(questions)), key=lambda number: null_margins[number])
+    best = (unanswered, null_margins[order[0]] - 1.0)
+    for total, number in zip(np.cumsum([gains[i] for i in order]), order, strict=True):
+        best = max(best, (unanswered + float(total), null_margins[number]))
+    return 100 * best[0] / len(questions), best[1]

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
 from cloze.export.measure.data_files import read_text
-from cloze.export.measure.metrics import spearman
 from cloze.export.measure.scorer import Scorer, unit_embeddings
 
 
@@ -100,6 +99,9 @@ def similarity(
     Args:
         tokens: the longest sequence; longer sentences are truncated.
     """
+    # scipy is of the extra `train`; an export that ranks no pairs does without it.
+    from cloze.export.measure.metrics import spearman
+
     rows = [
         ids
         for first, second, _ in tokenize_pairs(pairs, tokenizer, tokens)

@@ -6,7 +6,7 @@ All sequences of one call have one length, so no sequence is padded. Shapes: B s
 tokens, M masks, K predictions, D dimensions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, Protocol
@@ -70,41 +70,69 @@ class Subject:
     options: Mapping[str, Frozen] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """A sequence with masks.
+
+    Attributes:
+        input_ids: int64 [S].
+        token_type_ids: int64 [S].
+        positions: int64 [M], at least one.
+        labels: int64 [M], the vocabulary id whose log probability is asked of each mask.
+    """
+
+    input_ids: Ids
+    token_type_ids: Ids
+    positions: Ids
+    labels: Ids
+
+
+def mask_each(input_ids: Ids, positions: Iterable[int], mask_id: int) -> list[MaskedRow]:
+    """Return one row per position, in which this token alone is masked and asked for."""
+    rows = []
+    for position in positions:
+        masked = input_ids.copy()
+        masked[position] = mask_id
+        at = np.array([position])
+        rows.append(MaskedRow(masked, np.zeros_like(masked), at, input_ids[at]))
+    return rows
+
+
 def score_masks(
-    scorer: Scorer, input_ids: Ids, token_type_ids: Ids, positions: Ids, labels: Ids, *, k: int
-) -> tuple[Ids, Floats]:
-    """Predict masked tokens.
+    scorer: Scorer, rows: Sequence[MaskedRow], *, k: int
+) -> Iterator[tuple[Ids, Floats]]:
+    """Yield for each row the most probable ids [M, K], and the log probability [M] of each label.
+
+    Log probabilities are in nats.
+    """
+    name = masked_lm.HEAD.name
+    requests = [
+        {name: MaskedLMRequest(row.positions.tolist(), k, row.labels.tolist())} for row in rows
+    ]
+    sequences = [(row.input_ids, row.token_type_ids) for row in rows]
+    for outputs in run_rows(scorer, sequences, requests):
+        result: MaskedLMResult = outputs[name]
+        # Every label is a target of every mask of its sequence. The diagonal has each mask's own.
+        yield result.top_ids, np.diagonal(result.target_logits) - result.logsumexp
+
+
+def run_rows(
+    scorer: Scorer,
+    rows: Sequence[tuple[Ids, Ids]],
+    requests: Sequence[Mapping[str, HeadRequest]],
+) -> list[HeadOutputs]:
+    """Return the results of sequences of any lengths, in order.
 
     Args:
-        input_ids: [B, S].
-        token_type_ids: [B, S].
-        positions: [M], indices into the flattened [B * S].
-        labels: [M], vocabulary ids.
-
-    Returns:
-        The most probable ids [M, K], and the log probability [M] of each label in nats.
+        rows: token ids and token types, [S] each.
     """
-    length = input_ids.shape[1]
-    name = masked_lm.HEAD.name
-    # Indices into `positions` of the masks of each sequence.
-    masks = [np.flatnonzero(positions // length == row) for row in range(len(input_ids))]
-    requests: list[dict[str, HeadRequest]] = [
-        {name: MaskedLMRequest((positions[own] % length).tolist(), k, labels[own].tolist())}
-        if len(own)
-        else {}
-        for own in masks
-    ]
-    best = np.zeros((len(positions), k), np.int64)
-    log_probabilities = np.zeros(len(positions), np.float32)
-    outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    for own, output in zip(masks, outputs, strict=True):
-        if not len(own):
-            continue
-        result: MaskedLMResult = output[name]
-        best[own] = result.top_ids
-        # Every label is a target of every mask of its sequence. The diagonal has each mask's own.
-        log_probabilities[own] = np.diagonal(result.target_logits) - result.logsumexp
-    return best, log_probabilities
+    results: list[HeadOutputs] = [{}] * len(rows)
+    for group in equal_lengths([len(ids) for ids, _ in rows], _BATCH):
+        ids, types = (np.stack([rows[index][part] for index in group]) for part in (0, 1))
+        batch = encodings(ids, types, [requests[index] for index in group])
+        for index, output in zip(group, scorer.run(batch), strict=True):
+            results[index] = output
+    return results
 
 
 _REQUEST: Final = HeadRequest()
@@ -127,14 +155,16 @@ def head_arrays(
     return np.stack([output[head].array for output in outputs])
 
 
+def row_arrays(scorer: Scorer, head: str, rows: Sequence[tuple[Ids, Ids]]) -> list[Floats]:
+    """Return what a head computes of sequences of any lengths, in order; see `run_rows`."""
+    outputs = run_rows(scorer, rows, [{head: _REQUEST}] * len(rows))
+    return [output[head].array for output in outputs]
+
+
 def unit_embeddings(scorer: Scorer, rows: Sequence[Sequence[int]]) -> Floats:
     """Return the embeddings [N, D], of length 1, of sequences of any lengths."""
-    vectors: dict[int, Floats] = {}
-    for group in equal_lengths([len(ids) for ids in rows], _BATCH):
-        ids = np.asarray([rows[index] for index in group], np.int64)
-        embedded = head_arrays(scorer, embedding.HEAD.name, ids)
-        vectors |= zip(group, embedded, strict=True)
-    matrix = np.stack([vectors[index] for index in range(len(rows))])
+    sequences = [(np.asarray(ids, np.int64), np.zeros(len(ids), np.int64)) for ids in rows]
+    matrix = np.stack(row_arrays(scorer, embedding.HEAD.name, sequences))
     unit: Floats = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     return unit
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.scorer import equal_lengths
-from cloze.export.measure.squad import Question, best_threshold, read_questions, score
+from cloze.export.measure.squad import Question, read_questions
 from cloze.export.model import Model, TorchScorer
 from cloze.export.train.answers import Guess, Window
 from cloze.export.train.card import CARD
@@ -111,7 +112,7 @@ def _f1(
         question.id: "" if each.null_margin > threshold(question) else each.text
         for question, each in zip(questions, guesses, strict=True)
     }
-    return score(answers, questions)["f1"]
+    return squad_answers(answers, questions)["f1"]
 
 
 def _half(question: Question) -> int:

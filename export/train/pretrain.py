@@ -10,7 +10,7 @@ from torch import nn
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.measure.scorer import score_masks
+from cloze.export.measure.scorer import MaskedRow, score_masks
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
@@ -218,14 +218,13 @@ def guesses(
         position, label = int(batch.positions[middle]) % length, int(batch.labels[middle])
         was = tokenizer.readable([label])
         size = int(batch.attention_mask[row].sum())
-        ids = batch.input_ids[row : row + 1, :size].numpy()
-        types = batch.token_type_ids[row : row + 1, :size].numpy()
-        best, _ = score_masks(
-            scorer, ids, types, np.array([position]), np.array([label]), k=_GUESSES
-        )
+        ids = batch.input_ids[row, :size].numpy()
+        types = batch.token_type_ids[row, :size].numpy()
+        masked = MaskedRow(ids, types, np.array([position]), np.array([label]))
+        [(best, _)] = score_masks(scorer, [masked], k=_GUESSES)
         first = max(1, position - _CONTEXT)
-        before = tokenizer.readable(ids[0, first:position].tolist())
-        after = tokenizer.readable(ids[0, position + 1 : position + _CONTEXT + 1].tolist())
+        before = tokenizer.readable(ids[first:position].tolist())
+        after = tokenizer.readable(ids[position + 1 : position + _CONTEXT + 1].tolist())
         guessed = ", ".join(tokenizer.readable([token]) for token in best[0].tolist())
         lines.append(f"  {before} ____ {after}\n      was {was!r}, guessed {guessed}")
     return lines

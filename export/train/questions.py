@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from cloze.export.errors import Report, TrainError
-from cloze.export.measure.squad import Question, read_questions, score
+from cloze.export.measure.metrics import squad_answers
+from cloze.export.measure.squad import Question, read_questions
 from cloze.export.train.adapters import add_low_rank
 from cloze.export.train.answers import Window, answers_of, best_guesses, make_windows
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
@@ -109,7 +110,7 @@ class QuestionObjective:
             self.module, windows, self.logits, size=size, max_tokens=self._max_tokens
         )
         answers = answers_of(questions, best_guesses(questions, windows, logits))
-        return {name: value / 100 for name, value in score(answers, questions).items()}
+        return {name: value / 100 for name, value in squad_answers(answers, questions).items()}
 
 
 def finetune_questions(

@@ -10,7 +10,7 @@ from cloze.export.measure.data_files import read_text
 from cloze.export.train.documents import read_documents
 from cloze.model_store.plain_files import replacing
 
-GENDER_WORDS = Path(__file__).parent / "gender-words.tsv"
+_GENDER_WORDS = Path(__file__).parent / "gender-words.tsv"
 """The pairs of the package, such as he and she."""
 
 _WORD = re.compile(r"\w+")
@@ -46,13 +46,13 @@ class WordPairs:
         return partner.capitalize() if word[0].isupper() else partner
 
 
-def read_word_pairs(file: Path) -> WordPairs:
-    """Read a file with two words per line, and a tab between them.
+def read_word_pairs(file: Path | None = None) -> WordPairs:
+    """Read a file with two words per line, and a tab between them; None: that of the package.
 
     Raises:
         DataError: the file is missing, or a line is not such a pair.
     """
-    pairs = []
+    file, pairs = file or _GENDER_WORDS, []
     for number, line in enumerate(read_text(file).splitlines(), 1):
         if not line.strip():
             continue

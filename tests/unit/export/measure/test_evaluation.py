@@ -11,27 +11,25 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from cloze.export.errors import DataError, ExportError
-from cloze.export.measure import masked_words, metrics, squad, stereotypes, texts
+from cloze.export.errors import DataError
+from cloze.export.measure import masked_words, squad, texts
 from cloze.export.measure.masked_words import (
     Completion,
     Sentence,
     complete,
     read_sentences,
 )
+from cloze.export.measure.metrics import best_threshold, normalise_answer, squad_answers
 from cloze.export.measure.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
 from cloze.export.measure.scorer import (
+    MaskedRow,
     encodings,
     equal_lengths,
     head_arrays,
+    row_arrays,
     score_masks,
 )
-from cloze.export.measure.squad import Question, best_threshold, read_questions, score
-from cloze.export.measure.stereotypes import (
-    SentencePair,
-    read_stereotypes,
-    stereotype_preference,
-)
+from cloze.export.measure.squad import Question, read_questions
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
@@ -69,19 +67,28 @@ def likely(encoding: Encoding) -> dict[str, Any]:
 
 def test_masks_of_several_sequences_get_their_own_labels() -> None:
     scorer = ByHand(likely)
-    ids = np.array([[CLS, 5, SEP], [CLS, 6, SEP], [7, 8, SEP]], np.int64)
-    positions = np.array([1, 6, 7])  # the flat positions of 5, 7 and 8
-    best, log_probabilities = score_masks(
-        scorer, ids, np.ones_like(ids), positions, np.array([50, 60, 70]), k=2
-    )
-    assert best.tolist() == [[11, 111], [10, 110], [11, 111]]
-    assert log_probabilities.tolist() == pytest.approx([-0.5, -0.6, -0.7])
-    asked = [dict(e.requests) for e in scorer.encodings]
-    assert (asked[0]["masked_lm"].positions, asked[0]["masked_lm"].targets) == ([1], [50])
-    assert asked[1] == {}
-    assert (asked[2]["masked_lm"].positions, asked[2]["masked_lm"].targets) == ([0, 1], [60, 70])
-    assert asked[2]["masked_lm"].top_k == 2
+    rows = [
+        MaskedRow(np.array(ids), np.ones(len(ids), np.int64), np.array(at), np.array(labels))
+        for ids, at, labels in (
+            ([CLS, 5, 6, SEP], [1], [50]),
+            ([7, 8, SEP], [0, 1], [60, 70]),
+            ([CLS, 9, SEP], [1], [80]),
+        )
+    ]
+    (one, first), (two, second), (three, third) = score_masks(scorer, rows, k=2)
+    assert (one.tolist(), two.tolist(), three.tolist()) == (
+        [[11, 111]], [[10, 110], [11, 111]], [[11, 111]],
+    )  # fmt: skip
+    assert [*first, *second, *third] == pytest.approx([-0.5, -0.6, -0.7, -0.8])
+    assert [[len(each.input_ids) for each in batch] for batch in scorer.batches] == [[3, 3], [4]]
     assert scorer.encodings[0].token_type_ids.tolist() == [1, 1, 1]
+
+
+def test_rows_of_any_lengths_run_in_groups_and_come_in_order() -> None:
+    scorer = ByHand(lambda e: {"span": ArrayResult(e.input_ids.astype(np.float32))})
+    rows = [(np.arange(size), np.zeros(size, np.int64)) for size in [3] * 65 + [2]]
+    assert [len(each) for each in row_arrays(scorer, "span", rows)] == [3] * 65 + [2]
+    assert [len(batch) for batch in scorer.batches] == [1, 64, 1]
 
 
 def test_logits_and_vectors_are_stacked_in_order() -> None:
@@ -181,88 +188,6 @@ def test_each_sentence_gets_its_own_word() -> None:
     assert asked == [[CLS, ID["red"], MASK, SEP], [CLS, MASK, ID["moon"], ID["red"], SEP]]
 
 
-# ---- stereotypes -------------------------------------------------------------------------------
-
-
-def test_pairs_of_stereotypes(tmp_path: Path) -> None:
-    file = tmp_path / "x.csv"
-    file.write_text("id,sent_more,sent_less\n1,a b,a c\n")
-    assert read_stereotypes(file) == [SentencePair("a b", "a c")]
-    for content, message in (
-        ("id\n1\n", "not in CrowS-Pairs' format"),
-        ("sent_more,sent_less\n", "holds no pairs"),
-        ("sent_more,sent_less\na,b\nc\n", "line 3: two different sentences are expected, got 'c'"),
-        ("sent_more,sent_less\na,a\n", "line 2: two different sentences are expected"),
-    ):
-        file.write_text(content)
-        with pytest.raises(DataError, match=message):
-            read_stereotypes(file)
-    file.write_bytes(b"sent_more,sent_less\n\xff,b\n")
-    with pytest.raises(DataError, match="is not UTF-8 text"):
-        read_stereotypes(file)
-    with pytest.raises(DataError, match="no such file"):
-        read_stereotypes(tmp_path / "missing")
-
-
-def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
-    more, less = [CLS, 5, 9, 6, SEP], [CLS, 5, 6, SEP]
-    assert list(stereotypes._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
-
-
-def test_long_sentences_of_one_word_share_it() -> None:
-    """The matcher of the standard library leaves out frequent elements unless told otherwise."""
-    more, less = [CLS, *[7] * 250, SEP], [CLS, *[7] * 250, 8, SEP]
-    assert len(list(stereotypes._shared_tokens(more, less))) == 500
-
-
-def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
-    """The probability of a shared token depends on the group that the sentence names."""
-    value = {ID["he"]: -1.0, ID["she"]: -2.0, ID["it"]: -1.0}
-
-    def by_group(encoding: Encoding) -> dict[str, Any]:
-        (group,) = [value[i] for i in encoding.input_ids.tolist() if i in value]
-        result = likely(encoding)["masked_lm"]
-        assert encoding.input_ids[encoding.requests["masked_lm"].positions[0]] == MASK  # type: ignore[attr-defined]
-        return {
-            "masked_lm": MaskedLMResult(
-                result.top_logits,
-                result.top_ids,
-                result.logsumexp,
-                np.full((1, 1), 5 + group, np.float32),
-            )
-        }
-
-    cases = [
-        SentencePair("he was old", "she was old"),
-        SentencePair("she was old", "he was old"),
-        SentencePair("it was old", "he was old"),
-    ]
-    scorer = ByHand(by_group)
-    assert stereotype_preference(cases, checkpoint_tokenizer(), scorer, 16) == pytest.approx(
-        (1 + 0 + 0.5) / 3
-    )
-    assert len(scorer.encodings) == 12  # two shared words, in both sentences of three pairs
-    assert {int(e.input_ids[0]) for e in scorer.encodings} == {CLS}
-    assert (
-        stereotype_preference(
-            [SentencePair("he was the old", "she was the old")],
-            checkpoint_tokenizer(),
-            ByHand(by_group),
-            4,
-        )
-        == 1
-    )
-    with pytest.raises(ExportError, match=r"has no mask token"):
-        stereotype_preference(cases, checkpoint_tokenizer(mask=False), scorer, 16)
-
-
-def test_many_masks_run_in_groups() -> None:
-    scorer = ByHand(likely)
-    pair = SentencePair("the the the", "the the the")
-    stereotype_preference([pair] * 11, checkpoint_tokenizer(), scorer, 16)
-    assert [len(batch) for batch in scorer.batches] == [64, 2]
-
-
 # ---- scored pairs ------------------------------------------------------------------------------
 
 
@@ -322,10 +247,6 @@ def test_similarity_is_the_rank_correlation_of_cosines() -> None:
     measured = similarity([ScoredPair(*case) for case in cases], tokenizer(), ByHand(embed), 16)
     assert measured == pytest.approx(expected)
     assert expected == pytest.approx(0.8)
-
-
-def test_equal_values_share_their_rank() -> None:
-    assert metrics._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1, 3.5, 2]
 
 
 # ---- SQuAD -------------------------------------------------------------------------------------
@@ -404,30 +325,33 @@ def asked(number: int, *answers: str) -> Question:
 
 
 def test_figures_of_answers() -> None:
-    assert squad.normalise_answer(" The  RED, (door)! An a ") == "red door"
-    assert squad.normalise_answer("theatre") == "theatre"
-    assert squad.f1("red red door", "red door blue") == pytest.approx(2 * 2 / 6)
-    assert squad.f1("", "") == squad.f1("the", "an") == 1
-    assert squad.f1("", "red") == squad.f1("red", "") == squad.f1("red", "blue") == 0
-    figures = score(
+    assert normalise_answer(" The  RED, (door)! An a ") == "red door"
+    assert normalise_answer("theatre") == "theatre"
+    for answer, accepted, f1 in (
+        ("red red door", "red door blue", 2 * 2 / 6), ("", "the", 1), ("the", "an", 1),
+        ("", "red", 0), ("red", "an", 0), ("red", "blue", 0),
+    ):  # fmt: skip
+        figures = squad_answers({"0": answer}, [asked(0, accepted)])
+        assert figures["f1"] == pytest.approx(100 * f1)
+    figures = squad_answers(
         {"0": "red", "1": "old red door"}, [asked(0, "red"), asked(1, "blue", "red door")]
     )
     assert figures == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 0.8) / 2)}
-    both = score({"0": "red", "1": ""}, [asked(0, "red"), asked(1), asked(2)])
+    both = squad_answers({"0": "red", "1": ""}, [asked(0, "red"), asked(1), asked(2)])
     assert both == {
         "exact_match": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3),
         "answerable_exact_match": 100, "answerable_f1": 100,
         "unanswerable_exact_match": 50, "unanswerable_f1": 50,
     }  # fmt: skip
     # A gold answer that is only an article is none.
-    assert score({"0": ""}, [asked(0, "the", "red")])["exact_match"] == 0
-    assert score({"0": ""}, [asked(0, "the", "a")])["exact_match"] == 100
+    assert squad_answers({"0": ""}, [asked(0, "the", "red")])["exact_match"] == 0
+    assert squad_answers({"0": ""}, [asked(0, "the", "a")])["exact_match"] == 100
 
 
 def test_a_question_without_an_answer_is_wrong() -> None:
-    assert score({}, [asked(0, "red"), asked(1, "a red")]) == {"exact_match": 0, "f1": 0}
-    assert score({"1": ""}, [asked(0), asked(1)]) == {"exact_match": 50, "f1": 50}
-    assert score({"0": "red"}, [asked(0, "blue", "red", "old red")])["f1"] == 100
+    assert squad_answers({}, [asked(0, "red"), asked(1, "a red")]) == {"exact_match": 0, "f1": 0}
+    assert squad_answers({"1": ""}, [asked(0), asked(1)]) == {"exact_match": 50, "f1": 50}
+    assert squad_answers({"0": "red"}, [asked(0, "blue", "red", "old red")])["f1"] == 100
 
 
 def test_the_best_threshold_of_no_answer() -> None:

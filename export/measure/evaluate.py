@@ -1,4 +1,4 @@
-"""Measures a checkpoint or a bundle on text, scored pairs, questions and stereotypes."""
+"""Measures a checkpoint or a bundle on text, scored pairs, questions, labels and tags."""
 
 import math
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ from cloze.export.measure.labels import (
     measure_tags,
 )
 from cloze.export.measure.masked_words import complete, read_sentences
+from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.pairs import read_pairs, similarity
 from cloze.export.measure.scorer import (
     GraphScorer,
+    MaskedRow,
     Subject,
-    equal_lengths,
-    head_arrays,
+    row_arrays,
     score_masks,
 )
-from cloze.export.measure.squad import best_threshold, read_questions, score
-from cloze.export.measure.stereotypes import read_stereotypes, stereotype_preference
+from cloze.export.measure.squad import read_questions
 from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
@@ -53,20 +53,21 @@ from cloze.export.train.examples import (
     TrainingExample,
     join_texts,
 )
-from cloze.export.train.label_tasks import CLASSES, TAGS
-from cloze.export.train.masking import MaskedSequence, Unit
+from cloze.export.train.masking import Unit
 from cloze.export.train.recipe import Pretraining
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import guess, usual_windows
-from cloze.model_store.heads import HEADS
+from cloze.model_store.heads import HEADS, sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
 from cloze.model_store.heads.token_classification import as_iob2
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle, Store
 
+CLASSES = sequence_classification.HEAD.name
+TAGS = token_classification.HEAD.name
+
 _TOP = 5
-_BATCH = 32
 _PAIR_TOKENS = 128
 
 
@@ -131,7 +132,6 @@ class EvaluationData:
 
     Attributes:
         held_out: share of titles that training held out; 1: all titles are used.
-        stereotypes: file of CrowS-Pairs; None: no bias is measured.
         sequences: number of masked sequences, and number of pairs of texts.
         labelled: files of texts with labels; all texts are used.
         tagged: files of sentences with tags; all sentences are used.
@@ -142,7 +142,6 @@ class EvaluationData:
     pairs: list[Path]
     questions: list[Path]
     held_out: float
-    stereotypes: Path | None = None
     sentences: tuple[Path, ...] = ()
     sequences: int = 1000
     tokens: int = 128
@@ -157,12 +156,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Return every figure that the subject's heads and the data allow.
 
-    Shares are in [0, 1]; exact match and F1 are in percent.
+    Shares are in [0, 1]; exact match and F1 are in percent. The figures of a file have its name,
+    or its path where two files have one name.
+
+    Args:
+        folder: folder for the tokenized text.
 
     Raises:
-        TrainError: a file cannot be read, holds nothing to measure, or is given twice.
+        TrainError: a file cannot be read, or holds nothing to measure.
     """
-    names = _names(data)
     figures: dict[str, float] = {}
     if data.text and subject.heads & {MASKED_LM, NEXT_SENTENCE}:
         figures |= _measure_text(subject, data, folder, report)
@@ -171,43 +173,29 @@ def evaluate(
         figures["sts_spearman"] = similarity(
             read_pairs(data.pairs), subject.tokenizer.tokenizer, subject.scorer, max_tokens
         )
-    if data.stereotypes and MASKED_LM in subject.heads:
-        figures["stereotype_preference"] = stereotype_preference(
-            read_stereotypes(data.stereotypes),
-            subject.tokenizer,
-            subject.scorer,
-            subject.max_tokens,
-        )
-    if MASKED_LM in subject.heads:
-        for file in data.sentences:
-            figures |= _measure_sentences(subject, file, names[file], report)
     if data.questions and SPAN in subject.heads:
         figures |= _measure_questions(subject, data)
-    measures = ((CLASSES, data.labelled, _measure_labelled), (TAGS, data.tagged, _measure_tagged))
-    for head, files, measure in measures:
+    names = _names([*data.sentences, *data.labelled, *data.tagged])
+    if MASKED_LM in subject.heads:
+        for file in data.sentences:
+            figures |= _measure_sentences(subject, file, names[file].replace("-", "_"), report)
+    for head, files, measure in (
+        (CLASSES, data.labelled, _measure_labelled),
+        (TAGS, data.tagged, _measure_tagged),
+    ):
         for file in files if head in subject.heads else ():
             own = measure(subject, file, data.label_set)
             figures |= {f"{names[file]}_{name}": value for name, value in own.items()}
     return figures
 
 
-def _names(data: EvaluationData) -> dict[Path, str]:
-    """Return the name of each file in figures, after the folders that tell it from the others."""
-    own = [(file, file.stem.replace("-", "_")) for file in data.sentences]
-    own += [(file, file.name.partition(".jsonl")[0]) for file in (*data.labelled, *data.tagged)]
-    paths = [file.resolve().with_name(name) for file, name in own]
-    names = {}
-    for (file, _), path in zip(own, paths, strict=True):
-        if paths.count(path) > 1:
-            raise TrainError(f"two files to measure have the name {path}; give each file once")
-        endings = (path.parts[first:] for first in range(-1, -len(path.parts) - 1, -1))
-        parts = next(
-            ending
-            for ending in endings
-            if sum(other.parts[-len(ending) :] == ending for other in paths) == 1
-        )
-        names[file] = "/".join(parts)
-    return names
+def _names(files: Sequence[Path]) -> dict[Path, str]:
+    """Return the name of each file in figures: without endings, or the path if names are equal."""
+    short = [file.name.partition(".")[0] for file in files]
+    return {
+        file: name if short.count(name) == 1 else str(file)
+        for file, name in zip(files, short, strict=True)
+    }
 
 
 def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
@@ -220,8 +208,7 @@ def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[st
     if problem != "regression":
         check_labels(rows, labels.labels)
     rule = LengthRule(subject.max_tokens, truncate=True)
-    encoded = encode_texts(rows, subject.tokenizer, rule)
-    return measure_labels(rows, encoded, subject.scorer, chosen)
+    return measure_labels(rows, encode_texts(rows, subject.tokenizer, rule), subject.scorer, chosen)
 
 
 def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
@@ -229,8 +216,9 @@ def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str,
     chosen = _label_set(subject, TAGS, rows, name)
     check_labels(rows, _types(chosen[0]))
     rule = LengthRule(subject.max_tokens, truncate=True)
-    encoded = encode_sentences(rows, subject.tokenizer, rule)
-    return measure_tags(rows, encoded, subject.scorer, chosen)
+    return measure_tags(
+        rows, encode_sentences(rows, subject.tokenizer, rule), subject.scorer, chosen
+    )
 
 
 def _types(labels: LabelSet) -> set[str]:
@@ -275,11 +263,32 @@ def _measure_text(
             for name, value in _measure_masks(subject, corpus, unit, data).items():
                 figures[f"{prefix}_{name}"] = value
     if NEXT_SENTENCE in subject.heads:
-        texts = _pairs_of_texts(subject, corpus, data)
-        sentences = _pairs_of_sentences(subject, corpus, data)
-        figures["nsp_accuracy"] = _next_sentence_accuracy(subject, texts)
-        figures["nsp_accuracy_two_sentences"] = _next_sentence_accuracy(subject, sentences)
+        texts = _examples(subject, corpus, SentenceObjective.NSP, data)
+        pairs = [example for example, _ in texts]
+        figures["nsp_accuracy"] = _next_sentence_accuracy(subject, pairs)
+        pairs = _pairs_of_sentences(subject, corpus, data)
+        figures["nsp_accuracy_two_sentences"] = _next_sentence_accuracy(subject, pairs)
     return figures
+
+
+def _examples(
+    subject: Subject, corpus: Corpus, sentence: SentenceObjective, data: EvaluationData
+) -> list[tuple[TrainingExample, np.random.Generator]]:
+    """Return sequences, or pairs of texts, as in training, each with its generator."""
+    options = ExampleOptions(
+        length=min(data.tokens, subject.max_tokens),
+        sentence=sentence,
+        special=subject.tokenizer.special,
+        seed=data.seed,
+        epoch=0,
+        short=0.0,
+    )
+    examples = EpochExamples(corpus, options)
+    made = []
+    for number in range(min(data.sequences, len(examples))):
+        rng = examples.rng(number)
+        made.append((examples.make(number, rng), rng))
+    return made
 
 
 def _measure_masks(
@@ -289,73 +298,22 @@ def _measure_masks(
 
     Every chosen token becomes ``[MASK]``, as in a client's text.
     """
-    rows = _masked_rows(subject, corpus, unit, data)
-    hits, log_likelihoods = [np.zeros((0, _TOP), bool)], [np.zeros(0, np.float32)]
-    for group in equal_lengths([len(masked.input_ids) for _, masked in rows], _BATCH):
-        chosen = [rows[index] for index in group]
-        input_ids = np.stack([masked.input_ids for _, masked in chosen])
-        length = input_ids.shape[1]
-        labels = np.concatenate([masked.labels for _, masked in chosen])
-        if not len(labels):
-            continue
-        best, log_probabilities = score_masks(
-            subject.scorer,
-            input_ids,
-            np.stack([example.token_type_ids for example, _ in chosen]),
-            np.concatenate(
-                [masked.positions + row * length for row, (_, masked) in enumerate(chosen)]
-            ),
-            labels,
-            k=_TOP,
-        )
-        hits.append(best == labels[:, None])
-        log_likelihoods.append(log_probabilities)
-    all_hits, all_log_likelihoods = np.concatenate(hits), np.concatenate(log_likelihoods)
-    if not len(all_hits):
-        raise TrainError("there is no held-out text to measure on")
-    return {
-        "top1": float(all_hits[:, 0].mean()),
-        "top5": float(all_hits.any(1).mean()),
-        "perplexity": math.exp(-all_log_likelihoods.mean(dtype=np.float64)),
-    }
-
-
-def _masked_rows(
-    subject: Subject, corpus: Corpus, unit: Unit, data: EvaluationData
-) -> list[tuple[TrainingExample, MaskedSequence]]:
     masking = make_masking(subject.tokenizer, Pretraining(unit=unit), replace=(1.0, 0.0))
-    examples = _examples(subject, corpus, SentenceObjective.NONE, data)
     rows = []
-    for number in range(min(data.sequences, len(examples))):
-        rng = examples.rng(number)
-        example = examples.make(number, rng)
-        rows.append((example, masking(example.input_ids, rng)))
-    return rows
-
-
-def _examples(
-    subject: Subject, corpus: Corpus, sentence: SentenceObjective, data: EvaluationData
-) -> EpochExamples:
-    options = ExampleOptions(
-        length=min(data.tokens, subject.max_tokens),
-        sentence=sentence,
-        special=subject.tokenizer.special,
-        seed=data.seed,
-        epoch=0,
-        short=0.0,
-    )
-    return EpochExamples(corpus, options)
-
-
-def _pairs_of_texts(
-    subject: Subject, corpus: Corpus, data: EvaluationData
-) -> list[TrainingExample]:
-    """Return pairs of texts as in training; half of them come from two documents."""
-    examples = _examples(subject, corpus, SentenceObjective.NSP, data)
-    return [
-        examples.make(number, examples.rng(number))
-        for number in range(min(data.sequences, len(examples)))
-    ]
+    for example, rng in _examples(subject, corpus, SentenceObjective.NONE, data):
+        masked = masking(example.input_ids, rng)
+        if len(masked.positions):
+            types = example.token_type_ids
+            rows.append(MaskedRow(masked.input_ids, types, masked.positions, masked.labels))
+    if not rows:
+        raise TrainError("there is no held-out text to measure on")
+    best, log_probabilities = zip(*score_masks(subject.scorer, rows, k=_TOP), strict=True)
+    hits = np.concatenate(best) == np.concatenate([row.labels for row in rows])[:, None]
+    return {
+        "top1": float(hits[:, 0].mean()),
+        "top5": float(hits.any(1).mean()),
+        "perplexity": math.exp(-np.concatenate(log_probabilities).mean(dtype=np.float64)),
+    }
 
 
 def _pairs_of_sentences(
@@ -385,17 +343,9 @@ def _pairs_of_sentences(
 def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> float:
     if not pairs:
         raise TrainError("no held-out document has two sentences, which pairs are made of")
-    correct = 0
-    for group in equal_lengths([len(pair.input_ids) for pair in pairs], _BATCH):
-        chosen = [pairs[index] for index in group]
-        logits = head_arrays(
-            subject.scorer,
-            NEXT_SENTENCE,
-            np.stack([pair.input_ids for pair in chosen]),
-            np.stack([pair.token_type_ids for pair in chosen]),
-        )
-        correct += int((logits.argmax(1) == [pair.label for pair in chosen]).sum())
-    return correct / len(pairs)
+    rows = [(pair.input_ids, pair.token_type_ids) for pair in pairs]
+    logits = np.stack(row_arrays(subject.scorer, NEXT_SENTENCE, rows))
+    return float((logits.argmax(1) == [pair.label for pair in pairs]).mean())
 
 
 def _measure_sentences(subject: Subject, file: Path, name: str, report: Report) -> dict[str, float]:
@@ -409,7 +359,7 @@ def _measure_sentences(subject: Subject, file: Path, name: str, report: Report) 
         mark = "right" if completion.is_right else "wrong"
         report(f"{mark}: {completion.sentence.text} {completion.word}")
     return {
-        name: sum(completion.is_right for completion in completions) / len(completions),
+        name: sum(each.is_right for each in completions) / len(completions),
         f"{name}_repeats": sum(each.repeats for each in completions) / len(completions),
     }
 
@@ -426,7 +376,7 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
         )
     windows = usual_windows(questions, subject.tokenizer, subject.max_tokens)
     guesses = guess(questions, windows, subject.scorer)
-    figures = score(answers_of(questions, guesses), questions)
+    figures = squad_answers(answers_of(questions, guesses), questions)
     if any(question.impossible for question in questions):
         figures["best_f1"], figures["best_threshold"] = best_threshold(
             questions,

@@ -66,7 +66,7 @@ def pins(tmp_path: Path) -> Path:
 def audit(url: str, *arguments: str) -> tuple[int, list[str]]:
     """Return the exit code and the lines of an audit."""
     done = subprocess.run(
-        [sys.executable, "scripts/audit", "--service-url", url, *arguments],
+        [sys.executable, "scripts/audit-dependencies", "--service-url", url, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -114,7 +114,7 @@ def test_a_service_that_fails_later_is_a_failed_audit(pins: Path) -> None:
 
 
 def test_packages_without_an_answer_are_not_clean(capsys: pytest.CaptureFixture[str]) -> None:
-    report = runpy.run_path(str(ROOT / "scripts" / "audit"))["report"]
+    report = runpy.run_path(str(ROOT / "scripts" / "audit-dependencies"))["report"]
     clean: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}
     skipped = {"name": "b", "skip_reason": "the service does not know the package"}
     assert report([clean, skipped], pins=2) == FAILED

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from cloze.ask import ask
 from cloze.audit_command import audit
@@ -102,6 +103,10 @@ def _check_name(_: click.Context, __: click.Parameter, value: str | None) -> str
     return value
 
 
+_OPTIONS_OF_A_HEAD = frozenset({"source", "share", "out", "tasks", "model_store"})
+"""Parameters of `export` that --share reads."""
+
+
 @cli.command()
 @click.argument("source")
 @click.option(
@@ -153,6 +158,13 @@ def _check_name(_: click.Context, __: click.Parameter, value: str | None) -> str
     "a second graph on the same weights.  [default: the bundle takes no adapters]",
 )
 @click.option(
+    "--no-answer-threshold",
+    type=float,
+    default=0.0,
+    help="Question answering says that there is no answer where its score exceeds that of the best "
+    "span by more than this number of logits, qa_best_threshold of `cloze train evaluate`.",
+)
+@click.option(
     "--gate-pairs",
     multiple=True,
     type=click.Path(path_type=Path),
@@ -186,6 +198,7 @@ def export(
     precisions: tuple[str, ...],
     weights: str,
     adapters: str,
+    no_answer_threshold: float,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
     device: str,
@@ -212,6 +225,8 @@ def export(
     """
     if (name is None) == (share is None) or (share is None) != (out is None):
         raise click.UsageError("give --name for a bundle, or --share and --out for a head alone")
+    if share is not None:
+        _check_shared(click.get_current_context(), tasks)
     try:
         from cloze.export.errors import DataError, ExportError
         from cloze.export.measure.pairs import read_pairs
@@ -224,8 +239,6 @@ def export(
         )
     try:
         if share is not None and out is not None:
-            if len(tasks) > 1 or precisions or gate_pairs or revision:
-                raise click.UsageError("--share takes --task once, and no other option of a bundle")
             _share(source, share, Store(model_store), out, tasks[0] if tasks else None)
             return
         assert name is not None
@@ -238,6 +251,7 @@ def export(
             cuda=device == "cuda",
             reuse=not again,
             adapters=tuple(filter(None, adapters.split(","))),
+            no_answer_threshold=no_answer_threshold,
         )
         bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:
@@ -246,6 +260,22 @@ def export(
         click.echo(json.dumps(bundle.manifest.model_dump(mode="json")))
     else:
         _print_exported(bundle)
+
+
+def _check_shared(context: click.Context, tasks: tuple[str, ...]) -> None:
+    """Raise if an option was given that changes nothing of a head alone."""
+    if len(tasks) > 1:
+        raise click.UsageError("--share writes one head: give --task once")
+    ignored = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in _OPTIONS_OF_A_HEAD
+        and context.get_parameter_source(str(option.name)) is not ParameterSource.DEFAULT
+    ]
+    if ignored:
+        raise click.UsageError(
+            f"--share writes a head and no graph: leave out {', '.join(ignored)}"
+        )
 
 
 def _share(source: str, base: str, store: Store, out: Path, task: str | None) -> None:

@@ -12,7 +12,6 @@ import click
 
 from cloze.model_store.store import Store
 from cloze.options import store_option
-from cloze.train_compress import factorise, prune
 from cloze.train_debias import debias, debias_embed
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
@@ -20,12 +19,9 @@ from cloze.train_options import (
     FOLDER,
     Command,
     corpus_option,
-    device_options,
-    held_out_option,
     license_option,
     lora_option,
     one_line_errors,
-    open_device,
     questions_option,
     recipe_option,
     required,
@@ -297,38 +293,6 @@ def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> No
     click.echo(run(sources, out, license_name))
 
 
-@train.command("calibrate-qa")
-@click.argument("source")
-@questions_option("SQuAD 2.0")
-@held_out_option(0.08, "; only these are used")
-@click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
-@device_options
-@one_line_errors
-def calibrate_qa(
-    source: str,
-    questions: tuple[Path, ...],
-    held_out: float,
-    out: Path,
-    device: str,
-    threads: int | None,
-) -> None:
-    """Calibrate when the checkpoint SOURCE says that a question has no answer.
-
-    The best threshold on the held-out questions becomes part of the weights.
-
-    \b
-    Example:
-      cloze train calibrate-qa qa-run/checkpoint --questions squad-2.json --out calibrated
-    """
-    from cloze.export.train.no_answer import calibrate
-
-    done = calibrate(source, questions, held_out, out, open_device(device, threads))
-    click.echo(
-        f"{out}: F1 {done.f1_before:.1f} before, {done.f1_after:.1f} after, {done.f1_across:.1f} "
-        f"with the threshold of the other half; the threshold was {done.threshold:.2f}"
-    )
-
-
 @train.command("finetune-embed")
 @click.argument("source")
 @click.option(
@@ -393,6 +357,4 @@ def distill(
 
 train.add_command(debias)
 train.add_command(debias_embed)
-train.add_command(prune)
-train.add_command(factorise)
 train.add_command(evaluate)

@@ -34,7 +34,6 @@ from cloze.export.embedding_recipe import (
 )
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
-from cloze.export.families.pruned import PRUNED, read_pruned
 from cloze.export.families.refused import reason
 from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
 from cloze.export.heads import EXPORT_HEADS, ExportHead
@@ -277,10 +276,7 @@ def _parse_config(
     """
     settings = {**given, **absent}
     try:
-        config = family.read_config(settings)
-        if PRUNED & settings.keys():
-            config = read_pruned(family, config, settings)
-        return config, absent
+        return family.read_config(settings), absent
     except KeyError as error:
         missing = str(error.args[0])
         if missing in family.defaults and missing not in settings:

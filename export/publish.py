@@ -22,7 +22,7 @@ from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
 from cloze.model_store.adapter_section import AdapterSupport
-from cloze.model_store.heads import Head, multi_vector
+from cloze.model_store.heads import Head, multi_vector, span
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.manifest import (
     Architecture,
@@ -58,6 +58,7 @@ class ExportOptions:
         reuse: return the newest bundle of the name if it equals what the export would publish.
         adapters: names of linear layers that adapters may change (`AdaptedModel.of`); empty: the
             bundle takes no adapters.
+        no_answer_threshold: see `span.SpanOptions`.
     """
 
     tasks: tuple[str, ...] = ()
@@ -68,6 +69,7 @@ class ExportOptions:
     cuda: bool = False
     reuse: bool = False
     adapters: tuple[str, ...] = ()
+    no_answer_threshold: float = 0.0
 
     @property
     def lower_precisions(self) -> list[Precision]:
@@ -202,7 +204,21 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
             "scored pairs say what a lower precision loses: leave out --gate-pairs, "
             "or give --precision int8"
         )
+    _check_threshold(options.no_answer_threshold, heads)
     return heads
+
+
+def _check_threshold(threshold: float, heads: tuple[Head, ...]) -> None:
+    if not abs(threshold) <= span.MAX_THRESHOLD:  # or it is NaN
+        raise ExportError(
+            f"the threshold of no answer is {threshold}; it must be within "
+            f"{span.MAX_THRESHOLD:.0f} logits of 0"
+        )
+    if threshold and span.HEAD not in heads:
+        raise ExportError(
+            "a threshold of no answer is for the task qa, which this export has not: "
+            "leave out --no-answer-threshold"
+        )
 
 
 def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptions) -> _Job:
@@ -301,6 +317,9 @@ def _describe(
 def _describe_model(name: str, job: _Job) -> dict[str, Any]:
     """Return the fields of a bundle that are known before its graphs are verified."""
     checkpoint, names = job.checkpoint, {head.name for head in job.heads}
+    head_options = dict(checkpoint.options)
+    if threshold := job.options.no_answer_threshold:
+        head_options[span.HEAD.name] = span.SpanOptions(no_answer_threshold=threshold)
     return {
         "name": name,
         "tasks": job.tasks,
@@ -313,7 +332,7 @@ def _describe_model(name: str, job: _Job) -> dict[str, Any]:
             name: (table.num_embeddings, table.embedding_dim)
             for name, table in checkpoint.model.encoder.embeddings.tables().items()
         },
-        "heads": {head: options for head, options in checkpoint.options.items() if head in names},
+        "heads": {head: options for head, options in head_options.items() if head in names},
     }
 
 
@@ -346,8 +365,6 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
         max_positions=config.max_positions,
         type_vocab_size=config.type_vocab_size,
         parameters=checkpoint.model.parameter_count(),
-        layer_heads=config.layer_heads,
-        layer_intermediate_sizes=config.layer_intermediate_sizes,
     )
 
 

@@ -97,7 +97,12 @@ class BundleSpec(Frozen):
     tasks: tuple[TaskName, ...] = Field(min_length=1)
     architecture: Annotated[
         Architecture,
-        BeforeValidator(without("intermediate_size", "activation", "layer_norm_eps")),
+        BeforeValidator(
+            without(
+                *("intermediate_size", "activation", "layer_norm_eps"),
+                *("layer_heads", "layer_intermediate_sizes"),
+            )
+        ),
     ]
     source: Source
     license: str | None = Field(
@@ -254,7 +259,8 @@ class BundleSpec(Frozen):
         if masked_lm.HEAD.name in names and self.tokenizer.mask_id is None:
             raise ValueError("the task fill-mask needs a mask token")
         for head in self.graph_heads:
-            if (head.options is not None) != (head.name in self.heads):
+            needs_options = head.options is not None and not head.has_default_options
+            if needs_options and head.name not in self.heads:
                 raise ValueError(
                     f"the task {head.task} and the section heads.{head.name} come together"
                 )
@@ -331,10 +337,6 @@ class Manifest(BundleSpec):
         for section in ("tables", "adapters"):
             if getattr(self, section) is None:
                 fields[section] = True
-        architecture = self.architecture
-        pruned = ("layer_heads", "layer_intermediate_sizes")
-        if unpruned := {name for name in pruned if getattr(architecture, name) is None}:
-            fields["architecture"] = unpruned
         if self.tokenizer.second_type is None:
             fields["tokenizer"] = {"pair_separators", "second_type"}
         if self.tokenizer.truncation_side == "right":

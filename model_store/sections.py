@@ -116,24 +116,6 @@ class Architecture(Frozen):
         le=MAX_PARAMETERS,
         description="numbers in the encoder and the exported heads, tied weights counted once",
     )
-    layer_heads: tuple[Width, ...] | None = Field(
-        None, description="attention heads of each layer of a pruned encoder; none: all of them"
-    )
-    layer_intermediate_sizes: tuple[Width, ...] | None = Field(
-        None, description="neurons of each layer of a pruned encoder; none: all of them"
-    )
-
-    @model_validator(mode="after")
-    def _layers_have_sizes(self) -> Self:
-        for name, sizes in (
-            ("layer_heads", self.layer_heads),
-            ("layer_intermediate_sizes", self.layer_intermediate_sizes),
-        ):
-            if sizes is not None and len(sizes) != self.layers:
-                raise ValueError(f"{name} has {len(sizes)} numbers for {self.layers} layers")
-        if self.layer_heads and max(self.layer_heads) > self.heads:
-            raise ValueError(f"a layer has {max(self.layer_heads)} of {self.heads} heads")
-        return self
 
 
 class Source(Frozen):

@@ -298,7 +298,17 @@ def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["--share", "auto"], "give --name for a bundle, or --share and --out"),
-        (["--share", "auto", "--out", "x", "--precision", "int8"], "no other option"),
+        (["--share", "auto", "--out", "x", "--precision", "int8"], "leave out --precision"),
+        (["--share", "auto", "--out", "x", "--weights", "fp16"], "leave out --weights"),
+        (["--share", "auto", "--out", "x", "--adapters", "query"], "leave out --adapters"),
+        (
+            ["--share", "auto", "--out", "x", "--device", "cuda", "--again", "--json"],
+            "leave out --device, --again, --json",
+        ),
+        (
+            ["--share", "auto", "--out", "x", "--task", "qa", "--task", "embed"],
+            "one head: give --task once",
+        ),
         (["--share", "auto", "--out", "x"], "none for labels, tags or answers"),
         (["--share", "auto", "--out", "x", "--task", "fill-mask"], "fill-mask cannot be shared"),
     ],

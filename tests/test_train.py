@@ -45,8 +45,7 @@ from cloze.export.measure.scorer import (
     head_arrays,
     score_masks,
 )
-from cloze.export.measure.squad import read_questions
-from cloze.export.model import Model, TorchScorer
+from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average
 from cloze.export.train.batches import TextBatch
@@ -60,7 +59,6 @@ from cloze.export.train.embedding import (
 )
 from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.loop import train
-from cloze.export.train.no_answer import calibrate
 from cloze.export.train.objectives import MaskedText, SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
 from cloze.export.train.pretrain import fill_positions, pretrain
@@ -70,12 +68,10 @@ from cloze.export.train.recipe import (
     DistilledText,
     DistillRecipe,
     EmbedRecipe,
-    FactoriseRecipe,
     Optimisation,
     Phase,
     Pretraining,
     PretrainRecipe,
-    PruneRecipe,
     QuestionsRecipe,
     Sizes,
     Vocabulary,
@@ -86,7 +82,6 @@ from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
-from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
 from cloze.model_store.manifest import Precision, Weights
@@ -556,8 +551,6 @@ def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: 
         "finetune-classify": LabelsRecipe,
         "finetune-tokens": TagsRecipe,
         "finetune-tasks": TasksRecipe,
-        "prune": PruneRecipe,
-        "factorise": FactoriseRecipe,
     }
     kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
     assert load_recipe(str(file), kind, seed=7).seed == 7
@@ -1012,54 +1005,6 @@ def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
     subject = open_subject(str(checkpoint), Store(Path()), CPU)
     measured = evaluate(subject, EvaluationData([], [], [file], held_out=0.2), tmp_path, quietly)
     assert measured["qa_f1"] == pytest.approx(100 * log[-1]["held_out_f1"], abs=1.5)
-
-
-def test_no_answer_is_calibrated_in_the_weights(trained: Path, tmp_path: Path) -> None:
-    file = write_questions(tmp_path / "questions.json")
-    data = json.loads(file.read_text())
-    for article in data["data"][::2]:
-        for paragraph in article["paragraphs"]:
-            paragraph["qas"][0]["answers"] = []
-    file.write_text(json.dumps(data))
-    questions = read_questions([file])
-    source, out = tmp_path / "source", tmp_path / "calibrated"
-    checkpoint = load_checkpoint(str(trained))
-    model = start_from(checkpoint, [SPAN], dropout=0.0, seed=1)
-    save_checkpoint(model, checkpoint.tokenizer, source)
-
-    done = calibrate(str(source), [file], 1.0, out, CPU)
-    assert done.f1_after > done.f1_before
-    tokens = model.config.max_positions
-    windows = make_windows(
-        questions,
-        checkpoint.tokenizer,
-        tokens=tokens,
-        stride=tokens // 3,
-        question_tokens=tokens // 6,
-    )
-    moved = []  # of [CLS], and of the other tokens in the mean
-    before, after = (
-        TorchScorer(load_checkpoint(str(folder)).model, CPU) for folder in (source, out)
-    )
-    for window in windows[:40]:
-        ids, types = window.input_ids[None], window.token_type_ids[None]
-        change = (
-            head_arrays(after, "span", ids, types)[0] - head_arrays(before, "span", ids, types)[0]
-        )
-        moved.append((change[0].sum(), change[1:].sum(1).mean()))
-    of_first, of_others = np.array(moved).mean(0)
-    assert of_first - of_others == pytest.approx(-done.threshold, rel=0.1)
-
-
-def test_calibration_needs_questions_of_both_kinds(trained: Path, tmp_path: Path) -> None:
-    file = write_questions(tmp_path / "questions.json")
-    with pytest.raises(TrainError, match="no head for question answering"):
-        calibrate(str(trained), [file], 1.0, tmp_path / "out", CPU)
-    checkpoint = load_checkpoint(str(trained))
-    model = start_from(checkpoint, [SPAN], dropout=0.0, seed=1)
-    save_checkpoint(model, checkpoint.tokenizer, tmp_path / "source")
-    with pytest.raises(TrainError, match="with and without an answer"):
-        calibrate(str(tmp_path / "source"), [file], 1.0, tmp_path / "out", CPU)
 
 
 def test_an_average_is_the_mean_of_the_weights(trained: Path, tmp_path: Path) -> None:

@@ -96,8 +96,6 @@ class EncoderConfig:
     tokens away; empty: none do. Those layers may have a base of their own, ``local_rotary_base``.
     ``head_activation`` is the activation of heads; None: the usual ones.
     ``classifier_pooling`` says which rows a classifier reads: the first one, or the mean of all.
-    ``layer_heads`` and ``layer_intermediate_sizes`` are the sizes of each layer of a pruned
-    encoder, whose heads keep their size; None: each layer has ``heads`` and ``intermediate_size``.
     ``padding_id`` is the id of the padding token in a family whose position table has rows up to
     this number that belong to no token; the first token has the row after it.
 
@@ -136,8 +134,6 @@ class EncoderConfig:
     relative_positions: RelativePositions | None = None
     convolution: Convolution | None = None
     legacy_lm_head: bool = True
-    layer_heads: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
-    layer_intermediate_sizes: tuple[Annotated[int, Field(gt=0, le=MAX_WIDTH)], ...] | None = None
     padding_id: Annotated[int, Field(ge=0, le=MAX_POSITIONS)] = USUAL_PADDING_ID
 
     @property
@@ -153,29 +149,6 @@ class EncoderConfig:
     def has_bias(self, part: Part) -> bool:
         """Return whether the linear layers or norms of a part have biases."""
         return part not in self.without_bias
-
-    def heads_of(self, layer: int) -> int:
-        """Return the number of attention heads of a layer."""
-        return self.layer_heads[layer] if self.layer_heads else self.heads
-
-    def intermediate_size_of(self, layer: int) -> int:
-        """Return the number of neurons of a layer's feed-forward network."""
-        sizes = self.layer_intermediate_sizes
-        return sizes[layer] if sizes else self.intermediate_size
-
-    @model_validator(mode="after")
-    def _layers_have_sizes(self) -> Self:
-        for name, sizes, limit in (
-            ("layer_heads", self.layer_heads, self.heads),
-            ("layer_intermediate_sizes", self.layer_intermediate_sizes, self.intermediate_size),
-        ):
-            if sizes is None:
-                continue
-            if len(sizes) != self.layers:
-                raise ValueError(f"{name} has {len(sizes)} numbers for {self.layers} layers")
-            if max(sizes) > limit:
-                raise ValueError(f"{name} has {max(sizes)}; a layer has at most {limit}")
-        return self
 
     @model_validator(mode="after")
     def _every_layer_is_described(self) -> Self:

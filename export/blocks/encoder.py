@@ -225,5 +225,5 @@ class Encoder(nn.Module):
 def post_norm_encoder(config: EncoderConfig) -> Encoder:
     """Return an encoder like that of Devlin et al. 2019, with the options of its sizes."""
     rotary = None if config.rotary_base is None else Rotary.of(config, config.rotary_base)
-    layers = (Layer(config, rotary, number=number) for number in range(config.layers))
+    layers = (Layer(config, rotary) for _ in range(config.layers))
     return Encoder(Embeddings(config), layers)

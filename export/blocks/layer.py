@@ -103,7 +103,6 @@ class SelfAttention(nn.Module):
     Args:
         rotary: the rotation of queries and keys; None: they are not rotated.
         window: the keys that a token attends to; None: all of its sequence.
-        heads: number of heads of a pruned layer, which keep their size; None: all heads.
     """
 
     rotary: Rotary | None
@@ -113,19 +112,16 @@ class SelfAttention(nn.Module):
         config: EncoderConfig,
         rotary: Rotary | None = None,
         window: Window | None = None,
-        *,
-        heads: int | None = None,
     ) -> None:
         super().__init__()
         self.window = window
-        self.heads = heads or config.heads
+        self.heads = config.heads
         self.rotary = rotary
         size, has_bias = config.hidden_size, config.has_bias("attention")
-        inner = size // config.heads * self.heads
-        self.query = nn.Linear(size, inner, has_bias)
-        self.key = nn.Linear(size, inner, has_bias)
-        self.value = nn.Linear(size, inner, has_bias)
-        self.output = nn.Linear(inner, size, has_bias)
+        self.query = nn.Linear(size, size, has_bias)
+        self.key = nn.Linear(size, size, has_bias)
+        self.value = nn.Linear(size, size, has_bias)
+        self.output = nn.Linear(size, size, has_bias)
 
     def forward(
         self,
@@ -287,9 +283,6 @@ class Layer(EncoderLayer):
     A gated feed-forward network is ``down(activation(gate(x)) * up(x))`` (Shazeer 2020, "GLU
     Variants Improve Transformer", section 2). The rules of a family say which half of a packed
     matrix is the gate.
-
-    Args:
-        number: the layer's place, by which it has its sizes.
     """
 
     gate: nn.Linear | None
@@ -299,12 +292,10 @@ class Layer(EncoderLayer):
         config: EncoderConfig,
         rotary: Rotary | None = None,
         window: Window | None = None,
-        *,
-        number: int = 0,
     ) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size_of(number)
-        self.attention = SelfAttention(config, rotary, window, heads=config.heads_of(number))
+        size, inner = config.hidden_size, config.intermediate_size
+        self.attention = SelfAttention(config, rotary, window)
         self.attention_norm: nn.Module = make_norm(config)
         self.gate = nn.Linear(size, inner, config.has_bias("up")) if config.gated else None
         self.up = nn.Linear(size, inner, config.has_bias("up"))

@@ -184,5 +184,4 @@ FAMILY: Final = Family(
     wordpiece=WordPieceKind("BertTokenizer"),
     student=student,
     defaults=DEFAULTS,
-    factorised="electra",  # BERT's layers behind projected embeddings
 )

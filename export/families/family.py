@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.encoder import Encoder, post_norm_encoder
+from cloze.export.blocks.encoder import Encoder
 from cloze.model_store.layouts import Layout
 
 
@@ -246,8 +246,6 @@ class Family:
         layouts: the layouts that the family allows.
         dense_because: why the family does not allow the packed layout, which fp16 takes.
         student: a teacher's sizes -> those of its distilled student with as many layers.
-        factorised: the family that a model becomes when its word embeddings get a low rank; None:
-            there is none.
         defaults: settings that ``config.json`` may lack -> what transformers takes for them.
         wrong_defaults: settings that ``config.json`` must have, because what transformers takes for
             them is wrong for the family's published weights.
@@ -270,16 +268,10 @@ class Family:
         "its attention adds a bias to the scores, which the variable-length kernel does not"
     )
     student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
-    factorised: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     wrong_defaults: frozenset[str] = frozenset()
     other_types: frozenset[str] = frozenset()
     other_prefixes: tuple[str, ...] = ()
-
-    @property
-    def is_prunable(self) -> bool:
-        """Whether each layer of the encoder may have its own number of heads and neurons."""
-        return self.encoder is post_norm_encoder
 
     def without_prefix(self, tensor: str) -> str:
         """Return the name of a checkpoint's tensor without the first part that varies."""

@@ -6,7 +6,6 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from cloze.export.families.family import Family
-from cloze.export.families.pruned import read_pruned
 
 WRONG_TYPE: Final = (TypeError, AttributeError, ArithmeticError)
 """Errors of a computation with a setting that has another type than a family expects, or is 0."""
@@ -54,7 +53,7 @@ def wrong_setting(
         others = {other: value for other, value in settings.items() if other != name}
         for changed in (others, *({**others, name: value} for value in _PROBES)):
             try:
-                read_pruned(family, family.read_config(changed), changed)
+                family.read_config(changed)
             except ValidationError as error:
                 invalid = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
                 if size not in invalid:

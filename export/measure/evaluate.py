@@ -57,7 +57,7 @@ from cloze.export.train.masking import Unit
 from cloze.export.train.recipe import Pretraining
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import guess, usual_windows
-from cloze.model_store.heads import HEADS, sequence_classification, token_classification
+from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
 from cloze.model_store.heads.token_classification import as_iob2
@@ -376,7 +376,8 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
         )
     windows = usual_windows(questions, subject.tokenizer, subject.max_tokens)
     guesses = guess(questions, windows, subject.scorer)
-    figures = squad_answers(answers_of(questions, guesses), questions)
+    threshold = span.no_answer_threshold(subject.options)
+    figures = squad_answers(answers_of(questions, guesses, threshold), questions)
     if any(question.impossible for question in questions):
         figures["best_f1"], figures["best_threshold"] = best_threshold(
             questions,

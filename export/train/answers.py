@@ -142,14 +142,17 @@ def best_guesses(
     ]
 
 
-def answers_of(questions: Sequence[Question], guesses: Sequence[Guess]) -> dict[str, str]:
+def answers_of(
+    questions: Sequence[Question], guesses: Sequence[Guess], threshold: float = 0.0
+) -> dict[str, str]:
     """Return the answers by question id.
 
-    If any question is unanswerable, an answer is empty where ``[CLS]`` scores higher.
+    If any question is unanswerable, an answer is empty where ``[CLS]`` scores higher than the span
+    by more than the threshold, in logits.
     """
     any_impossible = any(question.impossible for question in questions)
     return {
-        question.id: "" if any_impossible and guessed.null_margin > 0 else guessed.text
+        question.id: "" if any_impossible and guessed.null_margin > threshold else guessed.text
         for question, guessed in zip(questions, guesses, strict=True)
     }
 

@@ -21,7 +21,6 @@ from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run
-from cloze.export.train.corpus import PreparedCorpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.loop import train
@@ -64,12 +63,9 @@ def make_student(teacher: Model, dropout: float) -> Model:
     sizes = FAMILIES[teacher.config.family].student(teacher.config)
     passes = max(1, sizes.layers // sizes.group_layers // 2)
     kept = kept_layers(teacher.config.layers, passes * sizes.group_layers)
-    heads, inner = sizes.layer_heads, sizes.layer_intermediate_sizes
     config = replace(
         sizes,
         layers=len(kept),
-        layer_heads=heads and tuple(heads[number] for number in kept),
-        layer_intermediate_sizes=inner and tuple(inner[number] for number in kept),
         local_layers=tuple(sizes.local_layers[number] for number in kept if sizes.local_layers),
         layer_groups=min(sizes.layer_groups, passes) if sizes.layer_groups else None,
         dropout=dropout,
@@ -127,8 +123,8 @@ class Distillation(nn.Module):
         """Return the weighted sum of the losses, and figures.
 
         The losses are: soft targets at the chosen tokens, masked tokens, the cosine distance of
-        every real token's hidden states, the divergence of the next-sentence probabilities in a
-        batch of pairs and, if the recipe asks, the cosine distance of the sentence embeddings.
+        every real token's hidden states and, if the recipe asks, the cosine distance of the
+        sentence embeddings.
         """
         teacher, recipe = self._teacher[0], self._recipe
         assert self.model.masked_lm is not None
@@ -163,40 +159,10 @@ class Distillation(nn.Module):
         )
         agreement = (logits.argmax(1) == teacher_logits.argmax(1)).float().mean()
         figures |= {"soft_loss": soft_loss, "cosine_loss": cosine_loss, "agreement": agreement}
-        if len(batch.next_labels):
-            sentence_loss = figures["sentence_loss"] = self._sentence_loss(hidden, teacher_hidden)
-            loss = loss + sentence_loss
         if self._kept_embeddings is not None:
             cosine = figures["embedding_cosine"] = self._kept_embeddings.cosine(self.model, batch)
             loss = loss + recipe.pretraining.embedding_weight * (1 - cosine)
         return loss, figures
-
-    def _sentence_loss(self, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        """Return the divergence of the next-sentence probabilities from the teacher's, in nats."""
-        student, teacher = self.model.next_sentence, self._teacher[0].next_sentence
-        assert student is not None
-        assert teacher is not None
-        with torch.no_grad():
-            expected = teacher(teacher_hidden[:, 0]).float().log_softmax(-1)
-        actual = student(hidden[:, 0]).float().log_softmax(-1)
-        return F.kl_div(actual, expected, reduction="batchmean", log_target=True)
-
-
-def learn_from(
-    teacher: Checkpoint,
-    student: Model,
-    corpus: PreparedCorpus,
-    recipe: DistillRecipe,
-    options: RunOptions,
-) -> None:
-    """Train a student on text, with the losses of `Distillation`."""
-    objective = TextObjective(
-        Distillation(student, teacher.model.to(options.device), recipe),
-        text_batches(corpus.train, recipe, teacher.tokenizer),
-        held_out_batches(corpus.held_out, recipe, teacher.tokenizer, options.report),
-        options.device,
-    )
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
 
 
 def distill(
@@ -239,7 +205,13 @@ def distill(
         f"a {student.config.family} of {student.parameter_count():,} parameters "
         f"from a teacher of {checkpoint.model.parameter_count():,}"
     )
-    learn_from(checkpoint, student, corpus, recipe, options)
+    objective = TextObjective(
+        Distillation(student, checkpoint.model.to(options.device), recipe),
+        text_batches(corpus.train, recipe, tokenizer),
+        held_out_batches(corpus.held_out, recipe, tokenizer, options.report),
+        options.device,
+    )
+    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
     embedding = EmbeddingRecipe(max_tokens=max_positions)
     if recipe.pretraining.keep_embeddings:
         embedding = checkpoint.recipe

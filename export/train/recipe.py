@@ -337,43 +337,6 @@ class DistillRecipe(TextRecipe):
     dropout: Share = 0.1
 
 
-Kept = Annotated[float, Field(gt=0, le=1)]
-"""A share that is kept."""
-
-
-class PruneRecipe(DistillRecipe):
-    """``cloze train prune``."""
-
-    pretraining: DistilledText = DistilledText(keep_embeddings=True)
-    heads: Kept = 0.6
-    """Share of the attention heads that is kept."""
-
-    neurons: Kept = 0.6
-    """Share of the neurons of the feed-forward networks that is kept."""
-
-    rounds: Annotated[int, Field(gt=0, le=20)] = 1
-    """Rounds of pruning; after each, the model learns for all steps of the phases."""
-
-    importance_batches: Count = 16
-    """Batches of the first phase over which importance is summed."""
-
-    next_sentence: bool = True
-    """Learn from pairs of texts, and also the whole model's probabilities of the next sentence, if
-    the checkpoint has that head.
-    """
-
-
-class FactoriseRecipe(DistillRecipe):
-    """``cloze train factorise``."""
-
-    pretraining: DistilledText = DistilledText(keep_embeddings=True)
-    rank: Size = 128
-    """Width of the new word embeddings."""
-
-    fit_batches: Count = 16
-    """Batches of the first phase to which the first weights of the masked-LM head are fitted."""
-
-
 Target = Literal["query", "key", "value", "attention-output", "feed-forward-in", "feed-forward-out"]
 """The linear layers of an encoder's layer, whatever a family calls them."""
 

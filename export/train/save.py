@@ -18,7 +18,6 @@ from cloze.export.checkpoint_files import read_settings
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
 from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
-from cloze.export.families.pruned import write_pruned
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -51,7 +50,7 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config, heads = model.config, _written_heads(model)
-    settings = FAMILIES[config.family].write_config(config) | write_pruned(config)
+    settings = FAMILIES[config.family].write_config(config)
     settings |= _head_settings(model.options)
     settings |= {"architectures": [_architecture(config, heads)], "dtype": "float32"}
     _write_json(folder / "config.json", settings)

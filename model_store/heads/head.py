@@ -122,6 +122,7 @@ class Head:
             memory.
         ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
         options: the type of the head's section in a manifest, under `heads`; None: no section.
+        has_default_options: whether a manifest may lack the section.
         per_token: whether a result has one row per token of its sequence.
         rows: request -> rows of its result, unless they are per token; None: one row.
         model_sizes: sizes -> the letters in shapes of the head's tensors that stand for sizes
@@ -139,6 +140,7 @@ class Head:
     largest_request: Callable[[int], HeadRequest] = lambda _: HeadRequest()
     ranked: Mapping[str, str] = field(default_factory=dict)
     options: type[Frozen] | None = None
+    has_default_options: bool = False
     model_sizes: Callable[[ModelSizes], Mapping[str, int]] = lambda _: {}
     per_token: bool = False
     rows: Callable[[Any], int] | None = None

@@ -5,6 +5,10 @@ tokens of the context. The score of a span is the product of its start and end s
 pipeline of transformers v4. The ends of an answer are moved to the ends of words. A span of white
 space alone is no answer.
 
+A model may have a threshold of "no answer". Each logit of ``[CLS]`` is lower by half of it, so "no
+answer" wins in a window if the sum of its logits exceeds that of the best span by more than the
+threshold, as in SQuAD 2.0's script. With a threshold of 0, scores are those of the pipeline.
+
 The scores of a window's spans with the same text are added: the sum is the probability that the
 window gives to the text, at most 1. Each window has a distribution of its own, so a text has the
 score of its best window. The pipeline adds the scores of all windows, up to their number.
@@ -116,7 +120,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QaOptions:
-    """The parameters of the task, with defaults for absent values."""
+    """The parameters of the task, with defaults for absent values.
+
+    Attributes:
+        no_answer_threshold: the model's, see `span.SpanOptions`.
+    """
 
     max_seq_len: int
     max_answer_len: int
@@ -128,6 +136,7 @@ class QaOptions:
     details: bool = False
     long_text: LongText = "window"
     return_usage: bool = False
+    no_answer_threshold: float = 0.0
 
 
 def first_ends(context: str, spans: Spans) -> NDArray[np.intp]:
@@ -177,6 +186,7 @@ def _search(
     # The start and end scores [2, 1 + C] of [CLS] and the C tokens of the context.
     first = question.context_start
     selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
+    selected[0] -= options.no_answer_threshold / 2
     scores = softmax(np.ascontiguousarray(selected.T))
     ends = question.first_ends[slice(*bounds)] - bounds[0]
     best = []

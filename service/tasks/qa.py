@@ -81,7 +81,10 @@ def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> Prep
     limits = context.limits
     pairs = limits.checked(inputs)
     default = {name: min(limits.max_tokens, tokens) for name, tokens in _DEFAULT_TOKENS.items()}
-    options = QaOptions(**(default | parameters.model_dump(exclude_none=True)))
+    options = QaOptions(
+        **(default | parameters.model_dump(exclude_none=True)),
+        no_answer_threshold=span.no_answer_threshold(context.manifest.heads),
+    )
     check_range(options.top_k, 1, limits.max_top_k, "top_k")
     check_range(options.max_answer_len, 1, limits.max_tokens, "max_answer_len")
     check_range(options.max_question_len, 1, limits.max_tokens, "max_question_len")

@@ -372,11 +372,6 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
         said = written("tokenizer.truncation_side", side)["tokenizer"]
         assert ("truncation_side" in said) is is_written
         assert "second_type" not in said
-    per_layer = {"layer_heads", "layer_intermediate_sizes"}
-    assert not per_layer & written("version", 3)["architecture"].keys()
-    assert written("architecture.layer_heads", [1] * 4)["architecture"].keys() & per_layer == {
-        "layer_heads"
-    }
     head = "sequence_classification"
     assert "raw_scores" not in written("version", 3)["heads"][head]
     raw = written(f"heads.{head}.raw_scores", True)
@@ -390,14 +385,21 @@ def test_fields_that_earlier_releases_do_not_know_are_written_only_with_a_value(
     assert "heads" not in json.loads(bare.to_bytes())
 
 
-def test_a_pruned_encoder_has_sizes_for_each_layer() -> None:
-    layers, heads = FIELDS["architecture"]["layers"], FIELDS["architecture"]["heads"]
-    for name in ("layer_heads", "layer_intermediate_sizes"):
-        assert accepts(f"architecture.{name}", [1] * layers)
-        assert not accepts(f"architecture.{name}", [1] * (layers + 1))
-        assert not accepts(f"architecture.{name}", [0] * layers)
-    assert accepts("architecture.layer_heads", [heads] * layers)
-    assert not accepts("architecture.layer_heads", [heads + 1] + [1] * (layers - 1))
+def test_a_bundle_may_have_a_threshold_of_no_answer() -> None:
+    assert "span" not in FIELDS["heads"], "those of earlier releases have none"
+    for threshold in (-2.5, 0, 1000):
+        assert accepts("heads.span", {"no_answer_threshold": threshold})
+    for threshold in (float("nan"), float("inf"), -1001, None):
+        assert not accepts("heads.span", {"no_answer_threshold": threshold})
+    assert not accepts("heads.span", {"threshold": 1})
+
+
+def test_a_pruned_bundle_of_an_earlier_release_is_read_with_its_digest() -> None:
+    body = json.loads(manifest().to_bytes())
+    body["architecture"] |= {"layer_heads": [1] * 4, "layer_intermediate_sizes": [8] * 4}
+    del body["digest"]
+    data = seal(body)
+    assert Manifest.from_bytes(data).digest == json.loads(data)["digest"]
 
 
 def test_special_tokens_of_a_pair_are_counted() -> None:

@@ -176,6 +176,24 @@ def test_no_answer_has_the_least_score_of_all_windows() -> None:
     assert all(a.answer for a in without)
 
 
+@pytest.mark.parametrize("threshold", [-3.0, 0.0, 2.0])
+def test_no_answer_wins_where_it_exceeds_a_span_by_more_than_the_threshold(
+    threshold: float,
+) -> None:
+    options = QaOptions(12, 1, 4, top_k=9, handle_impossible_answer=True)
+    options = replace(options, no_answer_threshold=threshold)
+    for above in (-0.1, 0.1):
+        cls = (1.0 + threshold + above, 1.0)
+        answers = best_answers(QUESTION, [window((1.0, 1.0), *[LOW] * 4, cls=cls)], options)
+        assert isinstance(answers, list)
+        assert [answer.answer for answer in answers[:2]] == (
+            ["", "red"] if above > 0 else ["red", ""]
+        )
+        assert answers[0].score + answers[1].score < 1
+        ratio = {answer.answer: answer.score for answer in answers}
+        assert ratio[""] / ratio["red"] == pytest.approx(np.exp(above), rel=1e-4)
+
+
 def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
     question = asking(CONTEXT, SPANS, 3, [(0, 3), (3, 5)])
     options = QaOptions(12, 1, 4, top_k=1, details=True)

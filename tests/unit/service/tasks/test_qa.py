@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.span import SpanOptions
 from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
@@ -89,6 +90,24 @@ def test_each_question_gets_the_answer_of_its_windows() -> None:
     assert [a.answer for a in answers] == ["b", "c"]
     one = prepared("qa", pair("a b"), max_answer_len=1)
     assert decoded("qa", one, outputs[:1])[0].answer == "b"
+
+
+@pytest.mark.parametrize(
+    ("first", "threshold", "answer"),
+    [(4, None, "b"), (4, -3.0, ""), (6, None, ""), (6, 3.0, "b")],
+)
+def test_the_threshold_of_the_manifest_decides(
+    first: int, threshold: float | None, answer: str
+) -> None:
+    heads = dict(manifest().heads)
+    if threshold is not None:
+        heads["span"] = SpanOptions(no_answer_threshold=threshold)
+    with_threshold = context(heads={name: one.model_dump() for name, one in heads.items()})
+    request = prepared("qa", pair("a b"), with_threshold, handle_impossible_answer=True)
+    logits = np.full((7, 2), -9, np.float32)
+    logits[0], logits[5] = first, 5
+    outputs = [{"span": ArrayResult(logits)}]
+    assert decoded("qa", request, outputs, with_threshold)[0].answer == answer
 
 
 def test_a_long_question_is_cut() -> None:

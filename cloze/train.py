@@ -149,9 +149,10 @@ def finetune_qa(
     Example:
       cloze train finetune-qa my-run/checkpoint --questions squad.json --out qa-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.questions import finetune_questions
 
-    return finetune_questions(source, list(questions), recipe, options)
+    return finetune_questions(open_folder(source), list(questions), recipe, options)
 
 
 labelled_option = click.option(
@@ -206,12 +207,12 @@ def finetune_classify(
     Example:
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.label_data import RowFiles
     from cloze.export.train.label_tasks import finetune_rows
-    from cloze.export.train.start import open_start
 
-    checkpoint = open_start(source, Store(model_store))
-    return finetune_rows(checkpoint, RowFiles(labelled, held_out), recipe, options)
+    folder = open_folder(source, Store(model_store))
+    return finetune_rows(folder, RowFiles(labelled, held_out), recipe, options)
 
 
 @train.command("finetune-tokens")
@@ -235,12 +236,12 @@ def finetune_tokens(
     Example:
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.label_data import RowFiles
     from cloze.export.train.label_tasks import finetune_rows
-    from cloze.export.train.start import open_start
 
-    checkpoint = open_start(source, Store(model_store))
-    return finetune_rows(checkpoint, RowFiles(tagged, held_out), recipe, options)
+    folder = open_folder(source, Store(model_store))
+    return finetune_rows(folder, RowFiles(tagged, held_out), recipe, options)
 
 
 @train.command("finetune-tasks")
@@ -261,17 +262,16 @@ def finetune_tasks(
 ) -> Path:
     """Fine-tune one encoder for all tasks of TASKS.toml at once.
 
-    Each batch is of one task, in proportion to the square root of the size of its set. The run
-    ends with the figure of each task.
+    Each batch is of one task, in proportion to the square root of the size of its set.
 
     \b
     Example:
       cloze train finetune-tasks tasks.toml --from my-run/checkpoint --data data --out tasks-run
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.joint import finetune_tasks as run
-    from cloze.export.train.start import open_start
 
-    return run(open_start(source, Store(model_store)), data, recipe, options)
+    return run(open_folder(source, Store(model_store)), data, recipe, options)
 
 
 @train.command("average")

@@ -21,6 +21,7 @@ from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "layers.", "transformer.")
 """The first parts of the names of an encoder's tensors, after the family's prefix."""
@@ -118,13 +119,6 @@ def read_head_options(
             except ValueError as error:
                 raise ExportError(f"config.json: {first_line(error)}") from None
     return options
-
-
-HEAD_SECTIONS = "cloze_heads"
-"""Settings of heads that transformers' ``config.json`` has no place for, by head name.
-
-transformers has one set of labels per checkpoint.
-"""
 
 
 def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:

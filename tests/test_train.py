@@ -727,10 +727,10 @@ def test_contention_is_shown(
         patch.setattr("cloze.export.train.progress.time.monotonic", lambda: next(clock))
         patch.setattr("cloze.export.train.progress.time.process_time", lambda: next(used))
         progress = Progress(tmp_path, 0, 100_000, threads=2)
-        progress.log(1, {"loss": 1.0, "accuracy": 0.5})
+        progress.log(1, {"loss": 1.0, "accuracy": 0.5}, tokens=1)
         progress._bar.refresh()
         assert "contended" not in capsys.readouterr().err
-        progress.log(2, {"loss": 1.0, "accuracy": 0.5})
+        progress.log(2, {"loss": 1.0, "accuracy": 0.5}, tokens=1)
         progress._bar.refresh()
         assert "contended=40%" in capsys.readouterr().err
         line = progress._bar.format_meter(**progress._bar.format_dict | {"ncols": 120})

@@ -22,7 +22,7 @@ from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.joint import draw_tasks, finetune_tasks
 from cloze.export.train.label_data import RowFiles, read_label_data
-from cloze.export.train.label_tasks import BatchPlan, LabelObjective, finetune_rows
+from cloze.export.train.label_tasks import finetune_rows
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Optimisation
 from cloze.export.train.run_options import RunOptions, Schedule

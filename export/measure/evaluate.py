@@ -41,6 +41,7 @@ from cloze.export.measure.squad import read_questions
 from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.train.answers import answers_of
 from cloze.export.train.batches import make_masking
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
@@ -55,7 +56,7 @@ from cloze.export.train.examples import (
 )
 from cloze.export.train.masking import Unit
 from cloze.export.train.recipe import Pretraining
-from cloze.export.train.windows import answers_of, guess, usual_windows
+from cloze.export.train.windows import guess, usual_windows
 from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet

@@ -7,14 +7,20 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from accelerate import PartialState
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
-from cloze.export.checkpoint import Checkpoint
 from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.adapters import save_settings
+from cloze.export.train.device import is_main
+from cloze.export.train.folder import save
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import AdaptedRecipe, Recipe
 from cloze.export.train.run_dir import CHECKPOINT
@@ -22,6 +28,14 @@ from cloze.export.train.run_options import RunOptions
 from cloze.export.train.save import save_adapter, save_checkpoint
 
 CARD = "README.md"
+
+
+class Licensed(Protocol):
+    """What a run starts from."""
+
+    @property
+    def license(self) -> str | None:
+        """Return the licence; None: the model card names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,7 @@ class Run:
 
     title: str
     source: str | None
-    origins: Sequence[Checkpoint]
+    origins: Sequence[Any]
     files: Sequence[Path]
     recipe: Recipe
     options: RunOptions
@@ -43,7 +57,7 @@ class Run:
     figures: Mapping[str, str] = field(default_factory=dict)
 
 
-def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
+def common_license(checkpoints: Iterable[Licensed]) -> str | None:
     """Return the licence that the cards of all checkpoints name; None if they do not agree."""
     licenses = {checkpoint.license for checkpoint in checkpoints}
     return licenses.pop() if len(licenses) == 1 else None
@@ -72,7 +86,34 @@ def finish_run(
         save_adapter(model, run.origins[0], checkpoint, heads=heads, embedding=embedding)
     else:
         save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
-    entries = read_log(checkpoint.parent)
+    (checkpoint / CARD).write_text(describe(run), encoding="utf-8")
+    return checkpoint
+
+
+def write_run(model: Any, tokenizer: PreTrainedTokenizerBase, run: Run, **settings: Any) -> Path:
+    """Write the result of a run with its card, and return its folder.
+
+    Only the main process writes.
+
+    Args:
+        model: a model of transformers or peft.
+        settings: further arguments of `save`.
+
+    Raises:
+        TrainError: the folder cannot be written.
+    """
+    folder = run.options.run_dir / CHECKPOINT
+    if is_main():
+        save(model, tokenizer, folder, describe(run), **settings)
+        if isinstance(model, PeftModel):
+            save_settings(model, folder)
+    PartialState().wait_for_everyone()
+    return folder
+
+
+def describe(run: Run) -> str:
+    """Return the model card of a run."""
+    entries = read_log(run.options.run_dir)
     last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
     figures = {
         name: value
@@ -94,11 +135,7 @@ def finish_run(
     recipe_json = run.recipe.model_dump_json(indent=2)
     license_name = run.options.license or common_license(run.origins)
     heading = f"{front_matter(license_name)}# {run.title}"
-    (checkpoint / CARD).write_text(
-        f"{heading}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n",
-        encoding="utf-8",
-    )
-    return checkpoint
+    return f"{heading}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n"
 
 
 def _hardware(device: torch.device) -> str:

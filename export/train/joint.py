@@ -5,47 +5,92 @@ section 3. The share of a task in the batches is in proportion to the square roo
 its set, so that small sets are not lost beside large ones.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.families import FAMILIES
-from cloze.export.heads import SPAN
-from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.card import Run, finish_run
+from cloze.export.train.card import Run, write_run
 from cloze.export.train.documents import fingerprint
-from cloze.export.train.label_data import (
-    LabelData,
-    RowFiles,
-    TagData,
-    read_rows,
-)
+from cloze.export.train.folder import Folder
+from cloze.export.train.label_data import LabelData, RowFiles, TagData, read_rows
 from cloze.export.train.label_tasks import (
-    BatchPlan,
+    CLASSES,
+    TAGS,
     RowObjective,
-    head_options,
+    RowPlan,
+    label_sets,
+    labelled_model,
     main_figure,
     row_objective,
 )
-from cloze.export.train.loop import Objective, Stopping, train
-from cloze.export.train.progress import read_log
-from cloze.export.train.questions import make_objective
-from cloze.export.train.recipe import Optimisation, QuestionsRecipe, QuestionsSettings
+from cloze.export.train.loop import Objective, Stopping, batches_per_step, train
+from cloze.export.train.questions import (
+    QUESTIONS_FIGURE,
+    QuestionData,
+    QuestionObjective,
+    questions_model,
+    read_question_data,
+)
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
+from cloze.model_store.heads import span
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS, LabelSets
 
-_QUESTIONS_FIGURE = "f1"
+SPAN: Final = span.HEAD.name
+_Task = QuestionsTask | LabelsTask | TagsTask
+_Data = LabelData | TagData | QuestionData
+MEAN: Final = "mean"
+
+
+class JointModel(nn.Module):
+    """One encoder with several heads: models of transformers that have their encoder in common.
+
+    Attributes:
+        networks: by name of the head.
+    """
+
+    def __init__(self, networks: Mapping[str, PreTrainedModel]) -> None:
+        super().__init__()
+        first, *others = networks.values()
+        for other in others:
+            setattr(other, other.base_model_prefix, first.base_model)
+        self.networks: Mapping[str, Any] = nn.ModuleDict(dict(networks))  # type: ignore[assignment]
+
+    @property
+    def first(self) -> Any:
+        """The model under whose class the folder is saved."""
+        return next(iter(self.networks.values()))
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all heads by the names that an export reads.
+
+        A classifier of texts and one of tokens have one name in transformers. The second one has
+        the name of the head before it.
+
+        Raises:
+            TrainError: the heads have a layer in common.
+        """
+        tensors: dict[str, Tensor] = {}
+        for head, network in self.networks.items():
+            encoder = f"{network.base_model_prefix}."
+            for name, tensor in network.state_dict().items():
+                if name.startswith(encoder):
+                    continue
+                if name in tensors and not name.startswith("classifier."):
+                    raise TrainError(
+                        f"the heads of a {network.config.model_type} for {head} and another task "
+                        f"have the same name in a folder ({name}); train each task alone"
+                    )
+                tensors[f"{head}.{name}" if name in tensors else name] = tensor
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +148,11 @@ def draw_tasks(sizes: Sequence[int], batches: int, seed: int) -> list[int]:
 class JointObjective:
     """Implements `loop.Objective`: each batch is of one task, whose objective has its loss."""
 
-    def __init__(self, members: Sequence[Member], recipe: TasksRecipe) -> None:
-        self.module: nn.Module = members[0].objective.module
+    def __init__(self, module: nn.Module, members: Sequence[Member], recipe: TasksRecipe) -> None:
+        self.module = module
         self._members, self.steps = members, recipe.steps
-        self._accumulation = recipe.optimisation.accumulation
-        batches = recipe.steps * self._accumulation
+        self._batches_per_step = batches_per_step(recipe.optimisation)
+        batches = recipe.steps * self._batches_per_step
         self._task_of = draw_tasks([each.size for each in members], batches, recipe.seed)
         counts = [0] * len(members)
         self._number_in_task = []
@@ -119,7 +164,7 @@ class JointObjective:
 
     def batch(self, step: int, part: int) -> JointBatch:
         """Return the ``part``-th batch of a step."""
-        number = step * self._accumulation + part
+        number = step * self._batches_per_step + part
         member = self._members[self._task_of[number]]
         return JointBatch(member, member.objective.batch(self._number_in_task[number], 0))
 
@@ -142,34 +187,29 @@ class JointObjective:
         return figures | ({MEAN: float(np.mean(main))} if main else {})
 
 
-MEAN = "mean"
-_Data = LabelData | TagData | None
-
-
-def finetune_tasks(
-    checkpoint: Checkpoint, folder: Path, recipe: TasksRecipe, options: RunOptions
-) -> Path:
-    """Fine-tune a checkpoint for all tasks of a recipe.
+def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: RunOptions) -> Path:
+    """Fine-tune a model for all tasks of a recipe.
 
     Args:
         folder: folder that the names of the recipe's files are relative to.
 
     Returns:
-        The folder of the new checkpoint, which has the heads of all tasks.
+        The folder of the new model, which has the heads of all tasks.
 
     Raises:
         DataError: the files or the recipe cannot be used, or the run fails, see `train`.
     """
     files = [folder / file for task in recipe.task for file in task.files]
-    inputs = {
-        "checkpoint": checkpoint.source.weights_sha256,
-        "file of a task": fingerprint(files),
-    }
-    data = [_read(task, folder, recipe, options) for task in recipe.task]
+    inputs = {"checkpoint": source.weights_sha256, "file of a task": fingerprint(files)}
+    data = [_read(task, source, folder, recipe, options) for task in recipe.task]
+    model, sets = _start(source, data, recipe)
+    model.head_tensors()  # raises before the run starts if the heads cannot be saved
     acquire_run_dir(options.run_dir, recipe, inputs)
-    model = _start(checkpoint, recipe.task, data, recipe)
-    members = _members(model, checkpoint.tokenizer, folder, data, recipe, options)
-    objective = JointObjective(members, recipe)
+    members = [
+        _member(task, rows, model, source, sets, recipe)
+        for task, rows in zip(recipe.task, data, strict=True)
+    ]
+    objective = JointObjective(model, members, recipe)
     for member in members:
         options.report(
             f"{member.name}: {member.size:,} rows, {objective.batches[member.name]:,} batches"
@@ -181,87 +221,70 @@ def finetune_tasks(
     figures = {}
     for member in members:
         labelled = member.objective
-        if not isinstance(labelled, RowObjective):
-            continue
-        if (calibration := labelled.calibrate()) is not None:
+        if isinstance(labelled, RowObjective) and (calibration := labelled.calibrate()):
+            sets = {
+                head: each.calibrated(member.name, calibration.temperature)
+                if labelled.module is model.networks[head]
+                else each
+                for head, each in sets.items()
+            }
             figures[f"{member.name} calibration"] = str(calibration)
             options.report(f"{member.name}: {calibration}")
-    title, source = "An encoder fine-tuned for several tasks", checkpoint.source.location
-    run = Run(title, source, [checkpoint], files, recipe, options, step, figures)
-    result = finish_run(model, checkpoint.tokenizer, run)
-    _report_figures(members, options, step)
-    return result
+    sections = {head: each.model_dump(mode="json") for head, each in sets.items()}
+    setattr(model.first.config, HEAD_SECTIONS, sections)
+    title, location = "An encoder fine-tuned for several tasks", source.location
+    run = Run(title, location, [source], files, recipe, options, step, figures)
+    tensors = model.first.state_dict() | model.head_tensors()
+    return write_run(model.first, source.tokenizer, run, state_dict=tensors)
 
 
 def _read(
-    task: QuestionsTask | LabelsTask | TagsTask,
-    folder: Path,
-    recipe: TasksRecipe,
-    options: RunOptions,
+    task: _Task, source: Folder, folder: Path, recipe: TasksRecipe, options: RunOptions
 ) -> _Data:
-    """Read and check the rows of a task; questions are read with their windows."""
+    """Read and check the rows of a task."""
     if isinstance(task, QuestionsTask):
-        return None
-    files = RowFiles(*([folder / name for name in names] for names in (task.learnt, task.measured)))
-    data = read_rows(files, task, options.report, task.name)
+        files = [folder / name for name in task.questions]
+        return read_question_data(files, source, task, options.report, measured=recipe.measured)
+    row_files = RowFiles(
+        *([folder / name for name in names] for names in (task.learnt, task.measured))
+    )
+    data = read_rows(row_files, task, options.report, task.name)
     spread = slice(None, None, max(1, len(data.held_out) // recipe.measured))
     return replace(data, held_out=data.held_out[spread])  # type: ignore[arg-type]
 
 
 def _start(
-    checkpoint: Checkpoint,
-    tasks: Sequence[QuestionsTask | LabelsTask | TagsTask],
-    data: Sequence[_Data],
+    source: Folder, data: Sequence[_Data], recipe: TasksRecipe
+) -> tuple[JointModel, dict[str, LabelSets]]:
+    """Return the model with the heads of the tasks, and the label sets by head."""
+    sets = label_sets([each for each in data if not isinstance(each, QuestionData)])
+    given: dict[str, Any] = {"seed": recipe.seed, "dropout": recipe.dropout}
+    networks: dict[str, Any] = {
+        head: labelled_model(source, sets[head], **given)
+        for head in (CLASSES, TAGS)
+        if head in sets
+    }
+    if any(isinstance(each, QuestionData) for each in data):
+        networks[SPAN] = questions_model(source, **given)
+    return JointModel(networks), sets
+
+
+def _member(
+    task: _Task,
+    data: _Data,
+    model: JointModel,
+    source: Folder,
+    sets: Mapping[str, LabelSets],
     recipe: TasksRecipe,
-) -> Model:
-    """Return the model with the heads of the tasks."""
-    labels = head_options([each for each in data if each is not None])
-    heads = [SPAN] if any(isinstance(task, QuestionsTask) for task in tasks) else []
-    heads += labels
-    family = FAMILIES[checkpoint.model.config.family]
-    alone = next((name for name in heads if family.heads[name].architecture), None)
-    if alone and len(heads) > 1:
-        raise TrainError(
-            f"a {family.name} checkpoint says only by its class that it has a {alone} head, so it "
-            "cannot have another one; train that task alone"
+) -> Member:
+    if isinstance(data, QuestionData):
+        assert isinstance(task, QuestionsTask)
+        questions = QuestionObjective(
+            model.networks[SPAN], data, task, steps=recipe.steps, batches=1, seed=recipe.seed
         )
-    return start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed, options=labels)
-
-
-def _members(
-    model: Model,
-    tokenizer: CheckpointTokenizer,
-    folder: Path,
-    data: Sequence[_Data],
-    recipe: TasksRecipe,
-    options: RunOptions,
-) -> list[Member]:
-    members = []
-    for task, rows in zip(recipe.task, data, strict=True):
-        plan = BatchPlan(recipe.steps, 1, recipe.seed)
-        if isinstance(task, QuestionsTask):
-            settings = task.model_dump(include=set(QuestionsSettings.model_fields))
-            own = QuestionsRecipe(seed=recipe.seed, optimisation=Optimisation(), **settings)
-            files = [folder / name for name in task.questions]
-            questions = make_objective(
-                model, tokenizer, files, own, options, measured=recipe.measured
-            )
-            size, figure = questions.windows, _QUESTIONS_FIGURE
-            members.append(Member(task.name, questions, size, task.weight, figure))
-            continue
-        assert rows is not None
-        objective = row_objective(model, tokenizer, rows, plan)
-        size, figure = len(rows.learnt), main_figure(rows)
-        members.append(Member(task.name, objective, size, task.weight, figure))
-    return members
-
-
-def _report_figures(members: Sequence[Member], options: RunOptions, step: int) -> None:
-    """Report the main figure of each task at a step, and write the figures to ``tasks.json``."""
-    entry = [each for each in read_log(options.run_dir) if each["step"] <= step][-1]
-    rows = []
-    for member in members:
-        if (value := entry.get(f"held_out_{member.name}_{member.figure}")) is not None:
-            rows.append({"task": member.name, "figure": member.figure, "value": value})
-            options.report(f"{member.name}: {member.figure} {value:.3f}")
-    (options.run_dir / "tasks.json").write_text(json.dumps(rows, indent=2) + "\n")
+        return Member(task.name, questions, len(data.windows), task.weight, QUESTIONS_FIGURE)
+    head = CLASSES if isinstance(data, LabelData) else TAGS
+    _, columns = sets[head].choose(task.name)
+    plan = RowPlan(recipe.steps, 1, recipe.seed)
+    objective = row_objective(model.networks[head], source, data, plan, columns)
+    return Member(task.name, objective, len(data.learnt), task.weight, main_figure(data))

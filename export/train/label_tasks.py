@@ -1,75 +1,57 @@
 """Fine-tuning for labels of texts and for tags of words.
 
 Sources: Devlin et al. 2019, sections 4.1 and 5.3 (the first token of a word has its tag).
-Shapes: B sequences of S tokens, L labels of one set.
+Shapes: B sequences of S tokens, N held-out rows, L labels of one set.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
-from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.measure.labelled import TaggedSentence
-from cloze.export.measure.labels import (
-    EncodedRow,
-    LengthRule,
-    encode_sentences,
-    encode_texts,
-    first_tokens,
-    label_choices,
-    label_matrix,
-    measure_labels,
-    measure_tags,
-    tag_choices,
+from cloze.export.measure.labelled import OUTSIDE, TaggedSentence
+from cloze.export.measure.metrics import (
+    Calibration,
+    calibrate,
+    classification,
+    entity_tags,
+    multi_label,
+    regression,
 )
-from cloze.export.measure.metrics import Calibration, calibrate
-from cloze.export.measure.scorer import Floats
-from cloze.export.model import Model, TorchScorer
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.adapters import add_low_rank
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
-from cloze.export.train.card import Run, finish_run
+from cloze.export.train.card import Run, write_run
 from cloze.export.train.documents import fingerprint
-from cloze.export.train.label_data import (
-    LabelData,
-    RowFiles,
-    TagData,
-    read_rows,
-)
-from cloze.export.train.loop import Stopping, train
-from cloze.export.train.low_rank import add_low_rank
+from cloze.export.train.folder import Folder, max_tokens
+from cloze.export.train.label_data import LabelData, RowFiles, TagData, read_rows
+from cloze.export.train.loop import Stopping, batches_per_step, train
+from cloze.export.train.rows import Floats, Row, encode_rows, model_inputs, outputs_of
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe, TagsRecipe
 from cloze.model_store.heads import sequence_classification, token_classification
-from cloze.model_store.heads.label_sets import LabelSets
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
-from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.heads.token_classification import TokenLabels, as_iob2
 
-CLASSES = sequence_classification.HEAD.name
-TAGS = token_classification.HEAD.name
+CLASSES: Final = sequence_classification.HEAD.name
+TAGS: Final = token_classification.HEAD.name
 
 _IGNORED = -100
 """Target of a token without a label; `torch.nn.functional.cross_entropy` ignores it."""
-
-
-def head_options(data: Sequence[LabelData | TagData]) -> dict[str, LabelSets]:
-    """Return the options of the heads with the label sets of rows, the default first."""
-    options: dict[str, LabelSets] = {}
-    if classes := [each.labels for each in data if isinstance(each, LabelData)]:
-        options[CLASSES] = SequenceLabels(**dict(classes[0]), further=tuple(classes[1:]))
-    if tags := [each.labels for each in data if isinstance(each, TagData)]:
-        options[TAGS] = TokenLabels(**dict(tags[0]), further=tuple(tags[1:]))
-    return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +67,11 @@ class RowBatch(PaddedBatch):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
+class RowPlan:
     """The number and the order of batches of a run over rows."""
 
     steps: int
-    accumulation: int
+    batches: int
     seed: int
 
 
@@ -99,32 +81,31 @@ Data = TypeVar("Data", LabelData, TagData)
 class RowObjective(ABC, Generic[Data]):
     """The part of an objective that labels and tags share.
 
-    Attributes:
-        head: name of the head.
-        encode: makes sequences of rows.
-        measure: returns the figures of held-out rows.
-        choices: returns the logits of held-out rows, and what they should be.
-        independent: whether a row may have several labels.
+    Args:
+        columns: the logits of the label set, among those of the network.
     """
 
-    head: ClassVar[str]
-    encode: ClassVar[Callable[..., list[EncodedRow]]]
-    measure: ClassVar[Callable[..., dict[str, float]]]
-    choices: ClassVar[Callable[..., tuple[Floats, NDArray[np.bool_]]]]
-    independent = False
-
     def __init__(
-        self, model: Model, tokenizer: CheckpointTokenizer, data: Data, plan: BatchPlan
+        self,
+        network: Any,
+        source: Folder,
+        data: Data,
+        plan: RowPlan,
+        columns: slice = slice(None),
     ) -> None:
-        self.module, self.steps = model, plan.steps
-        self._accumulation = plan.accumulation
+        self.module, self.steps = network, plan.steps
         self._data: Data = data
-        self._chosen = model.options[self.head].choose(data.labels.name)
-        labels, self._columns = self._chosen
-        rule = _length_rule(model, data.settings)
-        rows = self.encode(data.learnt, tokenizer, rule)
-        self._held_out = self.encode(data.held_out, tokenizer, rule)
-        targets, weights = self.targets(rows, labels.labels)
+        self._plan, self._columns = plan, columns
+        self._config = network.config
+        self._max_tokens = max_tokens(network)
+        if data.settings.tokens > self._max_tokens:
+            raise TrainError(
+                f"texts of {data.settings.tokens} tokens exceed the checkpoint's "
+                f"{self._max_tokens} positions"
+            )
+        rows = encode_rows(data.learnt, source.text, data.settings)
+        self._held_out = encode_rows(data.held_out, source.text, data.settings)
+        targets, weights = self.targets(rows, data.labels.labels)
         self._weights = torch.from_numpy(weights)
         self._rows = list(zip(rows, targets, strict=True))
         lengths = [len(row.input_ids) for row in rows]
@@ -132,100 +113,102 @@ class RowObjective(ABC, Generic[Data]):
 
     @abstractmethod
     def targets(
-        self, rows: Sequence[EncodedRow], labels: Sequence[str]
+        self, rows: Sequence[Row], labels: Sequence[str]
     ) -> tuple[Sequence[NDArray[Any]], NDArray[np.float32]]:
         """Return what each row should be given (`RowBatch`), and the weight [L] of each label."""
 
+    @abstractmethod
+    def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss, and the share of right choices."""
+
+    @abstractmethod
+    def figures(self, logits: Sequence[Floats]) -> dict[str, float]:
+        """Return the figures of the logits of the held-out rows."""
+
+    @abstractmethod
+    def choices(self, logits: Sequence[Floats]) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the logits [N, L] of held-out choices, and what is right, bool [N, L]."""
+
     def batch(self, step: int, part: int) -> RowBatch:
         """Return the ``part``-th batch of a step."""
-        chosen = [self._rows[i] for i in self._batches(step * self._accumulation + part)]
+        chosen = [self._rows[i] for i in self._batches(step * self._plan.batches + part)]
         rows, targets = zip(*chosen, strict=True)
         ids, types = [row.input_ids for row in rows], [row.token_type_ids for row in rows]
-        length = padded_length(max(map(len, ids)), self.module.config.max_positions)
-        if self.head == TAGS:
-            targets = tuple(_padded_targets(target, length) for target in targets)
-        return RowBatch(*padded(ids, types, length), torch.from_numpy(np.stack(targets)))
+        length = padded_length(max(map(len, ids)), self._max_tokens)
+        padded_targets = [self.padded_target(target, length) for target in targets]
+        return RowBatch(*padded(ids, types, length), torch.from_numpy(np.stack(padded_targets)))
 
-    def logits(self, batch: RowBatch) -> Tensor:
+    def padded_target(self, target: NDArray[Any], _: int) -> NDArray[Any]:
+        """Return the target of a row in a batch of this length."""
+        return target
+
+    def logits(self, batch: PaddedBatch) -> Tensor:
         """Return the logits of the label set, float32 [B, L] of texts or [B, S, L] of tokens."""
-        hidden = self.module(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-        rows = hidden if self.head == TAGS else hidden[:, 0]
-        logits: Tensor = getattr(self.module, self.head)(rows)
+        logits: Tensor = self.module(**model_inputs(batch, self._config)).logits
         return logits[..., self._columns].float()
 
     def evaluate(self, _: int) -> Mapping[str, float]:
-        """Return the figures of held-out rows; see `measure_labels` and `measure_tags`."""
-        if not self._held_out:
-            return {}
-        return self.measure(self._data.held_out, self._held_out, self._scorer(), self._chosen)
+        """Return the figures of held-out rows; none without such rows."""
+        return self.figures(self._held_out_logits()) if self._held_out else {}
+
+    def _held_out_logits(self) -> list[Floats]:
+        size = self._data.settings.sequences
+        return outputs_of(
+            self.module, self._held_out, self.logits, size=size, max_tokens=self._max_tokens
+        )
 
     def calibrate(self) -> Calibration | None:
-        """Scale the logits by the temperature of held-out rows; None: nothing to measure.
+        """Divide the classifier by the temperature of held-out rows; None: nothing to measure.
 
-        The scores of weighted labels are not meant to be shares of the held-out rows. The
-        classifier is divided by the temperature, so the checkpoint has the scores in transformers
-        too, and a server computes nothing more.
+        The scores of weighted labels are not meant to be shares of the held-out rows.
         """
         if not self._held_out or self._data.settings.class_weights != "none":
             return None
-        rows = self._data.held_out
-        logits, gold = self.choices(rows, self._held_out, self._scorer(), self._chosen)
+        logits, gold = self.choices(self._held_out_logits())
         if not len(gold):
             return None
-        calibration = calibrate(logits, gold, independent=self.independent)
-        self._divide_by(calibration.temperature)
+        several = getattr(self._data.labels, "problem_type", "") == "multi_label_classification"
+        calibration = calibrate(logits, gold, independent=several)
+        layer = label_layer(self.module)
+        with torch.no_grad():
+            layer.weight[self._columns] /= calibration.temperature
+            layer.bias[self._columns] /= calibration.temperature
         return calibration
 
-    def _divide_by(self, temperature: float) -> None:
-        classifier = getattr(self.module, self.head).classifier
-        with torch.no_grad():
-            classifier.weight[self._columns] /= temperature
-            classifier.bias[self._columns] /= temperature
-        options = self.module.options[self.head]
-        self.module.options[self.head] = options.calibrated(self._data.labels.name, temperature)
 
-    def _scorer(self) -> TorchScorer:
-        return TorchScorer(self.module, next(self.module.parameters()).device)
-
-
-def _padded_targets(target: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    return np.pad(target, (0, length - len(target)), constant_values=_IGNORED)
+def label_layer(network: Any) -> nn.Linear:
+    """Return the last linear layer, which has one row per label."""
+    linears = [each for each in network.modules() if isinstance(each, nn.Linear)]
+    labelled = [each for each in linears if each.out_features == network.config.num_labels]
+    return labelled[-1]
 
 
 class LabelObjective(RowObjective[LabelData]):
     """Cross-entropy of labels, or the squared error of a number."""
 
-    head = CLASSES
-    encode = staticmethod(encode_texts)
-    measure = staticmethod(measure_labels)
-    choices = staticmethod(label_choices)
-
-    def __init__(
-        self, model: Model, tokenizer: CheckpointTokenizer, data: LabelData, plan: BatchPlan
-    ) -> None:
-        super().__init__(model, tokenizer, data, plan)
-        self._problem = data.labels.problem_type
-        self.independent = self._problem == "multi_label_classification"
+    @property
+    def _problem(self) -> str:
+        return self._data.labels.problem_type
 
     def targets(
-        self, _: Sequence[EncodedRow], labels: Sequence[str]
+        self, _: Sequence[Row], labels: Sequence[str]
     ) -> tuple[Sequence[NDArray[Any]], NDArray[np.float32]]:
         """See `RowObjective`."""
         data = self._data
-        if data.labels.problem_type == "regression":
+        if self._problem == "regression":
             numbers = [np.array([row.score], np.float32) for row in data.learnt]
             return numbers, np.ones(1, np.float32)
-        matrix = label_matrix(data.learnt, labels)  # [N, L]
+        matrix = np.array([[label in row.labels for label in labels] for row in data.learnt])
         counts = matrix.sum(0)
-        if data.labels.problem_type == "multi_label_classification":
+        if self._problem == "multi_label_classification":
             balanced = (len(matrix) - counts) / np.maximum(counts, 1)
             weights = _class_weights(data.settings, labels, balanced)
             return list(matrix.astype(np.float32)), weights
         weights = _class_weights(data.settings, labels, _balanced(counts))
-        return [np.int64(label) for label in matrix.argmax(1)], weights  # type: ignore[misc]
+        return list(matrix.argmax(1)), weights
 
     def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss, and the share of right labels."""
+        """See `RowObjective`."""
         logits, targets = self.logits(batch), batch.targets
         weights = self._weights.to(logits.device)
         if self._problem == "regression":
@@ -236,18 +219,24 @@ class LabelObjective(RowObjective[LabelData]):
         loss = F.cross_entropy(logits, targets, weights)
         return loss, {"accuracy": (logits.argmax(1) == targets).float().mean()}
 
+    def figures(self, logits: Sequence[Floats]) -> dict[str, float]:
+        """See `RowObjective`."""
+        scores, gold = self.choices(logits)
+        if self._problem == "regression":
+            return regression(scores[:, 0], [row.score for row in self._data.held_out])
+        if self._problem == "multi_label_classification":
+            return multi_label(scores, gold)
+        return classification(scores, gold.argmax(1))
+
+    def choices(self, logits: Sequence[Floats]) -> tuple[Floats, NDArray[np.bool_]]:
+        """See `RowObjective`."""
+        labels = self._data.labels.labels
+        gold = [[label in row.labels for label in labels] for row in self._data.held_out]
+        return np.stack(logits), np.array(gold, bool)
+
     def calibrate(self) -> Calibration | None:
         """See `RowObjective`; a number is not calibrated."""
         return None if self._problem == "regression" else super().calibrate()
-
-
-def _length_rule(model: Model, settings: LabelSettings) -> LengthRule:
-    positions = model.config.max_positions
-    if settings.tokens > positions:
-        raise TrainError(
-            f"texts of {settings.tokens} tokens exceed the checkpoint's {positions} positions"
-        )
-    return LengthRule(settings.tokens, settings.long_text == "truncate")
 
 
 def _balanced(counts: NDArray[np.int64]) -> NDArray[np.floating]:
@@ -270,13 +259,8 @@ def _class_weights(
 class TagObjective(RowObjective[TagData]):
     """Cross-entropy of the tags of words."""
 
-    head = TAGS
-    encode = staticmethod(encode_sentences)
-    measure = staticmethod(measure_tags)
-    choices = staticmethod(tag_choices)
-
     def targets(
-        self, rows: Sequence[EncodedRow], labels: Sequence[str]
+        self, rows: Sequence[Row], labels: Sequence[str]
     ) -> tuple[Sequence[NDArray[Any]], NDArray[np.float32]]:
         """See `RowObjective`."""
         settings, number = self._data.settings, {tag: at for at, tag in enumerate(labels)}
@@ -288,8 +272,12 @@ class TagObjective(RowObjective[TagData]):
         counts = np.bincount(flat[flat != _IGNORED], minlength=len(number))
         return targets, _class_weights(settings, labels, _balanced(counts))
 
+    def padded_target(self, target: NDArray[Any], length: int) -> NDArray[Any]:
+        """See `RowObjective`."""
+        return np.pad(target, (0, length - len(target)), constant_values=_IGNORED)
+
     def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss, and the share of right tags."""
+        """See `RowObjective`."""
         logits, targets = self.logits(batch), batch.targets
         weights = self._weights.to(logits.device)
         labelled = targets != _IGNORED
@@ -299,28 +287,52 @@ class TagObjective(RowObjective[TagData]):
         right = (logits.argmax(-1) == targets) & labelled
         return loss, {"accuracy": right.sum() / labelled.sum().clamp_min(1)}
 
+    def figures(self, logits: Sequence[Floats]) -> dict[str, float]:
+        """See `RowObjective`.
+
+        The first token of a word decides its tag. A word that is cut off, or has no token, is
+        outside.
+        """
+        labels, predicted = self._data.labels.labels, []
+        rows = zip(self._data.held_out, self._held_out, logits, strict=True)
+        for sentence, row, scores in rows:
+            tags = [OUTSIDE] * len(sentence.words)
+            for token in row.first_tokens():
+                tags[row.word_of[token]] = labels[scores[token].argmax()]
+            predicted.append(as_iob2(tags, labels))
+        return entity_tags(predicted, [row.tags for row in self._data.held_out])
+
+    def choices(self, logits: Sequence[Floats]) -> tuple[Floats, NDArray[np.bool_]]:
+        """See `RowObjective`: the choices are those of the first tokens of words."""
+        labels, scores, numbers = self._data.labels.labels, [], []
+        rows = zip(self._data.held_out, self._held_out, logits, strict=True)
+        for sentence, row, array in rows:
+            firsts = row.first_tokens()
+            scores.append(array[firsts])
+            numbers += [labels.index(sentence.tags[row.word_of[token]]) for token in firsts]
+        return np.concatenate(scores), np.eye(len(labels), dtype=bool)[numbers]
+
 
 def _tag_targets(
-    row: EncodedRow, sentence: TaggedSentence, number: Mapping[str, int], all_tokens: bool
+    row: Row, sentence: TaggedSentence, number: Mapping[str, int], all_tokens: bool
 ) -> NDArray[np.int64]:
     """Return the number of each token's tag, int64 [S]."""
-    firsts = first_tokens(row.word_of)
     targets = np.full(len(row.input_ids), _IGNORED, np.int64)
-    for token in np.flatnonzero(row.word_of >= 0):
-        tag = sentence.tags[row.word_of[token]]
-        if firsts[token]:
-            targets[token] = number[tag]
-        elif all_tokens:
-            targets[token] = number[tag.replace("B-", "I-", 1) if tag[:2] == "B-" else tag]
+    if all_tokens:  # the later tokens of a word continue its entity
+        for token in np.flatnonzero(row.word_of >= 0):
+            tag = sentence.tags[row.word_of[token]]
+            targets[token] = number[f"I-{tag[2:]}" if tag.startswith("B-") else tag]
+    for token in row.first_tokens():
+        targets[token] = number[sentence.tags[row.word_of[token]]]
     return targets
 
 
-_FIGURES = {
+_FIGURES: Final = {
     "single_label_classification": "accuracy",
     "multi_label_classification": "macro_f1",
     "regression": "pearson",
 }
-TAG_FIGURE = "entity_f1"
+TAG_FIGURE: Final = "entity_f1"
 
 
 def main_figure(data: LabelData | TagData) -> str:
@@ -331,57 +343,83 @@ def main_figure(data: LabelData | TagData) -> str:
 
 
 def row_objective(
-    model: Model, tokenizer: CheckpointTokenizer, data: LabelData | TagData, plan: BatchPlan
+    network: Any,
+    source: Folder,
+    data: LabelData | TagData,
+    plan: RowPlan,
+    columns: slice = slice(None),
 ) -> LabelObjective | TagObjective:
     """Return the objective of rows."""
     if isinstance(data, LabelData):
-        return LabelObjective(model, tokenizer, data, plan)
-    return TagObjective(model, tokenizer, data, plan)
+        return LabelObjective(network, source, data, plan, columns)
+    return TagObjective(network, source, data, plan, columns)
+
+
+def labelled_model(
+    source: Folder, sets: LabelSets, *, seed: int, dropout: float
+) -> PreTrainedModel:
+    """Return the model with a head of label sets; the logits of all sets lie side by side.
+
+    A label of one of several sets has the name of its set before it.
+    """
+    names = [
+        f"{each.name}/{label}" if sets.further else label
+        for each in sets.sets
+        for label in each.labels
+    ]
+    settings: dict[str, Any] = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    kind: Any = AutoModelForTokenClassification
+    if isinstance(sets, SequenceLabels):
+        kind = AutoModelForSequenceClassification
+        settings["problem_type"] = sets.problem_type
+    return source.model(kind, seed=seed, dropout=dropout, **settings)
+
+
+def label_sets(data: Sequence[LabelData | TagData]) -> dict[str, LabelSets]:
+    """Return the label sets of rows by the name of their head, the default sets first."""
+    sets: dict[str, LabelSets] = {}
+    if classes := [each.labels for each in data if isinstance(each, LabelData)]:
+        sets[CLASSES] = SequenceLabels(**dict(classes[0]), further=tuple(classes[1:]))
+    if tags := [each.labels for each in data if isinstance(each, TagData)]:
+        sets[TAGS] = TokenLabels(**dict(tags[0]), further=tuple(tags[1:]))
+    return sets
 
 
 def finetune_rows(
-    checkpoint: Checkpoint,
+    source: Folder,
     files: RowFiles,
     recipe: LabelsRecipe | TagsRecipe,
     options: RunOptions,
 ) -> Path:
-    """Fine-tune a checkpoint for labels of texts or of pairs, or for tags of words.
+    """Fine-tune a model for labels of texts or of pairs, or for tags of words.
 
     Returns:
-        The folder of the new checkpoint, which has only this head.
+        The folder of the new model, which has only this head.
 
     Raises:
         DataError: the files or the recipe cannot be used, or the run fails, see `train`.
     """
     data = read_rows(files, recipe, options.report)
-    labels = head_options([data])
-    inputs = {
-        "checkpoint": checkpoint.source.weights_sha256,
-        "file of texts": fingerprint(files.all),
-    }
+    ((head, sets),) = label_sets([data]).items()
+    inputs = {"checkpoint": source.weights_sha256, "file of texts": fingerprint(files.all)}
     acquire_run_dir(options.run_dir, recipe, inputs)
-    model = start_from(checkpoint, labels, dropout=recipe.dropout, seed=recipe.seed, options=labels)
+    network: Any = labelled_model(source, sets, seed=recipe.seed, dropout=recipe.dropout)
     if recipe.lora:
-        add_low_rank(model, recipe.lora, labels)
-    objective = row_objective(model, checkpoint.tokenizer, data, _plan(len(data.learnt), recipe))
-    step = train(
-        objective,
-        options,
-        seed=recipe.seed,
-        optimisation=recipe.rates,
-        stopping=Stopping(main_figure(data), recipe.patience) if recipe.patience else None,
-    )
+        network = add_low_rank(network, recipe.lora, source)
+    batches = batches_per_step(recipe.optimisation)
+    steps = max(1, recipe.epochs * len(data.learnt) // (recipe.sequences * batches))
+    objective = row_objective(network, source, data, RowPlan(steps, batches, recipe.seed))
+    stopping = Stopping(main_figure(data), recipe.patience) if recipe.patience else None
+    step = train(objective, options, seed=recipe.seed, optimisation=recipe.rates, stopping=stopping)
     figures = {}
     if (calibration := objective.calibrate()) is not None:
         figures["calibration"] = str(calibration)
         options.report(str(calibration))
-    source = checkpoint.source.location
-    title = "An encoder fine-tuned for labels"
-    run = Run(title, source, [checkpoint], files.all, recipe, options, step, figures)
-    return finish_run(model, checkpoint.tokenizer, run)
-
-
-def _plan(rows: int, recipe: LabelsRecipe | TagsRecipe) -> BatchPlan:
-    accumulation = recipe.optimisation.accumulation
-    steps = max(1, recipe.epochs * rows // (recipe.sequences * accumulation))
-    return BatchPlan(steps, accumulation, recipe.seed)
+        calibrated = sets.calibrated(None, calibration.temperature)
+        setattr(network.config, HEAD_SECTIONS, {head: calibrated.model_dump(mode="json")})
+    title, location = "An encoder fine-tuned for labels", source.location
+    run = Run(title, location, [source], files.all, recipe, options, step, figures)
+    return write_run(network, source.tokenizer, run)

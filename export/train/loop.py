@@ -1,7 +1,9 @@
 """The training loop: steps, gradient accumulation, evaluation, checkpoints, resumption.
 
-An objective supplies batches and losses. Each random draw of a step is a function of (seed, step),
-so a run that is stopped and resumed gives the same result as a run that is not stopped.
+An objective supplies batches and losses. Each batch and each random draw is a function of (seed,
+step, part), so a run that is stopped and resumed gives the result of a run that is not stopped.
+Several processes share the parts of a step: process R of N takes the parts R, R + N, R + 2 N and so
+on. All processes sum their gradients, and then take the same step.
 """
 
 import math
@@ -15,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from cloze.export.errors import TrainError
-from cloze.export.train.device import autocast, return_freed_memory
+from cloze.export.train.device import open_accelerator, processes, return_freed_memory
 from cloze.export.train.optimisation import (
     BestWeights,
     WeightAverage,
@@ -57,13 +62,18 @@ class Objective(Protocol):
         """Return the number of steps of the run."""
 
     def batch(self, step: int, part: int) -> Any:
-        """Return the ``part``-th `Batch` of a step, a function of its arguments."""
+        """Return the ``part``-th of the `batches_per_step`, a function of its arguments."""
 
     def loss(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss, and figures for the log (accuracies and single losses, 0-d tensors)."""
 
     def evaluate(self, step: int) -> Mapping[str, float]:
         """Return figures on held-out data after ``step`` steps; empty without held-out data."""
+
+
+def batches_per_step(optimisation: Optimisation) -> int:
+    """Return the number of batches of all processes that a step learns from."""
+    return optimisation.accumulation * processes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,8 @@ def train(
 ) -> int:
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
 
+    Only the main process writes.
+
     Args:
         stopping: when the run stops early; None: it does not.
 
@@ -108,9 +120,12 @@ def train(
     first_step = load_state(run_dir, state, device)
     if first_step:
         options.report(f"going on after step {first_step} of {objective.steps}")
-    threads = torch.get_num_threads() if device.type == "cpu" else None
-    progress = Progress(run_dir, first_step, objective.steps, threads=threads)
-    stepper = _Stepper(objective, options, seed, optimisation, state, progress)
+    accelerator = open_accelerator(device, optimisation.precision)
+    progress = None
+    if accelerator.is_main_process:
+        threads = torch.get_num_threads() if device.type == "cpu" else None
+        progress = Progress(run_dir, first_step, objective.steps, threads=threads)
+    stepper = _Stepper(objective, options, seed, optimisation, state, accelerator, progress)
     stepper.watched = f"held_out_{stopping.figure}" if stopping else None
     try:
         with _interruptible() as interrupted:
@@ -125,17 +140,24 @@ def train(
             f"the run cannot be written: {reason}; {describe_state(run_dir)}"
         ) from error
     finally:
-        progress.close()
+        if progress:
+            progress.close()
     average.apply()
     best.apply()
     module.eval()
+    if progress:
+        _finish_log(run_dir)
+    accelerator.wait_for_everyone()
+    return best.step or objective.steps
+
+
+def _finish_log(run_dir: Path) -> None:
     if not read_log(run_dir):
         raise TrainError(
             f"{run_dir / LOG} of the finished run is damaged or gone; "
             f"restore it, or remove {run_dir} to begin anew"
         )
     draw_curves(run_dir)
-    return best.step or objective.steps
 
 
 class _Stepper:
@@ -148,13 +170,16 @@ class _Stepper:
         seed: int,
         optimisation: Optimisation,
         state: RunState,
-        progress: Progress,
+        accelerator: Accelerator,
+        progress: Progress | None,
     ) -> None:
         self._objective, self._options = objective, options
         self._seed, self._optimisation = seed, optimisation
-        self._state, self._progress = state, progress
+        self._state, self._accelerator, self._progress = state, accelerator, progress
+        self._parameters = [one for one in state.module.parameters() if one.requires_grad]
         self._evaluate_every = max(1, min(options.schedule.evaluate, objective.steps // 10))
         self._figures: dict[str, list[Tensor]] = defaultdict(list)  # since the last log entry
+        self._tokens = 0
         self._saved_at = time.monotonic()
         self.watched: str | None = None
         """The held-out figure that decides which weights are the best."""
@@ -165,11 +190,10 @@ class _Stepper:
         Raises:
             TrainError: the loss or a weight is not finite, or the run was interrupted.
         """
-        for name, value in self._update(step).items():
-            self._figures[name].append(value)
+        stops = self._update(step, interrupted)
         self._state.average.add(step)
         finished, schedule = step + 1, self._options.schedule
-        is_last, stops = finished == self._objective.steps, interrupted.is_set()
+        is_last = finished == self._objective.steps
         evaluates = is_last or finished % self._evaluate_every == 0
         if evaluates or stops or finished % schedule.log == 0:
             self._log(finished, is_last, evaluates)
@@ -183,34 +207,58 @@ class _Stepper:
                 "the same command goes on from there"
             )
 
-    def _update(self, step: int) -> dict[str, Tensor]:
-        """Update the weights once; return the means of the figures over the step's batches."""
+    def _update(self, step: int, interrupted: threading.Event) -> bool:
+        """Update the weights once; return whether a process was interrupted."""
         objective, optimisation = self._objective, self._optimisation
-        device = self._options.device
-        torch.manual_seed(self._seed * 1_000_003 + step)  # dropout and other draws of torch
-        means: dict[str, Tensor] = {}
-        tokens = 0
-        for part in range(optimisation.accumulation):
+        accelerator, device = self._accelerator, self._options.device
+        batches = batches_per_step(optimisation)
+        means: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=device))
+        for part in range(accelerator.process_index, batches, accelerator.num_processes):
+            _seed_draws(self._seed, step, part)
             batch = objective.batch(step, part)
-            tokens += batch.tokens
-            with autocast(device, optimisation.precision):
+            with accelerator.autocast():
                 loss, figures = objective.loss(batch.to(device))
-            (loss / optimisation.accumulation).backward()  # type: ignore[no-untyped-call]
+            accelerator.backward(loss / batches)
             for name, value in {"loss": loss, **figures}.items():
-                share = value.detach().float() / optimisation.accumulation
-                means[name] = means.get(name, torch.zeros((), device=device)) + share
-        parameters = objective.module.parameters()
-        means["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, optimisation.clip)
+                means[name] = means[name] + value.detach().float() / batches
+            self._tokens += batch.tokens
+        stops = interrupted.is_set()
+        if accelerator.num_processes > 1:
+            stops = self._sum_gradients(stops)
+        norm = nn.utils.clip_grad_norm_(self._parameters, optimisation.clip)
+        means["gradient_norm"] = norm / accelerator.num_processes
         factor = schedule_factor(step, objective.steps, optimisation)
         optimizer_step(self._state.optimizer, factor)
-        self._progress.advance(tokens)
-        return means
+        for name, value in means.items():
+            self._figures[name].append(value)
+        if self._progress:
+            self._progress.advance()
+        return stops
+
+    def _sum_gradients(self, interrupted: bool) -> bool:
+        """Sum the gradients of all processes; return whether one of them was interrupted.
+
+        A parameter that no process used keeps no gradient, as with one process.
+        """
+        parameters, device = self._parameters, self._options.device
+        flags = [interrupted, *(one.grad is not None for one in parameters)]
+        stops, *used = self._accelerator.reduce(torch.tensor(flags, device=device).float()).tolist()
+        parameters = [one for one, count in zip(parameters, used, strict=True) if count]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        summed = self._accelerator.reduce(torch.cat([one.flatten() for one in gradients]))
+        parts = summed.split([one.numel() for one in gradients])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        return bool(stops)
 
     def _log(self, step: int, is_last: bool, evaluates: bool) -> None:
         """Write the figures since the last log entry, and evaluate if an evaluation is due."""
         steps = self._objective.steps
-        means = {name: float(torch.stack(values).mean()) for name, values in self._figures.items()}
+        rows = {name: torch.stack(values).mean() for name, values in self._figures.items()}
+        means = {name: float(mean) for name, mean in self._accelerator.reduce(rows).items()}
+        tokens = sum(gather_object([self._tokens]))
         self._figures.clear()
+        self._tokens = 0
         _check_loss(means["loss"], step, self._options.run_dir)
         if evaluates:
             means |= self._evaluate(step, is_last)
@@ -218,7 +266,8 @@ class _Stepper:
             self._state.best.offer(step, means[self.watched])
         return_freed_memory()
         means["learning_rate"] = learning_rate(step - 1, steps, self._optimisation)
-        self._progress.log(step, means)
+        if self._progress:
+            self._progress.log(step, means, tokens)
 
     def _evaluate(self, step: int, is_last: bool) -> dict[str, float]:
         """Return held-out figures. At the last step, the averaged weights are evaluated."""
@@ -238,9 +287,17 @@ class _Stepper:
         return {f"held_out_{name}": value for name, value in figures.items()}
 
     def _save(self, step: int) -> None:
+        if not self._progress:
+            return
         _check_weights(self._state.module, step, self._options.run_dir)
         save_state(self._options.run_dir, self._state, step)
         self._saved_at = time.monotonic()
+
+
+def _seed_draws(seed: int, step: int, part: int) -> None:
+    """Seed dropout and the other draws of torch."""
+    (state,) = np.random.SeedSequence((seed, step, part)).generate_state(1, np.uint64)
+    torch.manual_seed(int(state))
 
 
 def _check_loss(loss: float, step: int, run_dir: Path) -> None:

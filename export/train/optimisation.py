@@ -1,6 +1,7 @@
 """The optimiser, the learning rate schedule, and the average of the last weights."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cloze.export.heads import EXPORT_HEADS
 from cloze.export.train.recipe import Optimisation
 
-_EMBEDDINGS = ".encoder.embeddings."
-_HEADS = tuple(f".{head}." for head in EXPORT_HEADS)
+_EMBEDDINGS = ".embeddings."
+_ENCODER = re.compile(
+    r"\.(encoder|embeddings|embeddings_project|layers|transformer|emb_norm|final_norm)\."
+)
+"""Parts of the names of an encoder's parameters, in transformers' classes; others are of heads."""
 
 
 def make_optimizer(module: nn.Module, recipe: Optimisation) -> torch.optim.AdamW:
@@ -51,7 +54,7 @@ def _peak_learning_rate(name: str, recipe: Optimisation) -> float:
     """
     if recipe.embedding_learning_rate is not None and _EMBEDDINGS in f".{name}":
         return recipe.embedding_learning_rate
-    if recipe.head_learning_rate is not None and any(head in f".{name}" for head in _HEADS):
+    if recipe.head_learning_rate is not None and not _ENCODER.search(f".{name}"):
         return recipe.head_learning_rate
     return recipe.learning_rate
 

@@ -52,17 +52,18 @@ class Progress:
             mininterval=1.0 if sys.stderr.isatty() else 30.0,
         )
 
-    def advance(self, tokens: int) -> None:
-        """Count one finished step over ``tokens`` tokens."""
-        self._tokens_seen += tokens
+    def advance(self) -> None:
+        """Count one finished step."""
         self._bar.update()
 
-    def log(self, step: int, figures: dict[str, float]) -> None:
+    def log(self, step: int, figures: dict[str, float], tokens: int) -> None:
         """Append an entry to the log.
 
         Args:
             figures: means of the objective's figures since the last entry.
+            tokens: tokens of all processes since the last entry.
         """
+        self._tokens_seen += tokens
         now = time.monotonic()
         last_time, last_tokens = self._last_entry
         rate = (self._tokens_seen - last_tokens) / max(now - last_time, 1e-9)

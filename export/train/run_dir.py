@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 
 from cloze.export.errors import TrainError
+from cloze.export.train.device import is_main
 from cloze.export.train.optimisation import BestWeights, WeightAverage
 from cloze.export.train.recipe import Recipe
 from cloze.model_store.plain_files import replacing
@@ -39,8 +41,11 @@ def locked(run_dir: Path) -> Iterator[None]:
     a file system without locks, nothing is kept out.
 
     Raises:
-        TrainError: another process runs in the directory.
+        TrainError: another run is in the directory.
     """
+    if not is_main():
+        yield  # a process of the run whose main process has the lock
+        return
     _make(run_dir)
     with (run_dir / LOCK).open("a+") as lock:
         try:
@@ -84,14 +89,19 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
         "recipe": recipe.model_dump(mode="json"),
         "inputs": dict(inputs),
     }
-    _make(run_dir)
-    if (run_dir / STATE).exists():
-        _check_identity(identity_file, identity)
-        return
+    with PartialState().main_process_first():
+        _make(run_dir)
+        if (run_dir / STATE).exists():
+            _check_identity(identity_file, identity)
+        elif is_main():
+            _describe_run(identity_file, identity)
+
+
+def _describe_run(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
     content = json.dumps(identity, indent=2) + "\n"
     if not identity_file.is_file() or identity_file.read_bytes() != content.encode():
         # The vocabulary of an earlier attempt may come from another text.
-        shutil.rmtree(run_dir / VOCABULARY, ignore_errors=True)
+        shutil.rmtree(identity_file.parent / VOCABULARY, ignore_errors=True)
         with replacing(identity_file) as new_file:
             new_file.write_text(content)
 

@@ -20,11 +20,11 @@ from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
-from cloze.export.model_loading import HEAD_SECTIONS
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.tokenizer_files import AS_SAVED
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS
 from cloze.model_store.peft import (
     CONFIG_FILE,
     ENCODER_DIGEST,

@@ -18,6 +18,12 @@ from pydantic import (
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.limits import MAX_WIDTH
 
+HEAD_SECTIONS: Final = "cloze_heads"
+"""Settings of heads that transformers' ``config.json`` has no place for, by head name.
+
+transformers has one set of labels per checkpoint.
+"""
+
 SetName = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
 """The name of a label set, as a client sends it."""
 

@@ -69,7 +69,7 @@ class Folder:
         """
         if not (self.path / "config.json").is_file():
             raise TrainError(f"{self.path} holds no config.json")
-        with _one_line_errors(self.path):
+        with one_line_errors(self.path):
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 self.path, trust_remote_code=False
             )
@@ -82,7 +82,7 @@ class Folder:
         Raises:
             TrainError: the tokenizer is missing or damaged.
         """
-        with _one_line_errors(self.path):
+        with one_line_errors(self.path):
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, config=self.config, trust_remote_code=False
             )
@@ -119,7 +119,7 @@ class Folder:
             pickles = [name for name in _PICKLES if (self.path / name).is_file()]
             why = f"{pickles[0]} is never loaded, since it can run code: " if pickles else ""
             raise TrainError(f"{self.path} holds no weights: {why}it needs model.safetensors")
-        with _one_line_errors(self.path):
+        with one_line_errors(self.path):
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         for name in names:
             if Path(name).name != name or not (self.path / name).is_file():
@@ -131,7 +131,7 @@ class Folder:
         """The licence that the model card names; None: it names none."""
         if not (self.card / CARD).is_file():
             return None
-        with _one_line_errors(self.card):
+        with one_line_errors(self.card):
             name = (metadata_load(self.card / CARD) or {}).get("license")
         return name if isinstance(name, str) else None
 
@@ -154,7 +154,7 @@ class Folder:
             set_dropout(config, dropout)
         assert self.weights
         torch.manual_seed(seed)
-        with _one_line_errors(self.path):
+        with one_line_errors(self.path):
             model, info = auto_class.from_pretrained(
                 self.path,
                 config=config,
@@ -222,12 +222,12 @@ def _encoder_folder(path: Path) -> Path:
     """Return the folder of a sentence-transformer's encoder; others are returned as they are."""
     if (path / "config.json").is_file() or not (path / _MODULES).is_file():
         return path
-    with _one_line_errors(path):
+    with one_line_errors(path):
         return path / str(json.loads((path / _MODULES).read_text())[0]["path"])
 
 
 @contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
+def one_line_errors(path: Path) -> Iterator[None]:
     """Turn what transformers raises for a folder into one line."""
     try:
         with warnings.catch_warnings():

@@ -57,10 +57,9 @@ class Model(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        first_positions: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, H]; see `Encoder.forward`."""
-        hidden: Tensor = self.encoder(input_ids, token_type_ids, attention_mask, first_positions)
+        hidden: Tensor = self.encoder(input_ids, token_type_ids, attention_mask)
         return hidden
 
     def parameter_count(self) -> int:

@@ -384,33 +384,13 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(
         ),
         (
             "[optimisation]",
-            '[optimisation]\noptimizer = "lion"',
-            "optimisation.optimizer: Input should be 'adamw' or 'muon', got 'lion'",
-        ),
-        (
-            "[optimisation]",
             "[optimisation]\nwarmup = 0.5\ndecay = 0.6",
             "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1",
         ),
         (
-            "[optimisation]",
-            "[corpus.weights]\nbooks = 1.5\n[optimisation]",
-            "corpus.weights.books: Input should be less than or equal to 1, got 1.5",
-        ),
-        (
             '"nsp"',
-            '"none"\nmethod = "rtd"\nz_loss = 1e-4',
-            "pretraining: keep_embeddings and z_loss need method = 'mlm'",
-        ),
-        (
-            '"nsp"',
-            '"nsp"\nunit = "span"\nrepeats_from = 32',
-            "pretraining: repeats_from needs unit = 'token' or 'whole-word'",
-        ),
-        (
-            '"nsp"',
-            '"nsp"\nunlikelihood = 1.0',
-            "pretraining: unlikelihood needs repeats_from and method = 'mlm'",
+            '"none"\nmethod = "rtd"\nkeep_embeddings = true',
+            "pretraining: keep_embeddings needs method = 'mlm'",
         ),
         (
             '"nsp"',
@@ -540,17 +520,6 @@ def test_what_does_not_apply_to_a_start_is_said(
     assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories), *start_from).startswith(
         "[model] heads, hidden_size, "
     )
-
-
-def test_a_weight_for_text_that_is_not_there(stories: Path, tmp_path: Path) -> None:
-    for weights, message in {
-        '"gone.jsonl" = 0.3': "the corpus weight of 'gone.jsonl' names no source and no file of the text; it has stories.txt",
-        '"stories.txt" = 0.3': "the corpus weights name every source, so they must sum to 1, but they sum to 0.3",
-    }.items():
-        command = pretrain_command(
-            tmp_path / "run", f"{RECIPE}[corpus.weights]\n{weights}\n", stories
-        )
-        assert refused(*command) == message
 
 
 def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> None:
@@ -896,8 +865,8 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
         ),
         (
             "masks",
-            DISTILL_RECIPE.replace('"none"', '"none"\nz_loss = 1e-4\nshifted = 0.5'),
-            "recipe.toml: unknown key pretraining.z_loss",
+            DISTILL_RECIPE.replace('"none"', '"none"\nspan_boundary = true'),
+            "recipe.toml: unknown key pretraining.span_boundary",
         ),
     ],
 )

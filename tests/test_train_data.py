@@ -6,8 +6,6 @@ import json
 import lzma
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
-from cloze.export.errors import TrainError
 from cloze.export.tokenizer import describe_tokenizer
-from cloze.export.train.batches import BatchPlan, TextBatches, shuffled_batches
+from cloze.export.train.batches import TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences
 from cloze.export.train.embeddings import unmasked_texts
@@ -33,9 +30,7 @@ from cloze.export.train.examples import (
     SentenceObjective,
 )
 from cloze.export.train.masking import Masking, Unit
-from cloze.export.train.recipe import Phase, Pretraining
-from cloze.export.train.sampling import sampled_order
-from cloze.export.train.text_objective import make_masking
+from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
 from cloze.export.train.vocabulary import (
     SPECIAL_TOKENS,
     save_vocabulary,
@@ -138,31 +133,6 @@ def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_pa
         runs[True],
         runs[False],
     )
-
-
-def test_documents_name_their_file_and_their_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    corpus = prepare_corpus(
-        [*_two_sources(tmp_path)],
-        tokenizer,
-        tmp_path / "prepared",
-        held_out=0.0,
-        report=lambda _: None,
-    ).train
-    origins = [corpus.origins[number] for number in corpus.origin_of]
-    assert origins == [("books.jsonl", "novels")] * 30 + [("notes.txt", "")] * 30
-
-
-def _two_sources(folder: Path) -> tuple[Path, Path]:
-    """Half of the stories with the source "novels", told by their letter case; the others as plain
-    text.
-    """
-    novels, notes = folder / "books.jsonl", folder / "notes.txt"
-    lines = [
-        json.dumps({"title": s.title, "text": s.text, "source": "novels"}) for s in STORIES[:30]
-    ]
-    novels.write_text("\n".join(lines))
-    notes.write_text("\n\n".join(story.text for story in STORIES[30:]))
-    return novels, notes
 
 
 def _documents(part):
@@ -269,58 +239,6 @@ def test_words_are_masked_whole(input_ids: np.ndarray, unit: Unit, seed: int) ->
     for position in range(2, len(input_ids) - 1):
         if CONTINUES[input_ids[position]]:
             assert chosen[position] == chosen[position - 1]
-
-
-@settings(deadline=None)
-@given(ids, st.sampled_from([Unit.TOKEN, Unit.WHOLE_WORD]), st.integers(0, 2**32))
-def test_short_sequences_hide_no_word_that_they_repeat(
-    input_ids: np.ndarray, unit: Unit, seed: int
-) -> None:
-    def hidden(repeats_from: int) -> tuple[list[tuple[int, ...]], Counter[tuple[int, ...]]]:
-        chosen = replace(masking(unit, 0.5), repeats_from=repeats_from)
-        masked = chosen(input_ids, np.random.default_rng(seed))
-        words = chosen._units(input_ids, ~SPECIAL[input_ids])
-        spelled = [tuple(input_ids[word].tolist()) for word in words]
-        of = [
-            tokens
-            for word, tokens in zip(words, spelled, strict=True)
-            if word[0] in masked.positions
-        ]
-        return of, Counter(spelled)
-
-    words, counts = hidden(len(input_ids) + 1)
-    assert all(counts[word] == 1 for word in words) or 1 not in counts.values()
-    assert hidden(len(input_ids)) == hidden(0)
-
-
-@settings(deadline=None)
-@given(ids, st.integers(0, 2**32))
-def test_short_sequences_name_the_words_that_a_mask_would_repeat(
-    input_ids: np.ndarray, seed: int
-) -> None:
-    """Visible words that are neither common nor pieces; common words may be hidden twice."""
-    common = np.zeros(V, bool)
-    common[: V // 2] = True
-    rule = replace(masking(Unit.WHOLE_WORD, 0.5), repeats_from=len(input_ids) + 1, common=common)
-    masked = rule(input_ids, np.random.default_rng(seed))
-    visible = set(np.delete(input_ids, masked.positions).tolist())
-    words = {token for token in visible if not (SPECIAL | CONTINUES | common)[token]}
-    expected = [
-        (index, token)
-        for index, label in enumerate(masked.labels)
-        for token in sorted(words - {label})
-    ]
-    assert [tuple(pair) for pair in masked.repeats.tolist()] == expected
-    longer = replace(rule, repeats_from=len(input_ids))(input_ids, np.random.default_rng(seed))
-    assert not len(longer.repeats)
-
-
-def test_a_short_sequence_hides_common_words_that_it_repeats() -> None:
-    common = np.zeros(V, bool)
-    common[7] = True
-    rule = replace(masking(Unit.TOKEN, 0.9), repeats_from=48, common=common)
-    masked = rule(np.array([2, 7, 9, 9, 8, 7, 3]), np.random.default_rng(0))
-    assert masked.labels.tolist() == [7, 8, 7]
 
 
 @pytest.mark.parametrize("unit", list(Unit))
@@ -467,107 +385,6 @@ def test_epochs_differ_and_a_seed_is_one_epoch(
     assert first() != first(seed=4)
 
 
-@pytest.mark.parametrize("name", ["novels", "books.jsonl"])
-@pytest.mark.parametrize("share", [0.1, 0.8])
-def test_a_source_has_its_share_of_what_is_sampled(
-    tokenizer: Tokenizer, tmp_path: Path, name: str, share: float
-) -> None:
-    """By its source or by its file; random second texts follow the same shares."""
-    prepared = prepare_corpus(
-        [*_two_sources(tmp_path)],
-        tokenizer,
-        tmp_path / "prepared",
-        held_out=0.0,
-        report=lambda _: None,
-    )
-    source = sequences(prepared, tokenizer, SentenceObjective.NSP, weights={name: share})
-    novels = [
-        prepared.train.origins[prepared.train.origin_of[source.document(n)]].source == "novels"
-        for n in range(len(source))
-    ]
-    assert np.mean(novels) == pytest.approx(share, abs=0.03)
-    documents = [_tokens(prepared, number) for number in range(60)]
-    seconds = []
-    for number in range(len(source)):
-        sequence = source.make(number, source.rng(number))
-        if sequence.label != IS_NEXT and len(second := split(sequence, tokenizer)[1]) > 8:
-            in_novels = any(_contains(tokens, second) for tokens in documents[:30])
-            if in_novels != any(
-                _contains(tokens, second) for tokens in documents[30:]
-            ):  # the stories repeat their sentences
-                seconds.append(in_novels)
-    assert len(seconds) > 20
-    assert np.mean(seconds) == pytest.approx(share, abs=0.2)
-
-
-def test_second_texts_come_from_the_source_of_the_first(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    """All of them, from another document; a source of one document has none of its own."""
-    files = [*_two_sources(tmp_path), tmp_path / "lone.txt"]
-    files[-1].write_text(STORIES[0].text)
-    prepared = prepare_corpus(
-        files, tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None
-    )
-    source = sequences(prepared, tokenizer, SentenceObjective.NSP, same_source=1.0)
-    origins = prepared.train.origin_of
-    documents = [_tokens(prepared, number) for number in range(len(origins))]
-    sources_met = set()
-    for number in range(len(source)):
-        sequence, home = source.make(number, source.rng(number)), source.document(number)
-        if sequence.label == IS_NEXT:
-            continue
-        second = split(sequence, tokenizer)[1]
-        is_lone = (origins == origins[home]).sum() == 1
-        assert any(
-            _contains(tokens, second)
-            for other, tokens in enumerate(documents)
-            if other != home and (is_lone or origins[other] == origins[home])
-        )
-        sources_met.add(int(origins[home]))
-    assert sources_met == set(origins.tolist())
-
-
-@given(
-    st.lists(st.integers(0, 2), min_size=3, max_size=300), st.floats(0.05, 0.9), st.integers(0, 99)
-)
-def test_an_epoch_reads_the_scarcest_group_once_and_none_twice(
-    groups: list[int], share: float, seed: int
-) -> None:
-    group_of = np.array([0, 1, *groups])
-    group_of[group_of == 2] = 1
-    order = sampled_order(group_of, np.array([share, 1 - share]), np.random.default_rng(seed))
-    assert len(set(order.tolist())) == len(order)
-    read, total = np.bincount(group_of[order], minlength=2), np.bincount(group_of)
-    assert (read == total).any()
-    assert read[0] == pytest.approx(share * len(order), abs=1.6)
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (
-            {"gone.jsonl": 0.3},
-            "'gone.jsonl' names no source and no file of the text; it has books.jsonl, notes.txt, novels",
-        ),
-        ({"novels": 1.0}, "the corpus weights sum to 1, which leaves nothing to the other sources"),
-        ({"novels": 0.3, "notes.txt": 0.3}, "must sum to 1, but they sum to 0.6"),
-    ],
-)
-def test_weights_that_do_not_apply(
-    tokenizer: Tokenizer, tmp_path: Path, weights: dict[str, float], message: str
-) -> None:
-    prepared = prepare_corpus(
-        [*_two_sources(tmp_path)],
-        tokenizer,
-        tmp_path / "prepared",
-        held_out=0.0,
-        report=lambda _: None,
-    )
-    with pytest.raises(TrainError, match=message):
-        sequences(prepared, tokenizer, SentenceObjective.NSP, weights=weights)
-
-
 # ---- batches
 
 
@@ -577,12 +394,9 @@ def text_batches(
     recipe: Pretraining,
     phases: list[Phase],
     seed: int = 1,
-    *,
-    interleaved: bool = False,
 ) -> TextBatches:
-    plan = BatchPlan(recipe, phases, seed, interleaved=interleaved)
-    described = describe_tokenizer(tokenizer)
-    return TextBatches(corpus.train, plan, make_masking(described, recipe), described.special)
+    plan = TextRecipe(pretraining=recipe, phases=phases, seed=seed)
+    return TextBatches(corpus.train, plan, describe_tokenizer(tokenizer))
 
 
 def test_the_mask_rate_falls_in_a_straight_line(
@@ -643,50 +457,17 @@ def test_any_batch_can_be_asked_for_at_any_time(
     assert in_order[40].input_ids.shape == (8, 40)
 
 
-def test_longer_phases_are_told(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
-    recipe = Pretraining()
-    phases = [Phase(tokens=tokens, sequences=2, steps=3) for tokens in (16, 24, 24, 20, 40)]
-    batches = text_batches(corpus, tokenizer, recipe, phases)
-    assert [batches.grows_from(step) for step in range(15)] == [None] * 3 + [16] + [None] * 8 + [
-        24
-    ] + [None] * 2
-
-
-def test_interleaved_phases_read_what_phases_one_after_the_other_read(
+def test_each_phase_has_its_share_of_single_sentences(
     tokenizer: Tokenizer, corpus: PreparedCorpus
 ) -> None:
-    """The steps of the phases alternate, in proportion; each phase keeps its batches in order."""
-    recipe = Pretraining()
     phases = [
         Phase(tokens=24, sequences=16, steps=40, single=0.9),
         Phase(tokens=40, sequences=8, steps=20),
     ]
-    plain = text_batches(corpus, tokenizer, recipe, phases)
-    mixed = text_batches(corpus, tokenizer, recipe, phases, interleaved=True)
-    order = [mixed.phase(step) for step in range(60)]
-    assert all(sorted(order[first : first + 3]) == [0, 0, 1] for first in range(0, 60, 3))
-    by_phase = [step for phase in (0, 1) for step in range(60) if order[step] == phase]
-    for step, other_step in enumerate(by_phase):
-        expected, batch = plain(step, 0), mixed(other_step, 0)
-        assert (batch.input_ids == expected.input_ids).all()
-        assert (batch.next_labels == expected.next_labels).all()
-    labels = np.concatenate([plain(step, 0).next_labels for step in range(40)])
-    assert 0.8 < (labels == UNPAIRED).mean() < 1, "the phase of single sentences"
-    assert not any((plain(step, 0).next_labels == UNPAIRED).any() for step in range(40, 60))
-
-
-def test_repeats_of_a_batch_belong_to_their_rows(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
-) -> None:
-    recipe = Pretraining(repeats_from=41)
-    batch = text_batches(
-        corpus, tokenizer, recipe, [Phase(tokens=40, sequences=8, steps=1, single=0.5)]
-    )(0, 0)
-    assert len(batch.repeats)
-    for index, token in batch.repeats.tolist():
-        row = batch.input_ids[batch.positions[index] // 40]
-        assert (row == token).any()
-        assert batch.labels[index] != token
+    batches = text_batches(corpus, tokenizer, Pretraining(), phases)
+    labels = [batches(step, 0).next_labels for step in range(60)]
+    assert 0.8 < (np.concatenate(labels[:40]) == UNPAIRED).mean() < 1
+    assert not (np.concatenate(labels[40:]) == UNPAIRED).any()
 
 
 def test_a_share_of_examples_is_one_sentence(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
@@ -719,26 +500,6 @@ def test_single_sentences_need_no_sentence_objective(
         inside = range(first + 1, first + len(example.input_ids) - 2)
         crossed += bool(starts.intersection(inside))
     assert crossed < 0.1 * len(examples)
-
-
-@settings(deadline=None, max_examples=20)
-@given(step=st.integers(0, 79), seed=st.integers(0, 99))
-def test_short_sequences_begin_anywhere_in_the_longest(
-    tokenizer: Tokenizer, corpus: PreparedCorpus, step: int, seed: int
-) -> None:
-    recipe = Pretraining(shifted=0.5)
-    phases = [Phase(tokens=24, sequences=64, steps=40), Phase(tokens=40, sequences=8, steps=40)]
-    batches = text_batches(corpus, tokenizer, recipe, phases, seed)
-    first = batches(step, 0).first_positions
-    assert first is not None
-    if step >= 40:
-        assert (first == 0).all()
-    else:
-        assert 0 <= first.min() <= first.max() <= 16
-        assert 12 < (first == 0).sum() < 54, "about half and a seventeenth stay"
-    again = batches(step, 0).first_positions
-    assert again is not None
-    assert (again == first).all()
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -18,13 +18,10 @@ from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.publish import export
 from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.train.distill import distill
-from cloze.export.train.documents import is_held_out
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
-from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import (
-    CorpusSampling,
     DistillRecipe,
     EmbedRecipe,
     Optimisation,
@@ -96,8 +93,8 @@ def test_embeddings_are_tuned_in_little_memory(
 
 def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
     used = {
-        "method", "unit", "rate", "final_rate", "repeats_from", "dynamic", "short", "sentence",
-        "keep_embeddings", "embedding_weight", "embedding_tokens", "unlikelihood",
+        "method", "unit", "rate", "final_rate", "dynamic", "short", "sentence",
+        "keep_embeddings", "embedding_weight", "embedding_tokens",
     }  # fmt: skip
     for name, field in Pretraining.model_fields.items():
         given = {name: field.get_default()} | {"sentence": "none"}
@@ -106,27 +103,6 @@ def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
         else:
             with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
                 DistillRecipe(pretraining=given, phases=SHORT)
-
-
-@pytest.mark.parametrize("weights", [{"many.jsonl": 0.6, "one.jsonl": 0.4}, {"many.jsonl": 0.6}])
-def test_held_out_figures_remain_if_a_source_has_no_held_out_document(
-    weights: dict[str, float], tmp_path: Path
-) -> None:
-    text = " ".join(["the king was in the house ."] * 20)
-    lines = [json.dumps({"title": f"t{number}", "text": text}) + "\n" for number in range(40)]
-    (tmp_path / "many.jsonl").write_text("".join(lines))
-    assert not is_held_out("learnt", 0.3)
-    (tmp_path / "one.jsonl").write_text(json.dumps({"title": "learnt", "text": text}) + "\n")
-    recipe = PretrainRecipe(
-        corpus=CorpusSampling(weights=weights),
-        phases=SHORT,
-        pretraining=Pretraining(sentence=SentenceObjective.NONE),
-        held_out=0.3,
-    )
-    files = [tmp_path / "many.jsonl", tmp_path / "one.jsonl"]
-    source = tiny.save_checkpoint(tmp_path / "source", "bert")
-    pretrain(files, recipe, run_options(tmp_path / "run"), source=str(source))
-    assert read_log(tmp_path / "run")[-1]["held_out_masked_loss"] > 0
 
 
 # ---- positions
@@ -149,9 +125,7 @@ def test_a_continued_run_adds_positions(
     assert (before.config.max_positions, after.config.max_positions) == (160, 200)
     old, new = (model.encoder.embeddings.position.weight for model in (before, after))
     torch.testing.assert_close(new[:160], old, atol=1e-6, rtol=0)
-    torch.testing.assert_close(new[160:190], old[1:31], atol=1e-6, rtol=0)
-    # What the longest phase never used is filled at the end of a run.
-    torch.testing.assert_close(new[190:], old[1:11], atol=1e-6, rtol=0)
+    torch.testing.assert_close(new[160:], old[1:41], atol=1e-6, rtol=0)
     assert export(str(folder), "long", Store(tmp_path / "store")).manifest.limits.max_tokens == 200
 
 

@@ -27,7 +27,7 @@ from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.squad import Question
 from cloze.export.publish import export
 from cloze.export.tokenizer import describe_tokenizer
-from cloze.export.train.batches import BatchPlan, TextBatches
+from cloze.export.train.batches import TextBatches, make_masking
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.embeddings import unmasked_texts
@@ -41,8 +41,8 @@ from cloze.export.train.recipe import (
     Phase,
     Pretraining,
     PretrainRecipe,
+    TextRecipe,
 )
-from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from tests.tokenizer_kinds import byte_level, unigram
@@ -211,8 +211,9 @@ def test_kept_embeddings_are_those_of_first_texts(
     tokenizer = describe_tokenizer(kind.tokenizer)
     corpus = prepare_corpus([stories], kind.tokenizer, tmp_path, held_out=0.1, report=quietly).train
     pretraining = Pretraining(sentence=SentenceObjective.NSP)
-    plan = BatchPlan(pretraining, [Phase(tokens=48, sequences=8, steps=1)], 1)
-    batch = TextBatches(corpus, plan, make_masking(tokenizer, pretraining), tokenizer.special)(0, 0)
+    phases = [Phase(tokens=48, sequences=8, steps=1)]
+    recipe = TextRecipe(pretraining=pretraining, phases=phases)
+    batch = TextBatches(corpus, recipe, tokenizer)(0, 0)
     ids, mask = unmasked_texts(batch, tokens=8 * 48, length=48)
     for row, real in zip(ids, mask, strict=True):
         text = row[real].tolist()

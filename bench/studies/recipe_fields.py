@@ -83,12 +83,10 @@ STARTS: Final = (
 def changes(start: Origin) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what each run changes in the plain recipe, by the name of its row."""
     alone: dict[str, dict[str, dict[str, Any]]] = {
-        "Muon for the layers' matrices": {"optimisation": {"optimizer": "muon"}},
         "mask rate 0.30 to 0.15": {"pretraining": {"rate": 0.3, "final_rate": 0.15}},
         "average of the last fifth": {"optimisation": {"average": 0.2}},
         "rates of embeddings and heads": {"optimisation": start.rates},
         "weight decay 0.1": {"optimisation": {"weight_decay": 0.1}},
-        "z-loss 1e-4": {"pretraining": {"z_loss": 1e-4}},
     }
     every: dict[str, dict[str, Any]] = {"pretraining": {}, "optimisation": {}}
     for change in alone.values():

@@ -79,7 +79,6 @@ class TrigramEmbeddings(Embeddings):
         self,
         input_ids: Tensor,
         token_type_ids: Tensor | None,
-        first_positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Embed a batch; see `Embeddings.forward`."""
@@ -88,8 +87,6 @@ class TrigramEmbeddings(Embeddings):
             words = words * attention_mask[..., None]
         after, before = F.pad(words[:, 1:], (0, 0, 0, 1)), F.pad(words[:, :-1], (0, 0, 1, 0))
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if first_positions is not None:
-            positions = first_positions[:, None] + positions  # [B, S]
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
         x = self.projection(torch.cat([after, words, before], dim=-1))

@@ -351,11 +351,10 @@ class ProjectedEmbeddings(Embeddings):
         self,
         input_ids: Tensor,
         token_type_ids: Tensor | None,
-        first_positions: Tensor | None = None,
         attention_mask: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """See `Embeddings`."""
-        x = self._sum(input_ids, token_type_ids, first_positions)
+        x = self._sum(input_ids, token_type_ids)
         x = x if self.projection is None else self.projection(x)
         return self.dropout(self.norm(x))  # type: ignore[no-any-return]
 

@@ -42,7 +42,6 @@ class Embeddings(nn.Module):
         self,
         input_ids: Tensor,
         token_type_ids: Tensor | None,
-        first_positions: Tensor | None = None,
         attention_mask: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Embed a batch.
@@ -50,27 +49,21 @@ class Embeddings(nn.Module):
         Args:
             input_ids: int [B, S].
             token_type_ids: int [B, S]; None: all 0.
-            first_positions: int [B], the position of each first token; None: all 0.
             attention_mask: bool [B, S], True for real tokens, for embeddings that depend on the
                 neighbours of a token; None: all tokens are real.
 
         Returns:
             The embeddings [B, S, H].
         """
-        x = self._sum(input_ids, token_type_ids, first_positions)
+        x = self._sum(input_ids, token_type_ids)
         x = self.dropout(self.norm(x))
         return x if self.projection is None else self.projection(x)  # type: ignore[no-any-return]
 
-    def _sum(
-        self, input_ids: Tensor, token_type_ids: Tensor | None, first_positions: Tensor | None
-    ) -> Tensor:
+    def _sum(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """Return the sum of the embeddings [B, S, E]; see `forward`."""
         x: Tensor = self.word(input_ids)
         if self.position is not None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-            if first_positions is not None:
-                positions = first_positions[:, None] + positions  # [B, S]
-            x = x + self.position(positions)
+            x = x + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
         if self.token_type is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
@@ -149,7 +142,6 @@ class Encoder(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        first_positions: Tensor | None = None,
     ) -> Tensor:
         """Encode a batch.
 
@@ -157,13 +149,11 @@ class Encoder(nn.Module):
             input_ids: int [B, S], S at most ``config.max_positions``.
             token_type_ids: int [B, S]; None: all 0. A family without token types ignores them.
             attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
-            first_positions: int [B], the position of each first token; None: all 0. Only training
-                sets other positions.
 
         Returns:
             The hidden states [B, S, H].
         """
-        x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions, attention_mask)
+        x: Tensor = self.embeddings(input_ids, token_type_ids, attention_mask)
         bias = self._bias(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask, bias)

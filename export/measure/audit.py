@@ -156,9 +156,8 @@ def preferences(subject: Subject, pairs: Sequence[SentencePair]) -> Floats64:
             rows += mask_each(both[side], positions, tokenizer.mask_id)
             owners += [2 * number + side] * len(positions)
     values = [float(values[0]) for _, values in score_masks(subject.scorer, rows, k=1)]
-    sums = np.bincount(owners, values, len(ids)).reshape(-1, 2)
-    preferred: Floats64 = (np.sign(sums[:, 0] - sums[:, 1]) + 1) / 2
-    return preferred
+    more, less = np.bincount(owners, values, len(ids)).reshape(-1, 2).T
+    return np.where(np.isclose(more, less, rtol=1e-6), 0.5, more > less)
 
 
 def shared_tokens(more: Sequence[int], less: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -42,6 +42,7 @@ from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.answers import answers_of
+from cloze.export.train.batches import make_masking
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.examples import (
@@ -55,7 +56,6 @@ from cloze.export.train.examples import (
 )
 from cloze.export.train.masking import Unit
 from cloze.export.train.recipe import Pretraining
-from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import guess, usual_windows
 from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
@@ -354,13 +354,14 @@ def _measure_sentences(subject: Subject, file: Path, name: str, report: Report) 
     Returns:
         The share of accepted words, and the share of words that repeat one of their sentence.
     """
-    completions = complete(read_sentences(file), subject.tokenizer, subject.scorer)
-    for completion in completions:
-        mark = "right" if completion.is_right else "wrong"
-        report(f"{mark}: {completion.sentence.text} {completion.word}")
+    sentences = read_sentences(file)
+    words = complete(sentences, subject.tokenizer, subject.scorer)
+    pairs = list(zip(sentences, words, strict=True))
+    for sentence, word in pairs:
+        report(f"{'right' if sentence.accepts(word) else 'wrong'}: {sentence.text} {word}")
     return {
-        name: sum(each.is_right for each in completions) / len(completions),
-        f"{name}_repeats": sum(each.repeats for each in completions) / len(completions),
+        name: sum(each.accepts(word) for each, word in pairs) / len(pairs),
+        f"{name}_repeats": sum(each.is_repeated_by(word) for each, word in pairs) / len(pairs),
     }
 
 

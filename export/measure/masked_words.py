@@ -32,24 +32,13 @@ class Sentence:
     text: str
     words: tuple[str, ...]
 
+    def accepts(self, word: str) -> bool:
+        """Return whether a word is accepted."""
+        return word.lower() in self.words
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The model's first word for a sentence."""
-
-    sentence: Sentence
-    word: str
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the word is accepted."""
-        return self.word.lower() in self.sentence.words
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the word is not accepted, and stands in the sentence already."""
-        words = re.findall(r"\w+", self.sentence.text.lower())
-        return not self.is_right and self.word.lower() in words
+    def is_repeated_by(self, word: str) -> bool:
+        """Return whether a word is not accepted, and stands in the sentence already."""
+        return not self.accepts(word) and word.lower() in re.findall(r"\w+", self.text.lower())
 
 
 def read_sentences(file: Path) -> list[Sentence]:
@@ -74,7 +63,7 @@ def read_sentences(file: Path) -> list[Sentence]:
 
 def complete(
     sentences: Sequence[Sentence], tokenizer: CheckpointTokenizer, scorer: Scorer
-) -> list[Completion]:
+) -> list[str]:
     """Return the model's first word for each sentence.
 
     Raises:
@@ -88,7 +77,4 @@ def complete(
         ids = np.array(tokenizer.tokenizer.encode(text).ids, np.int64)
         position = np.flatnonzero(ids == mask_id)
         rows.append(MaskedRow(ids, np.zeros_like(ids), position, ids[position]))
-    return [
-        Completion(sentence, tokenizer.readable([int(best[0, 0])]))
-        for sentence, (best, _) in zip(sentences, score_masks(scorer, rows, k=1), strict=True)
-    ]
+    return [tokenizer.readable([int(best[0, 0])]) for best, _ in score_masks(scorer, rows, k=1)]

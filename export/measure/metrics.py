@@ -7,11 +7,14 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
+from scipy.optimize import brentq
+from scipy.special import expit, softmax
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from cloze.export.measure.squad import Question
@@ -72,6 +75,81 @@ def spearman(one: ArrayLike, other: ArrayLike) -> float:
 def _correlation(measure: Any, one: ArrayLike, other: ArrayLike) -> float:
     constant = min(np.ptp(np.asarray(one)), np.ptp(np.asarray(other))) == 0
     return 0.0 if constant else float(measure(one, other).statistic)
+
+
+# ---- calibration: Guo et al. 2017, "On Calibration of Modern Neural Networks", sections 2 and 4.2
+
+_BINS = 15
+"""Number of bins of confidence, as in the paper."""
+
+_MOST = 10.0
+"""Bound of a temperature and of its inverse: without an error in the rows, the best one is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A temperature, and the expected calibration error in [0, 1] without and with it."""
+
+    temperature: float
+    error_before: float
+    error_after: float
+
+    def __str__(self) -> str:
+        return (
+            f"temperature {self.temperature:.3f}, expected calibration error "
+            f"{self.error_before:.4f} before and {self.error_after:.4f} after"
+        )
+
+
+def calibrate(
+    logits: NDArray[np.floating], gold: NDArray[np.bool_], *, independent: bool
+) -> Calibration:
+    """Return the temperature with the least negative log-likelihood, from 0.1 to 10.
+
+    Args:
+        logits: float [N, L], at least one row.
+        gold: bool [N, L], whether each row has each label.
+        independent: whether a row may have any number of labels.
+    """
+    scores = logits.astype(np.float64)
+
+    def probabilities(log_scale: float) -> NDArray[np.float64]:
+        scaled = scores * np.exp(log_scale)
+        likely: NDArray[np.float64] = expit(scaled) if independent else softmax(scaled, axis=1)
+        return likely
+
+    def slope(log_scale: float) -> float:
+        """Return the slope of the loss: the expected logits less those of the labels."""
+        return float(((probabilities(log_scale) - gold) * scores).sum())
+
+    # The loss is convex in the inverse of the temperature, so its slope rises.
+    least, most = -np.log(_MOST), np.log(_MOST)
+    if slope(least) >= 0:
+        found = least
+    else:
+        found = most if slope(most) <= 0 else float(brentq(slope, least, most))
+    temperature = float(np.exp(-found))
+    before, after = (
+        calibration_error(probabilities(log_scale), gold, independent) for log_scale in (0.0, found)
+    )
+    return Calibration(temperature, before, after)
+
+
+def calibration_error(
+    probabilities: NDArray[np.floating], gold: NDArray[np.bool_], independent: bool = False
+) -> float:
+    """Return the expected calibration error: confidence against accuracy in 15 equal bins.
+
+    A choice is the label with the highest probability, or of independent labels each yes or no.
+    """
+    if independent:
+        confidence = np.maximum(probabilities, 1 - probabilities).ravel()
+        right = ((probabilities > 0.5) == gold).ravel()
+    else:
+        confidence = probabilities.max(1)
+        right = gold[np.arange(len(gold)), probabilities.argmax(1)]
+    gaps, _, _ = stats.binned_statistic(confidence, confidence - right, "sum", _BINS, range=(0, 1))
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
 # ---- tags --------------------------------------------------------------------------------------

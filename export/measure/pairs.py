@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
@@ -34,11 +33,13 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
         DataError: a file is missing, a line is not a pair, the files hold no pair, or all pairs
             have the same score.
     """
-    pairs = [
-        _parse_pair(row, f"{file}, line {number}")
-        for file in files
-        for number, row in enumerate(_read_rows(file), 1)
-    ]
+    pairs: list[ScoredPair] = []
+    for file in files:
+        rows = csv.reader(io.StringIO(read_text(file), newline=""))
+        try:
+            pairs += [_pair(row, f"{file}, line {number}") for number, row in enumerate(rows, 1)]
+        except csv.Error as error:
+            raise DataError(f"{file} cannot be read: {error}") from error
     if not pairs:
         raise DataError("there are no pairs in " + ", ".join(str(file) for file in files))
     if len({pair.score for pair in pairs}) == 1:
@@ -48,29 +49,17 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
     return pairs
 
 
-def _read_rows(file: Path) -> list[list[str]]:
+def _pair(row: list[str], line: str) -> ScoredPair:
     try:
-        return list(csv.reader(io.StringIO(read_text(file), newline="")))
-    except csv.Error as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-
-
-def _parse_pair(row: list[str], line: str) -> ScoredPair:
-    try:
-        first, second, score = row
-        pair = ScoredPair(first, second, float(score))
+        first, second, number = row
+        score = float(number)
     except ValueError:
         raise DataError(
             f"{line} is not 'sentence,sentence,score': {','.join(row)[:80]!r}"
         ) from None
-    if not math.isfinite(pair.score):
-        raise DataError(f"{line}: the score {score} is not a finite number")
-    return pair
-
-
-def _truncate(ids: list[int], tokens: int) -> list[int]:
-    """Cut a sequence to so many tokens; keep the last token, which is ``[SEP]``."""
-    return ids if len(ids) <= tokens else [*ids[: tokens - 1], ids[-1]]
+    if not math.isfinite(score):
+        raise DataError(f"{line}: the score {number} is not a finite number")
+    return ScoredPair(first, second, score)
 
 
 def tokenize_pairs(
@@ -84,11 +73,12 @@ def tokenize_pairs(
     Returns:
         For each pair, the ids of both sentences and the score.
     """
-    encoded = [
-        _truncate(e.ids, tokens)
-        for e in tokenizer.encode_batch([text for p in pairs for text in (p.first, p.second)])
-    ]
-    return [(encoded[2 * i], encoded[2 * i + 1], pair.score) for i, pair in enumerate(pairs)]
+    texts = [text for pair in pairs for text in (pair.first, pair.second)]
+    rows = [each.ids for each in tokenizer.encode_batch(texts)]
+    # A cut sequence keeps its last token, which is `[SEP]`.
+    rows = [ids if len(ids) <= tokens else [*ids[: tokens - 1], ids[-1]] for ids in rows]
+    sides = zip(rows[::2], rows[1::2], pairs, strict=True)
+    return [(first, second, pair.score) for first, second, pair in sides]
 
 
 def similarity(
@@ -102,12 +92,7 @@ def similarity(
     # scipy is of the extra `train`; an export that ranks no pairs does without it.
     from cloze.export.measure.metrics import spearman
 
-    rows = [
-        ids
-        for first, second, _ in tokenize_pairs(pairs, tokenizer, tokens)
-        for ids in (first, second)
-    ]
-    matrix = unit_embeddings(scorer, rows)
+    tokenized = tokenize_pairs(pairs, tokenizer, tokens)
+    matrix = unit_embeddings(scorer, [ids for *both, _ in tokenized for ids in both])
     cosines = (matrix[0::2] * matrix[1::2]).sum(1)
-    scores = np.asarray([pair.score for pair in pairs])
-    return spearman(cosines, scores)
+    return spearman(cosines, [score for *_, score in tokenized])

@@ -1,9 +1,10 @@
 """Turns training examples into the tensors of a batch: masked, padded, and joined."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
@@ -12,11 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from cloze.export.errors import TrainError
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
 from cloze.export.train.masking import MaskedSequence, Masking
-from cloze.export.train.recipe import DistilledText, Phase, Pretraining
-from cloze.model_store.sequences import SpecialTokens
+from cloze.export.train.recipe import DistilledText, Pretraining, TextRecipe
+from cloze.export.train.vocabulary import mask_id
 
 _POOL_BATCHES = 16
 """Number of batches whose examples are sorted by length together."""
@@ -81,30 +83,24 @@ class TextBatch(PaddedBatch):
         positions: int64 [M], positions of the chosen tokens.
         labels: int64 [M], original tokens at these positions.
         spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
-        repeats: int64 [R, 2], the index of a chosen token, and a token that would repeat a word of
-            a short sequence there.
         next_labels: int64 [B], `UNPAIRED` for a single sentence; empty without a sentence
             objective.
-        first_positions: int64 [B], position embedding of each sequence's first token; None: all 0.
     """
 
     first_tokens: Tensor
     positions: Tensor
     labels: Tensor
     spans: Tensor
-    repeats: Tensor
     next_labels: Tensor
-    first_positions: Tensor | None
 
 
 _Row = tuple[TrainingExample, MaskedSequence]
 
 
-def collate(rows: list[_Row], length: int, first_positions: list[int] | None = None) -> TextBatch:
+def collate(rows: list[_Row], length: int) -> TextBatch:
     """Join rows to a batch of ``length`` tokens."""
     examples, masked = zip(*rows, strict=True)
     starts = np.arange(len(rows)) * length
-    firsts = np.cumsum([0, *(len(one.labels) for one in masked)])[:-1]
     next_labels = [example.label for example in examples if example.label is not None]
 
     def joined(parts: Iterable[NDArray[np.int64]]) -> Tensor:
@@ -118,11 +114,7 @@ def collate(rows: list[_Row], length: int, first_positions: list[int] | None = N
         positions=joined(one.positions + at for one, at in zip(masked, starts, strict=True)),
         labels=joined(one.labels for one in masked),
         spans=joined(one.spans + at for one, at in zip(masked, starts, strict=True)),
-        repeats=joined(
-            one.repeats + np.array([at, 0]) for one, at in zip(masked, firsts, strict=True)
-        ),
         next_labels=torch.tensor(next_labels, dtype=torch.int64),
-        first_positions=None if first_positions is None else torch.tensor(first_positions),
     )
 
 
@@ -163,89 +155,59 @@ def padded_length(longest: int, limit: int) -> int:
     return min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """How the text of a run becomes batches.
-
-    Attributes:
-        phases: sequence lengths and batch sizes, in the order of the run.
-        weights: sampling weights by source, see `sampling_shares`; empty: equal sampling.
-    """
-
-    pretraining: Pretraining | DistilledText
-    phases: Sequence[Phase]
-    seed: int
-    accumulation: int = 1
-    weights: Mapping[str, float] = field(default_factory=dict)
-    interleaved: bool = False
-
-    def phase_of_steps(self) -> NDArray[np.int64]:
-        """Return int64 [steps], the index of each step's phase."""
-        phase_of = np.repeat(np.arange(len(self.phases)), [phase.steps for phase in self.phases])
-        if not self.interleaved:
-            return phase_of
-        places = [(np.arange(phase.steps) + 0.5) / phase.steps for phase in self.phases]
-        return phase_of[np.argsort(np.concatenate(places), kind="stable")]
+def make_masking(
+    tokenizer: CheckpointTokenizer,
+    recipe: Pretraining | DistilledText,
+    replace: tuple[float, float] = (0.8, 0.1),
+) -> Masking:
+    """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
+    special = np.ones(tokenizer.size, bool)  # also the ids between those of the vocabulary
+    names = frozenset(tokenizer.special_tokens.values())
+    for token, number in tokenizer.tokenizer.get_vocab().items():
+        special[number] = token in names
+    return Masking(
+        recipe.unit,
+        recipe.rate,
+        mask_id(tokenizer),
+        special,
+        tokenizer.continuations(),
+        replace,
+        recipe.final_rate,
+    )
 
 
 class TextBatches:
     """The batches of a run over a corpus. Each batch is a function of its step and part.
 
     Raises:
-        TrainError: the corpus is too small for the plan, or has nothing to mask.
+        TrainError: the corpus is too small for the recipe, or has nothing to mask.
     """
 
-    def __init__(
-        self, corpus: Corpus, plan: BatchPlan, masking: Masking, special: SpecialTokens
-    ) -> None:
-        self._corpus, self._plan = corpus, plan
-        self._masking, self._special = masking, special
+    def __init__(self, corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> None:
+        self._corpus, self._recipe = corpus, recipe
+        self._masking = make_masking(tokenizer, recipe.pretraining)
+        self._special = tokenizer.special
         self._lengths: dict[tuple[int, int], int] = {}
-        self._ends: list[list[int]] = [[] for _ in plan.phases]
+        self._ends: list[list[int]] = [[] for _ in recipe.phases]
         self._epochs: dict[tuple[int, int], EpochExamples] = {}
-        self._phase_of = plan.phase_of_steps()
-        self.steps = len(self._phase_of)
-        self._row(0, 0, masking)  # raises before the run starts if the corpus does not suffice
-
-    def grows_from(self, step: int) -> int | None:
-        """Return the longest length before ``step``, if ``step`` starts a longer phase.
-
-        Otherwise return None.
-        """
-        tokens = np.asarray([phase.tokens for phase in self._plan.phases])
-        lengths = tokens[self._phase_of[: step + 1]]
-        longest = int(lengths[:-1].max(initial=0))
-        return longest if 0 < longest < lengths[-1] else None
+        self._phase_ends = list(accumulate(phase.steps for phase in recipe.phases))
+        self.steps = self._phase_ends[-1]
+        self._row(0, 0, self._masking)  # raises before the run if the corpus does not suffice
 
     def phase(self, step: int) -> int:
         """Return the index of the phase of a step."""
-        return int(self._phase_of[step])
+        return bisect_right(self._phase_ends, step)
 
     def __call__(self, step: int, part: int) -> TextBatch:
         """Return the ``part``-th batch of a step."""
-        plan = self._plan
         index = self.phase(step)
-        phase, step_of_phase = plan.phases[index], int((self._phase_of[:step] == index).sum())
-        number = (step_of_phase * plan.accumulation + part) * phase.sequences
+        phase = self._recipe.phases[index]
+        step_of_phase = step - (self._phase_ends[index] - phase.steps)
+        accumulation = self._recipe.optimisation.accumulation
+        number = (step_of_phase * accumulation + part) * phase.sequences
         masking = self._masking.at(step / max(1, self.steps - 1))
         rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
-        first_positions = None
-        if plan.pretraining.shifted:
-            first_positions = self._first_positions(index, number, len(rows))
-        return collate(rows, phase.tokens, first_positions)
-
-    def _first_positions(self, phase: int, number: int, count: int) -> list[int]:
-        """Draw the first position of ``count`` sequences from ``number`` on.
-
-        A sequence starts at 0, or at a random position at which it still fits into the positions
-        of the longest phase.
-        """
-        phases, shifted = self._plan.phases, self._plan.pretraining.shifted
-        free = max(other.tokens for other in phases) - phases[phase].tokens
-        rng = np.random.default_rng([self._plan.seed, phase, number, 1])
-        drawn: NDArray[np.int64] = rng.integers(0, free + 1, count) * (rng.random(count) < shifted)
-        first_positions: list[int] = drawn.tolist()
-        return first_positions
+        return collate(rows, phase.tokens)
 
     def _row(self, phase: int, number: int, masking: Masking) -> _Row:
         """Return the first example from ``number`` on that has a token to mask.
@@ -278,20 +240,18 @@ class TextBatches:
 
     def _examples(self, phase: int, epoch: int) -> EpochExamples:
         """Return the examples of an epoch, from the cache if possible."""
-        plan = self._plan
+        recipe = self._recipe
         if (phase, epoch) not in self._epochs:
-            while len(self._epochs) >= _CACHED_EPOCHS * len(plan.phases):
+            while len(self._epochs) >= _CACHED_EPOCHS * len(recipe.phases):
                 del self._epochs[next(iter(self._epochs))]
             options = ExampleOptions(
-                length=plan.phases[phase].tokens,
-                sentence=plan.pretraining.sentence,
+                length=recipe.phases[phase].tokens,
+                sentence=recipe.pretraining.sentence,
                 special=self._special,
-                seed=plan.seed,
-                epoch=phase * _MAX_EPOCHS + (epoch if plan.pretraining.dynamic else 0),
-                short=plan.pretraining.short,
-                single=plan.phases[phase].single,
-                same_source=plan.pretraining.same_source,
-                weights=plan.weights,
+                seed=recipe.seed,
+                epoch=phase * _MAX_EPOCHS + (epoch if recipe.pretraining.dynamic else 0),
+                short=recipe.pretraining.short,
+                single=recipe.phases[phase].single,
             )
             self._epochs[phase, epoch] = EpochExamples(self._corpus, options)
         return self._epochs[phase, epoch]

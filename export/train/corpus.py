@@ -7,10 +7,9 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +29,8 @@ from cloze.model_store.plain_files import replacing
 _SENTENCES_PER_CALL = 2048
 """Enough sentences per call of the tokenizer to keep every core busy."""
 
-_FORMAT = 2
+_FORMAT = 3
 _SUMMARY = "corpus.json"
-
-
-class Origin(NamedTuple):
-    """The origin of documents: the name of their file, and the ``source`` field of their lines."""
-
-    file: str
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +41,11 @@ class Corpus:
         tokens: uint16 or uint32 [T], memory-mapped.
         sentences: int64 [S + 1], the start of each sentence in ``tokens``, and T.
         documents: int64 [D + 1], the start of each document in ``sentences``, and S.
-        origin_of: int64 [D], the index of each document's origin in ``origins``.
-        origins: distinct origins of the documents; empty: not recorded.
     """
 
     tokens: NDArray[np.unsignedinteger]
     sentences: NDArray[np.int64]
     documents: NDArray[np.int64]
-    origin_of: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    origins: tuple[Origin, ...] = ()
 
     @property
     def document_count(self) -> int:
@@ -206,10 +194,8 @@ class _PartWriter:
         self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._stream = (folder / f"{part}.tokens").open("wb")
         self._sentences, self._documents, self._tokens = [0], [0], 0
-        self._origin_of: list[int] = []
-        self._origins: dict[Origin, int] = {}
 
-    def add(self, document: Document, sentences: Iterable[list[int]]) -> None:
+    def add(self, sentences: Iterable[list[int]]) -> None:
         """Append the token ids of a document, one list per sentence."""
         for ids in sentences:
             if ids:
@@ -218,20 +204,13 @@ class _PartWriter:
                 self._sentences.append(self._tokens)
         if len(self._sentences) - 1 > self._documents[-1]:
             self._documents.append(len(self._sentences) - 1)
-            origin = Origin(document.file, document.source)
-            self._origin_of.append(self._origins.setdefault(origin, len(self._origins)))
 
     def save(self) -> None:
         """Close the token file and write all other arrays."""
         self._stream.close()
-        arrays = {
-            "sentences": self._sentences,
-            "documents": self._documents,
-            "origins": self._origin_of,
-        }
+        arrays = {"sentences": self._sentences, "documents": self._documents}
         for name, values in arrays.items():
             np.save(self._folder / f"{self._part}.{name}.npy", np.asarray(values, np.int64))
-        (self._folder / f"{self._part}.origins.json").write_text(json.dumps(list(self._origins)))
         (self._folder / f"{self._part}.dtype").write_text(np.dtype(self._dtype).name)
 
     def close(self) -> None:
@@ -255,16 +234,14 @@ def _write_batch(
     space = " " if is_byte_level(tokenizer) else ""
     texts = [space + sentence for _, sentences in batch for sentence in sentences]
     encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-    for (document, held_out), sentences in batch:
+    for (_, held_out), sentences in batch:
         part = "held_out" if held_out else "train"
-        ids = (encoding.ids for encoding in islice(encodings, len(sentences)))
-        writers[part].add(document, ids)
+        writers[part].add(encoding.ids for encoding in islice(encodings, len(sentences)))
 
 
 def _identity(files: list[Path], tokenizer: Tokenizer, split: str) -> str:
-    """Return a hash of all inputs of the tokenized text, which include the names of the files."""
-    names = "\0".join(file.name for file in files)  # the origins hold the names
-    context = f"{_FORMAT} {split}" + tokenizer.to_str() + names
+    """Return a hash of all inputs of the tokenized text."""
+    context = f"{_FORMAT} {split}" + tokenizer.to_str()
     return fingerprint(files, context.encode())
 
 
@@ -298,20 +275,16 @@ def _open_part(folder: Path, part: str) -> Corpus:
     try:
         dtype = np.dtype((folder / f"{part}.dtype").read_text())
         is_empty = not tokens_file.stat().st_size  # an empty file cannot be mapped
-        origins = json.loads((folder / f"{part}.origins.json").read_text())
         corpus = Corpus(
             np.zeros(0, dtype) if is_empty else np.memmap(tokens_file, dtype, "r"),
             np.load(folder / f"{part}.sentences.npy"),
             np.load(folder / f"{part}.documents.npy"),
-            np.load(folder / f"{part}.origins.npy"),
-            tuple(Origin(file, source) for file, source in origins),
         )
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise TrainError(damaged) from error
     is_complete = (
         corpus.sentences[-1] == len(corpus.tokens)
         and corpus.documents[-1] == len(corpus.sentences) - 1
-        and len(corpus.origin_of) == corpus.document_count
     )
     if not is_complete:
         raise TrainError(damaged)

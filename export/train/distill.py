@@ -19,7 +19,7 @@ from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
-from cloze.export.train.batches import TextBatch
+from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
@@ -33,7 +33,6 @@ from cloze.export.train.text_objective import (
     TextObjective,
     held_out_batches,
     run_corpus,
-    text_batches,
 )
 
 
@@ -135,13 +134,7 @@ class Distillation(nn.Module):
             teacher_logits = teacher.masked_lm(teacher_rows).float()
         hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
         logits = self.model.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
-        unlikelihood = recipe.pretraining.unlikelihood
-        mlm_loss, figures = masked_loss(
-            logits,
-            batch.labels,
-            repeats=batch.repeats if unlikelihood else None,
-            unlikelihood=unlikelihood,
-        )
+        mlm_loss, figures = masked_loss(logits, batch.labels)
         temperature = recipe.temperature
         soft_loss = F.kl_div(
             (logits / temperature).log_softmax(-1),
@@ -207,7 +200,7 @@ def distill(
     )
     objective = TextObjective(
         Distillation(student, checkpoint.model.to(options.device), recipe),
-        text_batches(corpus.train, recipe, tokenizer),
+        TextBatches(corpus.train, recipe, tokenizer),
         held_out_batches(corpus.held_out, recipe, tokenizer, options.report),
         options.device,
     )

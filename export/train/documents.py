@@ -9,7 +9,7 @@ import lzma
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -35,7 +35,6 @@ class Document:
     title: str
     text: str
     source: str = ""
-    file: str = field(default="", compare=False)
 
     @property
     def key(self) -> str:
@@ -57,12 +56,10 @@ def read_documents(files: Iterable[Path]) -> Iterator[Document]:
             if ".jsonl" in file.suffixes:
                 # `_from_jsonl` reports the line of a wrong byte.
                 with _open_text(file, "surrogateescape") as stream:
-                    for document in _from_jsonl(file, stream):
-                        yield replace(document, file=file.name)
+                    yield from _from_jsonl(file, stream)
             else:
                 with _open_text(file, "strict") as stream:
-                    for document in _from_text(file, stream):
-                        yield replace(document, file=file.name)
+                    yield from _from_text(file, stream)
 
 
 @contextmanager

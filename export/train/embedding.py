@@ -24,7 +24,6 @@ from cloze.export.measure.pairs import read_pairs, similarity, tokenize_pairs
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import (
-    BatchPlan,
     PaddedBatch,
     TextBatch,
     TextBatches,
@@ -40,11 +39,11 @@ from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.low_rank import add_low_rank
 from cloze.export.train.objectives import MaskedText
-from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
+from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining, TextRecipe
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import start_from
-from cloze.export.train.text_objective import make_masking, run_corpus
+from cloze.export.train.text_objective import run_corpus
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -340,6 +339,7 @@ def _text_batches(
     sentence = SentenceObjective.NSP if model.next_sentence else SentenceObjective.NONE
     pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=steps)
-    plan = BatchPlan(pretraining, [phase], recipe.seed, recipe.optimisation.accumulation)
-    masking = make_masking(tokenizer, pretraining)
-    return TextBatches(corpus, plan, masking, tokenizer.special)
+    plan = TextRecipe(
+        pretraining=pretraining, phases=[phase], seed=recipe.seed, optimisation=recipe.optimisation
+    )
+    return TextBatches(corpus, plan, tokenizer)

@@ -5,8 +5,7 @@ needs no stored state. Sources: Devlin et al. 2019, section 3.1 (next sentence);
 "ALBERT", section 3.1 (sentence order).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.sampling import sampled_order, sampling_shares
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 
@@ -75,9 +73,6 @@ class ExampleOptions:
         short: share of examples that are cut to a random length, as in google-research/bert, so
             that the model also learns short texts.
         single: share of examples that are one sentence.
-        same_source: share of random second texts that come from the source of the first text, if
-            the source has another document.
-        weights: sampling weights, see `sampling_shares`; empty: all text is sampled equally.
     """
 
     length: int
@@ -87,16 +82,13 @@ class ExampleOptions:
     epoch: int
     short: float = 0.1
     single: float = 0.0
-    same_source: float = 0.0
-    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class EpochExamples:
     """The training examples of one epoch over a corpus, in random order.
 
     Raises:
-        TrainError: the corpus is too small for the sentence objective, or a weight does not apply
-            to the corpus.
+        TrainError: the corpus is too small for the sentence objective.
     """
 
     def __init__(self, corpus: Corpus, options: ExampleOptions) -> None:
@@ -114,23 +106,7 @@ class EpochExamples:
         needs_two_documents = options.sentence is SentenceObjective.NSP
         if not len(segments) or (needs_two_documents and document_of[0] == document_of[-1]):
             raise TrainError("the text is too short to make a single pair of sentences of it")
-        self._order = self._draw_order(rng)
-        # Random second texts are drawn from these segments.
-        self._sampled = np.sort(self._order)
-        if needs_two_documents and document_of[self._sampled[0]] == document_of[self._sampled[-1]]:
-            raise TrainError(
-                "the corpus weights leave text of one document, "
-                "but next-sentence prediction needs at least 2"
-            )
-        self._origin_of = corpus.origin_of[document_of] if options.same_source else None
-        self._sampled_of: dict[int, NDArray[np.int64]] = {}
-
-    def _draw_order(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Draw the segments of the epoch in random order."""
-        if not self._options.weights:
-            return rng.permutation(len(self._segments))
-        group_of, shares = sampling_shares(self._corpus, self._options.weights)
-        return sampled_order(group_of[self._document_of], shares, rng)
+        self._order = rng.permutation(len(segments))
 
     def __len__(self) -> int:
         return len(self._order)
@@ -196,11 +172,8 @@ class EpochExamples:
         The text starts with a sentence if and only if the true second text does. Otherwise the
         start of the second text would reveal the label.
         """
-        pool = self._sampled
-        if self._options.same_source and rng.random() < self._options.same_source:
-            pool = self._segments_of_source(segment)
         while True:
-            other = int(pool[rng.integers(len(pool))])
+            other = int(rng.integers(len(self._segments)))
             if self._document_of[other] != self._document_of[segment]:
                 break
         sentences = self._corpus.sentences
@@ -212,19 +185,6 @@ class EpochExamples:
             start = int(rng.integers(start + 1, end))
         document_end = int(sentences[self._corpus.documents[self._document_of[other] + 1]])
         return self._corpus.tokens[start : min(start + size, document_end)]
-
-    def _segments_of_source(self, segment: int) -> NDArray[np.int64]:
-        """Return the sampled segments of the source of ``segment``.
-
-        Return all sampled segments if the source has no other document.
-        """
-        assert self._origin_of is not None
-        origin = int(self._origin_of[segment])
-        if origin not in self._sampled_of:
-            alike = self._sampled[self._origin_of[self._sampled] == origin]
-            several = self._document_of[alike[0]] != self._document_of[alike[-1]]
-            self._sampled_of[origin] = alike if several else self._sampled
-        return self._sampled_of[origin]
 
     def _join(
         self,

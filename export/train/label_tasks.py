@@ -22,9 +22,15 @@ from transformers import (
 )
 
 from cloze.export.errors import TrainError
-from cloze.export.measure.calibration import Calibration, calibrate
 from cloze.export.measure.labelled import OUTSIDE, TaggedSentence
-from cloze.export.measure.metrics import classification, entity_tags, multi_label, regression
+from cloze.export.measure.metrics import (
+    Calibration,
+    calibrate,
+    classification,
+    entity_tags,
+    multi_label,
+    regression,
+)
 from cloze.export.train.adapters import add_low_rank
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
 from cloze.export.train.card import Run, write_run

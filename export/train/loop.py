@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from cloze.export.train.optimisation import (
     WeightAverage,
     learning_rate,
     make_optimizer,
+    optimizer_step,
     schedule_factor,
 )
 from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
@@ -94,7 +95,6 @@ def train(
     *,
     seed: int,
     optimisation: Optimisation,
-    before_step: Callable[[int], None] = lambda _: None,
     stopping: Stopping | None = None,
 ) -> int:
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
@@ -102,7 +102,6 @@ def train(
     Only the main process writes.
 
     Args:
-        before_step: called before each step with its 0-based number.
         stopping: when the run stops early; None: it does not.
 
     Returns:
@@ -134,7 +133,6 @@ def train(
                 if best.is_over:
                     options.report(f"stopped after step {step}: step {best.step} was better")
                     break
-                before_step(step)
                 stepper.step(step, interrupted)
     except OSError as error:
         reason = error.strerror or error
@@ -229,7 +227,8 @@ class _Stepper:
             stops = self._sum_gradients(stops)
         norm = nn.utils.clip_grad_norm_(self._parameters, optimisation.clip)
         means["gradient_norm"] = norm / accelerator.num_processes
-        self._state.optimizer.step(schedule_factor(step, objective.steps, optimisation))
+        factor = schedule_factor(step, objective.steps, optimisation)
+        optimizer_step(self._state.optimizer, factor)
         for name, value in means.items():
             self._figures[name].append(value)
         if self._progress:

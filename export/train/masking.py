@@ -6,7 +6,6 @@ decides whether masks differ per epoch (Liu et al. 2019, "RoBERTa", section 4.1)
 """
 
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -35,15 +34,12 @@ class MaskedSequence:
         positions: int64 [M], ascending positions of the chosen tokens.
         labels: int64 [M], the original tokens at these positions.
         spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
-        repeats: int64 [R, 2], the index of a chosen token, and a token that would repeat a word of
-            a short sequence there, see `Masking.repeats_from`.
     """
 
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     labels: NDArray[np.int64]
     spans: NDArray[np.int64]
-    repeats: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +54,6 @@ class Masking:
         replace: share of chosen tokens that become ``[MASK]``, and share that become a random
             token. All other chosen tokens stay.
         final_rate: rate at the end of a run, see `at`; None: constant rate.
-        repeats_from: shorter sequences hide only words that they have once, if they have one, and
-            common words; 0: the same for all lengths.
-        common: bool [V], tokens of words that a short sequence repeats, as "the"; None: no token.
     """
 
     unit: Unit
@@ -70,8 +63,6 @@ class Masking:
     continues: NDArray[np.bool_]
     replace: tuple[float, float] = (0.8, 0.1)
     final_rate: float | None = None
-    repeats_from: int = 0
-    common: NDArray[np.bool_] | None = None
 
     def at(self, progress: float) -> "Masking":
         """Return the masking at ``progress`` in [0, 1] of a run.
@@ -88,9 +79,6 @@ class Masking:
         """Mask tokens of ``input_ids`` int64 [S], which include special tokens but no padding."""
         ordinary = ~self.special[input_ids]
         units = self._units(input_ids, ordinary)
-        is_short = len(input_ids) < self.repeats_from
-        if is_short:
-            units = self._unrepeated(input_ids, units) or units
         count = max(1, round(self.rate * ordinary.sum())) if len(units) else 0
         choose = self._choose_spans if self.unit is Unit.SPAN else self._choose_units
         chosen = choose(units, count, rng)
@@ -98,36 +86,7 @@ class Masking:
         # One draw replaces a whole span. Otherwise each token has its own draw.
         pieces = chosen if self.unit is Unit.SPAN else positions[:, None]
         masked_ids, labels = self._replace(input_ids, pieces, rng), input_ids[positions]
-        repeats = np.zeros((0, 2), np.int64)
-        if is_short:
-            repeats = self._repeats(np.delete(input_ids, positions), labels)
-        return MaskedSequence(masked_ids, positions, labels, _runs(positions), repeats)
-
-    def _unrepeated(
-        self, input_ids: NDArray[np.int64], units: list[NDArray[np.int64]]
-    ) -> list[NDArray[np.int64]]:
-        """Return the units whose tokens no other unit has, or are common."""
-        words = [tuple(input_ids[unit].tolist()) for unit in units]
-        counts = Counter(words)
-        return [
-            unit
-            for unit, word in zip(units, words, strict=True)
-            if counts[word] == 1 or (self.common is not None and self.common[list(word)].all())
-        ]
-
-    def _repeats(
-        self, visible_ids: NDArray[np.int64], labels: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return int64 [R, 2], for each label the visible words that it is not.
-
-        Tokens of common words, and tokens inside a word, are left out.
-        """
-        words = np.unique(visible_ids)
-        words = words[~(self.special[words] | self.continues[words])]
-        if self.common is not None:
-            words = words[~self.common[words]]
-        label, word = np.nonzero(labels[:, None] != words)
-        return np.stack([label, words[word]], 1)
+        return MaskedSequence(masked_ids, positions, labels, _runs(positions))
 
     def _replace(
         self,

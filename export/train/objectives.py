@@ -1,15 +1,13 @@
 """Pre-training objectives: modules that turn a batch of text into a loss.
 
 Sources: Devlin et al. 2019 (masked tokens, next sentence); Joshi et al. 2020, section 3.2 (span
-boundaries); Clark et al. 2020, "ELECTRA", section 2 (replaced tokens); Kiyono et al. 2021, "SHAPE"
-(shifted positions).
+boundaries); Clark et al. 2020, "ELECTRA", section 2 (replaced tokens).
 Shapes: B sequences of S tokens, H hidden size, V vocabulary size, M chosen tokens.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +20,6 @@ from cloze.export.train.batches import TextBatch
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.recipe import Pretraining, Sizes
-
-_MAX_CHANCE = 0.999
-"""Upper bound on the probability of a repeated word in the loss, which is infinite at 1."""
 
 _MAX_OFFSETS = 64
 """Offsets inside a span with an own embedding. Adjacent spans form runs longer than one span."""
@@ -49,16 +44,10 @@ class MaskedText(nn.Module):
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the weighted sum of the losses, and each loss with its accuracy."""
         assert self.model.masked_lm is not None
-        hidden = self.model(
-            batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions
-        )
+        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
         rows = hidden.flatten(0, 1)
-        logits = self.model.masked_lm(rows[batch.positions])
         recipe = self._recipe
-        repeats = batch.repeats if recipe.unlikelihood else None
-        loss, figures = masked_loss(
-            logits, batch.labels, recipe.z_loss, repeats, recipe.unlikelihood
-        )
+        loss, figures = masked_loss(self.model.masked_lm(rows[batch.positions]), batch.labels)
         if self.boundary is not None:
             boundary_loss = F.cross_entropy(self.boundary(rows, batch).float(), batch.labels)
             figures["boundary_loss"] = boundary_loss
@@ -81,78 +70,16 @@ class MaskedText(nn.Module):
         return loss, figures
 
 
-def masked_loss(
-    logits: Tensor,
-    labels: Tensor,
-    z_loss: float = 0.0,
-    repeats: Tensor | None = None,
-    unlikelihood: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean cross-entropy in nats plus the other losses, and figures.
+def masked_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean cross-entropy in nats, and the figures of the log.
 
     Args:
         logits: [M, V].
         labels: int64 [M].
-        repeats: int64 [R, 2], rows of ``logits`` and tokens that would repeat a word; None: none.
-        unlikelihood: weight of the negative logarithm of 1 - p, p the probability of a repeat.
-
-    Returns:
-        The loss; the cross-entropy, the share of correct tokens and, with ``repeats``, the share
-        of rows whose likeliest token repeats a word.
     """
     logits = logits.float()  # argmax takes six times as long in bf16 on a CPU (torch 2.13)
-    pairs = labels.new_zeros((0, 2)) if repeats is None else repeats
-    entropy, loss = _CrossEntropy.apply(logits, labels, z_loss, pairs, unlikelihood)  # type: ignore[no-untyped-call]
-    best = logits.argmax(1)
-    figures = {"masked_loss": entropy, "accuracy": (best == labels).float().mean()}
-    if repeats is not None:
-        figures["repeats"] = (best[repeats[:, 0]] == repeats[:, 1]).sum() / len(labels)
-    return loss, figures
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy, alone and plus the other losses; only the second has a gradient.
-
-    All need the same softmax. Autograd would compute it twice, and fill a tensor [M, V] with zeros
-    per gathered logit: 40 % of the time of a step of a model with a vocabulary of 30,000.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        z_loss: float,
-        repeats: Tensor,
-        unlikelihood: float,
-    ) -> tuple[Tensor, Tensor]:
-        labels_column = labels[:, None]
-        log_chances = logits.log_softmax(1)
-        label_chances = log_chances.gather(1, labels_column)[:, 0]  # [M]
-        normaliser = logits.gather(1, labels_column)[:, 0] - label_chances  # [M]
-        entropy = -label_chances.mean()
-        row, token = repeats.unbind(1)
-        # Bounded, so that a certain repeat has a finite loss.
-        chance = log_chances[row, token].exp().clamp(max=_MAX_CHANCE)
-        repeat_loss = -(1 - chance).log().sum() / len(labels)
-        ctx.save_for_backward(log_chances, labels, normaliser, repeats, chance / (1 - chance))
-        ctx.z_loss, ctx.unlikelihood = z_loss, unlikelihood
-        ctx.mark_non_differentiable(entropy)
-        loss = entropy + z_loss * normaliser.square().mean() + unlikelihood * repeat_loss
-        return entropy, loss
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        log_chances, labels, normaliser, repeats, odds = ctx.saved_tensors
-        share = gradient / len(labels)
-        row, token = repeats.unbind(1)
-        repeated = share * ctx.unlikelihood * odds
-        scale = share * (1 + 2 * ctx.z_loss * normaliser)
-        scale = scale.index_add(0, row, repeated, alpha=-1)
-        result = log_chances.exp_().mul_(scale[:, None])
-        result.index_put_((row, token), repeated, accumulate=True)
-        result[torch.arange(len(labels), device=labels.device), labels] -= share
-        return result, None, None, None, None
+    loss = F.cross_entropy(logits, labels)
+    return loss, {"masked_loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}
 
 
 class SpanBoundary(nn.Module):
@@ -198,20 +125,13 @@ class ReplacedTokens(nn.Module):
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the generator's loss plus the weighted detection loss, and both accuracies."""
         assert self.generator.masked_lm is not None
-        hidden = self.generator(
-            batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions
-        )
+        hidden = self.generator(batch.input_ids, batch.token_type_ids, batch.attention_mask)
         logits = self.generator.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
         loss, figures = masked_loss(logits, batch.labels)
         figures["generator_accuracy"] = figures.pop("accuracy")
 
         corrupted, replaced = _sample_tokens(batch, logits)
-        hidden = self.model(
-            corrupted.input_ids,
-            corrupted.token_type_ids,
-            corrupted.attention_mask,
-            corrupted.first_positions,
-        )
+        hidden = self.model(corrupted.input_ids, batch.token_type_ids, batch.attention_mask)
         scores = self.finder(hidden).squeeze(-1).float()
         real = batch.attention_mask
         detection_loss = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())

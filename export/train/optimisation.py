@@ -1,4 +1,4 @@
-"""Optimisers, the learning rate schedule, and the average of the last weights."""
+"""The optimiser, the learning rate schedule, and the average of the last weights."""
 
 import math
 import re
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cloze.export.train.recipe import Optimisation
 
-_ENCODER_LAYERS = ".encoder.layers."
 _EMBEDDINGS = ".embeddings."
 _ENCODER = re.compile(
     r"\.(encoder|embeddings|embeddings_project|layers|transformer|emb_norm|final_norm)\."
@@ -19,71 +18,33 @@ _ENCODER = re.compile(
 """Parts of the names of an encoder's parameters, in transformers' classes; others are of heads."""
 
 
-class Optimizers:
-    """One or two optimisers that step together.
+def make_optimizer(module: nn.Module, recipe: Optimisation) -> torch.optim.AdamW:
+    """Return AdamW over the parameters of a module, grouped by weight decay and learning rate.
 
-    Each group of parameters has its own ``peak_learning_rate``.
+    AdamW decays matrices only (Loshchilov & Hutter 2019), not biases and LayerNorm. Each group has
+    its own ``peak_learning_rate``.
     """
-
-    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self._parts = parts
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all optimisers."""
-        return [group for part in self._parts for group in part.param_groups]
-
-    def step(self, factor: float) -> None:
-        """Update the weights at ``factor`` times the peak rates, and drop the gradients."""
-        for group in self.param_groups:
-            group["lr"] = group["peak_learning_rate"] * factor
-        for part in self._parts:
-            part.step()
-            part.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each optimiser."""
-        return [part.state_dict() for part in self._parts]
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore states from `state_dict`."""
-        for part, state in zip(self._parts, states, strict=True):
-            part.load_state_dict(state)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in _learnt(module).items():
+        decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
+        groups.setdefault((decay, _peak_learning_rate(name, recipe)), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": decay, "lr": peak, "peak_learning_rate": peak}
+            for (decay, peak), parameters in groups.items()
+        ],
+        betas=(0.9, recipe.beta2),
+        eps=1e-6,
+        fused=True,
+    )
 
 
-def make_optimizer(module: nn.Module, recipe: Optimisation) -> Optimizers:
-    """Group the parameters of a module for the recipe's optimisers.
-
-    AdamW decays matrices only (Loshchilov & Hutter 2019), not biases and LayerNorm. Muon updates
-    the matrices of the encoder's layers. Muon's updates are scaled to the size of AdamW's updates,
-    so one learning rate suits both (Liu et al. 2025, "Muon is Scalable for LLM Training", section
-    2.2).
-    """
-    by_group: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            is_layer_matrix = _ENCODER_LAYERS in f".{name}" and parameter.ndim == 2
-            uses_muon = recipe.optimizer == "muon" and is_layer_matrix
-            decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
-            key = (uses_muon, decay, _peak_learning_rate(name, recipe))
-            by_group.setdefault(key, []).append(parameter)
-    adamw_groups: list[dict[str, Any]] = []
-    muon_groups: list[dict[str, Any]] = []
-    for (uses_muon, decay, peak), parameters in by_group.items():
-        group = {
-            "params": parameters,
-            "weight_decay": decay,
-            "lr": peak,
-            "peak_learning_rate": peak,
-        }
-        (muon_groups if uses_muon else adamw_groups).append(group)
-    parts: list[torch.optim.Optimizer] = []
-    if adamw_groups:
-        betas = (0.9, recipe.beta2)
-        parts.append(torch.optim.AdamW(adamw_groups, betas=betas, eps=1e-6, fused=True))
-    if muon_groups:
-        parts.append(torch.optim.Muon(muon_groups, adjust_lr_fn="match_rms_adamw"))
-    return Optimizers(parts)
+def optimizer_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Update the weights at ``factor`` times the peak rates, and drop the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_learning_rate"] * factor
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _peak_learning_rate(name: str, recipe: Optimisation) -> float:

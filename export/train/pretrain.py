@@ -13,7 +13,7 @@ from cloze.export.errors import TrainError
 from cloze.export.measure.scorer import MaskedRow, score_masks
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.batches import TextBatch
+from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
 from cloze.export.train.examples import SentenceObjective
@@ -33,7 +33,6 @@ from cloze.export.train.text_objective import (
     TextObjective,
     held_out_batches,
     run_corpus,
-    text_batches,
 )
 from cloze.export.train.vocabulary import open_tokenizer, save_vocabulary, train_tokenizer
 
@@ -82,8 +81,9 @@ def pretrain(
         )
         vocab_size = tokenizer.tokenizer.get_vocab_size()
         module = make_pretraining(recipe.model, vocab_size, recipe.pretraining, recipe.seed)
-    known = checkpoint.model.config.max_positions if checkpoint else 0
-    sample = _train(module, tokenizer, files, recipe, options, known_positions=known)
+    sample = _train(module, tokenizer, files, recipe, options)
+    if not checkpoint:
+        fill_positions(module, max(phase.tokens for phase in recipe.phases))
     if recipe.pretraining.sentence is SentenceObjective.SOP:
         # A next-sentence head answers another question than sentence order.
         module.model.next_sentence = None
@@ -147,14 +147,8 @@ def _train(
     files: list[Path],
     recipe: PretrainRecipe,
     options: RunOptions,
-    *,
-    known_positions: int,
 ) -> TextBatch:
     """Train the module on the text.
-
-    Args:
-        known_positions: position embeddings of the checkpoint that the run continues; the others
-            started from random weights, or from copies.
 
     Returns:
         A batch of masked text to show guesses for, held out if possible.
@@ -162,23 +156,10 @@ def _train(
     corpus = run_corpus(files, tokenizer, recipe.held_out, options)
     parameters = module.model.parameter_count()
     options.report(f"a {recipe.model.family} of {parameters:,} parameters")
-    batches = text_batches(corpus.train, recipe, tokenizer)
+    batches = TextBatches(corpus.train, recipe, tokenizer)
     held_out = held_out_batches(corpus.held_out, recipe, tokenizer, options.report)
-
-    def fill_longer_positions(step: int) -> None:
-        trained = batches.grows_from(step)
-        if not recipe.pretraining.shifted and trained is not None:
-            fill_positions(module, max(trained, known_positions))
-
-    train(
-        TextObjective(module, batches, held_out, options.device),
-        options,
-        seed=recipe.seed,
-        optimisation=recipe.optimisation,
-        before_step=fill_longer_positions,
-    )
-    longest = max(phase.tokens for phase in recipe.phases)
-    fill_positions(module, max(longest, known_positions))
+    objective = TextObjective(module, batches, held_out, options.device)
+    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
     return held_out[-1][0] if held_out else batches(0, 0)
 
 

@@ -1,6 +1,6 @@
 """The recipes: the fields of a run's TOML file, which `recipe_files` reads."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -85,19 +85,9 @@ class Optimisation(Table):
     The defaults are AdamW with linear warm-up and decay (Devlin et al. 2019, appendix A.2).
     """
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon`` updates the matrices of the encoder's layers, AdamW all else.
-
-    Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025
-    for the size of its updates.
-    """
-
     learning_rate: Rate = 1e-3
     embedding_learning_rate: Rate | None = None
-    """Rate of the embeddings; none: ``learning_rate``.
-
-    Jordan et al. 2024: AdamW updates the embeddings, and its best rate differs from Muon's.
-    """
+    """Rate of the embeddings; none: ``learning_rate``. See docs/decisions/0010."""
 
     head_learning_rate: Rate | None = None
     """Rate of the heads; none: ``learning_rate``.
@@ -182,17 +172,6 @@ class MaskedTokens(Table):
     to 0.15.
     """
 
-    repeats_from: Annotated[int, Field(ge=0)] = 0
-    """In sequences of fewer tokens, words that occur more than once are not predicted, except
-    common words; 0: they are. Our own: see bench/results/from-minilm-cpu.md.
-    """
-
-    unlikelihood: OptionalWeight = 0.0
-    """Weight of the loss of predicting again a word of a sequence shorter than ``repeats_from``.
-
-    Welleck et al. 2020, "Neural Text Generation With Unlikelihood Training", equation 4.
-    """
-
     keep_embeddings: bool = False
     """With --from, and in distillation: keep the sentence embeddings of the checkpoint.
 
@@ -211,14 +190,6 @@ class MaskedTokens(Table):
     short: Share = 0.1
     """Share of sequences cut to a random length."""
 
-    @model_validator(mode="after")
-    def _repeats_fit(self) -> "MaskedTokens":
-        if self.repeats_from and self.unit is Unit.SPAN:
-            raise ValueError("repeats_from needs unit = 'token' or 'whole-word'")
-        if self.unlikelihood and not self.repeats_from:
-            raise ValueError("unlikelihood needs repeats_from and method = 'mlm'")
-        return self
-
 
 class Pretraining(MaskedTokens):
     """The pre-training objective, its masking, and its pairs of texts."""
@@ -226,26 +197,12 @@ class Pretraining(MaskedTokens):
     method: Literal["mlm", "rtd"] = "mlm"
     """Masked tokens, or replaced-token detection."""
 
-    z_loss: Share = 0.0
-    """Weight of log(Z)^2, Z the softmax normaliser.
-
-    Chowdhery et al. 2022, "PaLM", section 5: 1e-4 * log(Z)^2 keeps Z near 1.
-    """
-
     span_boundary: bool = False
     """Also predict spans from their boundaries (SpanBERT); needs ``unit = "span"``."""
 
     sentence: Annotated[SentenceObjective, Field(strict=False)] = SentenceObjective.NSP
     sentence_weight: Weight = 1.0
     """Weight of the sentence objective's loss; masked tokens have weight 1."""
-
-    same_source: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """nsp: share of the second texts of other documents that come from the source of the first."""
-
-    shifted: Share = 0.0
-    """Share of sequences that start at a random position, so that short sequences train all
-    position embeddings.
-    """
 
     generator: Annotated[float, Field(gt=0, le=1)] = 0.25
     """rtd: width of the generator, as a share of the model's width."""
@@ -257,12 +214,10 @@ class Pretraining(MaskedTokens):
     def _fits_together(self) -> "Pretraining":
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
-        if self.unlikelihood and self.method != "mlm":
-            raise ValueError("unlikelihood needs repeats_from and method = 'mlm'")
         if self.method == "rtd" and self.sentence is not SentenceObjective.NONE:
             raise ValueError("method = 'rtd' has no sentence objective; it needs sentence = 'none'")
-        if self.method == "rtd" and (self.keep_embeddings or self.z_loss):
-            raise ValueError("keep_embeddings and z_loss need method = 'mlm'")
+        if self.method == "rtd" and self.keep_embeddings:
+            raise ValueError("keep_embeddings needs method = 'mlm'")
         return self
 
 
@@ -271,8 +226,6 @@ class DistilledText(MaskedTokens):
 
     method: Literal["mlm", "rtd"] = "mlm"
     sentence: Annotated[SentenceObjective, Field(strict=False)] = SentenceObjective.NONE
-    same_source: ClassVar[float] = 0.0
-    shifted: ClassVar[float] = 0.0
 
     @model_validator(mode="after")
     def _is_honoured(self) -> "DistilledText":
@@ -284,25 +237,12 @@ class DistilledText(MaskedTokens):
         return self
 
 
-class CorpusSampling(Table):
-    """How often each part of the text is sampled."""
-
-    weights: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
-    """Share of the sampled sequences by source or by file name; all other text is sampled in
-    proportion to its size.
-    """
-
-
 class TextRecipe(Recipe):
     """The part of a recipe that describes learning from text."""
 
-    corpus: CorpusSampling = CorpusSampling()
     pretraining: Pretraining | DistilledText
     optimisation: Optimisation = Optimisation()
     phases: Annotated[list[Phase], Field(min_length=1)]
-    interleaved: bool = False
-    """The steps of the phases alternate, in proportion to their numbers."""
-
     held_out: Share = 0.05
     """Share of the documents that are held out."""
 

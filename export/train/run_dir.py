@@ -21,7 +21,7 @@ from torch import nn
 
 from cloze.export.errors import TrainError
 from cloze.export.train.device import is_main
-from cloze.export.train.optimisation import BestWeights, Optimizers, WeightAverage
+from cloze.export.train.optimisation import BestWeights, WeightAverage
 from cloze.export.train.recipe import Recipe
 from cloze.model_store.plain_files import replacing
 
@@ -140,7 +140,7 @@ class RunState:
     """The state of a run, apart from its step."""
 
     module: nn.Module
-    optimizer: Optimizers
+    optimizer: torch.optim.Optimizer
     average: WeightAverage
     best: BestWeights
 

@@ -51,31 +51,19 @@ def test_padding_changes_no_real_token() -> None:
 def test_tokens_have_their_positions_and_types() -> None:
     made = model().encoder.embeddings
     assert made.token_type is not None
-    first = torch.tensor([0, 3, 7])
     types = torch.tensor([[0, 1, 0, 1, 1]] * 3)
-    x = made(IDS, types, first)
+    x = made(IDS, types)
     for row in range(3):
         for token in range(5):
             total = (
                 made.word.weight[IDS[row, token]]
-                + made.position.weight[first[row] + token]
+                + made.position.weight[token]
                 + made.token_type.weight[types[row, token]]
             )
             expected = F.layer_norm(total, (16,), made.norm.weight, made.norm.bias, 1e-3)
             torch.testing.assert_close(x[row, token], expected)
     zeros = torch.zeros_like(IDS)
-    torch.testing.assert_close(made(IDS, None), made(IDS, zeros, torch.tensor([0, 0, 0])))
-
-
-def test_first_positions_reach_the_embeddings() -> None:
-    made = model()
-    first = torch.tensor([2, 2, 2])
-    hidden = made(IDS, first_positions=first)
-    x = made.encoder.embeddings(IDS, None, first)
-    for layer in made.encoder.layers:
-        x = layer(x, None)
-    torch.testing.assert_close(hidden, x)
-    assert not torch.allclose(hidden, made(IDS), atol=1e-3)
+    torch.testing.assert_close(made(IDS, None), made(IDS, zeros))
 
 
 def test_a_family_without_token_types_ignores_them() -> None:

@@ -44,7 +44,7 @@ def subject(folder: Path) -> Subject:
 
 PAIRS = [
     SentencePair(f"{more} was {word} .", f"{less} was {word} .", "age")
-    for more, less in (("he", "she"), ("the man", "the woman"), ("the king", "an owl"))
+    for more, less in (("he", "she"), ("the man", "the woman"), ("king", "an owl"))
     for word in ("old", "red", "the capital of france", "in the house")
 ]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
 
-from cloze.export.measure.calibration import calibrate, calibration_error
+from cloze.export.measure.metrics import calibrate, calibration_error
 
 
 def rows(labels: int, scale: float, *, independent: bool) -> tuple[np.ndarray, np.ndarray]:

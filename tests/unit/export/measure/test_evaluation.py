@@ -14,7 +14,6 @@ from scipy.stats import spearmanr
 from cloze.export.errors import DataError
 from cloze.export.measure import masked_words, squad, texts
 from cloze.export.measure.masked_words import (
-    Completion,
     Sentence,
     complete,
     read_sentences,
@@ -151,20 +150,18 @@ def test_the_first_word_of_a_mask() -> None:
     (one,) = complete(
         [Sentence("the [MASK]", ("paris", "x"))], checkpoint_tokenizer(), ByHand(predict)
     )
-    assert (one.word, one.is_right) == ("paris", True)
-    assert not Completion(Sentence("", ("rome",)), "paris").is_right
-    assert Completion(Sentence("", ("paris",)), "Paris").is_right
+    assert one == "paris"
+    assert not Sentence("", ("rome",)).accepts("paris")
+    assert Sentence("", ("paris",)).accepts("Paris")
     with pytest.raises(DataError, match="no"):
         complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
 
 
 def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
     sentence = Sentence("The old King has an old [MASK].", ("crown",))
-    assert Completion(sentence, "king").repeats
-    assert Completion(sentence, "The").repeats
-    assert not Completion(sentence, "door").repeats
-    assert not Completion(sentence, "kin").repeats
-    assert not Completion(Sentence("a crown is a [MASK]", ("crown",)), "crown").repeats
+    repeated = [sentence.is_repeated_by(word) for word in ("king", "The", "door", "kin")]
+    assert repeated == [True, True, False, False]
+    assert not Sentence("a crown is a [MASK]", ("crown",)).is_repeated_by("crown")
 
 
 def test_each_sentence_gets_its_own_word() -> None:
@@ -183,8 +180,7 @@ def test_each_sentence_gets_its_own_word() -> None:
 
     given = [Sentence("red [MASK]", ("x",)), Sentence("[MASK] moon red", ("sun",))]
     done = complete(given, checkpoint_tokenizer(), ByHand(predict))
-    assert [one.word for one in done] == ["##s", "sun"]
-    assert [one.sentence for one in done] == given
+    assert done == ["##s", "sun"]
     assert asked == [[CLS, ID["red"], MASK, SEP], [CLS, MASK, ID["moon"], ID["red"], SEP]]
 
 

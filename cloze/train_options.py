@@ -141,6 +141,7 @@ def run_command(
             license_name: str | None,
             **arguments: Any,
         ) -> None:
+            from cloze.export.train.device import is_main
             from cloze.export.train.recipe_files import load_recipe
             from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
@@ -150,10 +151,12 @@ def run_command(
             if "lora" in arguments:
                 settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)
-            options = RunOptions(out, opened, report, license=license_name)
+            speak = report if is_main() else _say_nothing
+            options = RunOptions(out, opened, speak, license=license_name)
             with locked(out):
                 checkpoint = run(settings, options, **arguments)
-            click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
+            if is_main():
+                click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
 
         out = click.option(
             "--out",
@@ -169,6 +172,10 @@ def run_command(
         return recipe_option(default)(out(seed(device_options(license_option(command)))))
 
     return make
+
+
+def _say_nothing(_: str) -> None:
+    """Receive the reports of a process that is not the main one."""
 
 
 def required(corpus: tuple[Path, ...]) -> list[Path]:

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import (
     AutoTokenizer,
     BertForPreTraining,
-    BertForQuestionAnswering,
     BertModel,
     DistilBertForMaskedLM,
     PreTrainedModel,
@@ -30,7 +29,6 @@ from transformers import (
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.errors import DataError, TrainError
-from cloze.export.heads import NEXT_SENTENCE, SPAN
 from cloze.export.measure.audit import SentencePair, preferences
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.masked_words import (
@@ -47,7 +45,6 @@ from cloze.export.heads import NEXT_SENTENCE, SPAN
 from cloze.export.measure.squad import read_questions
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.train.average import average
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
@@ -63,7 +60,6 @@ from cloze.export.train.objectives import MaskedText, SpanBoundary
 from cloze.export.train.optimisation import learning_rate, make_optimizer, optimizer_step
 from cloze.export.train.pretrain import fill_positions, pretrain
 from cloze.export.train.progress import Progress, read_log
-from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
     DistilledText,
     DistillRecipe,
@@ -80,7 +76,6 @@ from cloze.export.train.recipe import (
 from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
-from cloze.export.train.start import start_from
 from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
@@ -92,7 +87,6 @@ from tests.training import (
     PLACES,
     tiny_recipe,
     write_pairs,
-    write_questions,
     write_stories,
 )
 
@@ -921,70 +915,6 @@ def test_bundle_and_checkpoint_are_measured_alike(
     bundle = figures("bundle:embedded", stories, pairs, tmp_path)
     assert len(checkpoint) == 9
     assert bundle == pytest.approx(checkpoint, abs=1e-3, rel=1e-3)
-
-
-def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
-    file = write_questions(tmp_path / "questions.json")
-    recipe = QuestionsRecipe(
-        optimisation=Optimisation(learning_rate=3e-3),
-        epochs=12,
-        tokens=40,
-        stride=8,
-        question_tokens=12,
-        held_out=0.2,
-    )
-    checkpoint = finetune_questions(str(trained), [file], recipe, run_options(tmp_path / "run"))
-    log = read_log(tmp_path / "run")
-    assert log[-1]["held_out_f1"] > 0.6
-    _, report = theirs(checkpoint, BertForQuestionAnswering)
-    assert not report["missing_keys"]
-    subject = open_subject(str(checkpoint), Store(Path()), CPU)
-    measured = evaluate(subject, EvaluationData([], [], [file], held_out=0.2), tmp_path, quietly)
-    assert measured["qa_f1"] == pytest.approx(100 * log[-1]["held_out_f1"], abs=1.5)
-
-
-def test_an_average_is_the_mean_of_the_weights(trained: Path, tmp_path: Path) -> None:
-    sources = [tmp_path / "one", tmp_path / "two"]
-    for number, source in enumerate(sources):
-        checkpoint = load_checkpoint(str(trained))
-        model = start_from(checkpoint, [SPAN], dropout=0.0, seed=number)
-        save_checkpoint(model, checkpoint.tokenizer, source)
-    folder = average([str(source) for source in sources], tmp_path / "average")
-    one, two, mean = (load_file(each / "model.safetensors") for each in (*sources, folder))
-    assert any(not torch.equal(one[name], two[name]) for name in one)
-    for name in one:
-        torch.testing.assert_close(mean[name], (one[name] + two[name]) / 2)
-    assert not (folder / "modules.json").exists()
-    _, report = theirs(folder, BertForQuestionAnswering)
-    assert not report["missing_keys"]
-
-
-def test_an_average_keeps_the_heads_that_only_the_first_checkpoint_has(
-    trained: Path, tmp_path: Path
-) -> None:
-    checkpoint = load_checkpoint(str(trained))
-    for seed, heads in enumerate(([SPAN], [SPAN, NEXT_SENTENCE])):
-        model = start_from(checkpoint, heads, dropout=0.0, seed=seed)
-        save_checkpoint(model, checkpoint.tokenizer, tmp_path / str(len(heads)))
-    with pytest.raises(TrainError, match="other sizes or other heads"):
-        average([str(tmp_path / "1"), str(tmp_path / "2")], tmp_path / "average")
-    folder = average([str(tmp_path / "2"), str(tmp_path / "1")], tmp_path / "average")
-    one, two, mean = (
-        load_file(each / "model.safetensors") for each in (tmp_path / "1", tmp_path / "2", folder)
-    )
-    for name, tensor in two.items():
-        torch.testing.assert_close(mean[name], (tensor + one.get(name, tensor)) / 2)
-    assert {"qa_outputs.weight", "cls.seq_relationship.weight"} <= mean.keys()
-
-
-def test_only_checkpoints_of_one_kind_have_an_average(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="at least two"):
-        average([str(trained)], tmp_path / "average")
-    checkpoint = load_checkpoint(str(trained))
-    model = start_from(checkpoint, [SPAN], dropout=0.0, seed=1)
-    save_checkpoint(model, checkpoint.tokenizer, tmp_path / "qa")
-    with pytest.raises(TrainError, match="other sizes or other heads"):
-        average([str(trained), str(tmp_path / "qa")], tmp_path / "average")
 
 
 # ---- distillation

@@ -733,42 +733,6 @@ def test_questions_that_are_not_there(finished: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            "tokens = 32\nstride",
-            "tokens = 64\nstride",
-            "windows of 64 tokens exceed the checkpoint's 32 positions",
-        ),
-        (
-            "stride = 4",
-            "stride = 30",
-            "windows of 32 tokens leave no room beside 8 of the question and a stride of 30",
-        ),
-        (
-            "epochs = 1",
-            "epochs = 1\nheld_out = 0.999999",
-            "every question is of a held-out article; lower held_out or give more",
-        ),
-    ],
-)
-def test_windows_that_do_not_fit(
-    finished: Path, tmp_path: Path, old: str, new: str, message: str
-) -> None:
-    file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
-    file.write_text(json.dumps(squad()))
-    recipe.write_text(QUESTIONS_RECIPE.replace(old, new))
-    command = [
-        "finetune-qa",
-        finished / "checkpoint",
-        "--questions",
-        file,
-        *options(recipe, tmp_path / "run"),
-    ]
-    assert refused(*command).startswith(message)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "there are no pairs in {file}"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering
+from transformers import AutoModelForMaskedLM
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.families import FAMILIES
@@ -18,7 +18,6 @@ from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
-from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
     DistillRecipe,
     EmbedRecipe,
@@ -26,12 +25,10 @@ from cloze.export.train.recipe import (
     Phase,
     Pretraining,
     PretrainRecipe,
-    QuestionsRecipe,
 )
 from cloze.model_store import Store
-from tests.training import quietly, run_options, write_pairs, write_questions
+from tests.training import quietly, run_options, write_pairs
 from tests.unit.export.families.test_against_transformers import (
-    WITHOUT_QUESTIONS,
     ids_of,
     ours,
     same,
@@ -77,23 +74,6 @@ def test_masked_words_are_learnt_further(source: Path, stories: Path, tmp_path: 
     log = read_log(trained.parent)
     assert log[-1]["masked_loss"] < 0.95 * log[0]["masked_loss"]
     assert agrees(trained, "masked_lm", AutoModelForMaskedLM)
-
-
-def test_questions_are_learnt(source: Path, tmp_path: Path) -> None:
-    recipe = QuestionsRecipe(
-        optimisation=Optimisation(learning_rate=3e-3),
-        epochs=2,
-        tokens=48,
-        stride=8,
-        question_tokens=14,
-        held_out=0.2,
-    )
-    questions = write_questions(tmp_path / "questions.json", 8)
-    trained = finetune_questions(str(source), [questions], recipe, run_options(tmp_path / "run"))
-    checkpoint = load_checkpoint(str(trained))
-    assert checkpoint.model.span is not None
-    if checkpoint.model.config.family not in WITHOUT_QUESTIONS:
-        assert agrees(trained, "span", AutoModelForQuestionAnswering)
 
 
 def test_embeddings_are_learnt(source: Path, stories: Path, tmp_path: Path) -> None:

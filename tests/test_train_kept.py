@@ -7,28 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    DistilBertForSequenceClassification,
 )
 
-from cloze.cli import cli
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.publish import export
 from cloze.export.tokenizer_files import SPECIAL_TOKENS
-from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
-from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
     DistillRecipe,
     EmbedRecipe,
@@ -36,7 +28,6 @@ from cloze.export.train.recipe import (
     Phase,
     Pretraining,
     PretrainRecipe,
-    QuestionsRecipe,
     Sizes,
 )
 from cloze.export.train.run_options import RunOptions
@@ -52,58 +43,7 @@ def run_options(folder: Path, license_name: str | None = None) -> RunOptions:
     return RunOptions(folder, CPU, lambda _: None, license=license_name)
 
 
-# ---- heads and labels
-
-
-@pytest.mark.parametrize(
-    ("model", "family", "settings"),
-    [
-        (BertForSequenceClassification, "bert", {"problem_type": "multi_label_classification"}),
-        (DistilBertForSequenceClassification, "distilbert", {}),
-        (BertForTokenClassification, "bert", {}),
-    ],
-)
-def test_an_average_of_classifiers_classifies_by_the_same_labels(
-    model: type, family: str, settings: dict[str, str], tmp_path: Path
-) -> None:
-    kind = f"{family}-averaged"
-    tiny.CLASSES[kind] = model
-    one, two = (
-        tiny.save_checkpoint(tmp_path / str(seed), kind, seed, id2label=LABELS, **settings)
-        for seed in (1, 2)
-    )
-    folder = average([str(one), str(two)], tmp_path / "average")
-    weights = [load_file(each / "model.safetensors") for each in (one, two, folder)]
-    assert weights[2].keys() == weights[0].keys()
-    torch.testing.assert_close(
-        weights[2], {n: (weights[0][n] + weights[1][n]) / 2 for n in weights[0]}
-    )
-    before, after = load_checkpoint(str(one)), load_checkpoint(str(folder))
-    assert after.heads == before.heads
-    assert after.options == before.options
-    theirs, report = model.from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
-    assert not report["missing_keys"]
-    assert theirs.config.id2label == LABELS
-
-    relabelled = json.loads((two / "config.json").read_text())
-    relabelled["id2label"] = dict(enumerate(["good", "fair", "bad"]))
-    (two / "config.json").write_text(json.dumps(relabelled))
-    with pytest.raises(TrainError, match="2 has other labels than"):
-        average([str(one), str(two)], tmp_path / "other")
-
-
 # ---- licence
-
-
-def _questions(folder: Path) -> Path:
-    file = folder / "questions.json"
-    answers = [{"text": "king", "answer_start": 4}]
-    paragraph = {
-        "context": "the king was in the house",
-        "qas": [{"id": "1", "question": "who was in the house", "answers": answers}],
-    }
-    file.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
-    return file
 
 
 def _pretrain(source: str, stories: Path, options: RunOptions) -> Path:
@@ -119,17 +59,7 @@ def _finetune_embed(source: str, stories: Path, options: RunOptions) -> Path:
     return finetune_embedding(source, EmbeddingFiles(text=[stories]), recipe, options)
 
 
-def _finetune_qa(source: str, stories: Path, options: RunOptions) -> Path:
-    recipe = QuestionsRecipe(epochs=1, tokens=40, stride=8, question_tokens=12, held_out=0.0)
-    options.run_dir.mkdir()
-    return finetune_questions(source, [_questions(options.run_dir)], recipe, options)
-
-
-def _average(source: str, _: Path, options: RunOptions) -> Path:
-    return average([source, source], options.run_dir, options.license)
-
-
-@pytest.mark.parametrize("train", [_pretrain, _distill, _finetune_embed, _finetune_qa, _average])
+@pytest.mark.parametrize("train", [_pretrain, _distill, _finetune_embed])
 def test_a_licence_goes_from_checkpoint_to_checkpoint(
     train: Callable[[str, Path, RunOptions], Path],
     checkpoints: dict[str, Path],
@@ -144,28 +74,6 @@ def test_a_licence_goes_from_checkpoint_to_checkpoint(
     assert load_checkpoint(str(named)).license == "cc-by-sa-4.0"
     unknown = train(str(checkpoints["bert"]), stories, run_options(tmp_path / "unknown"))
     assert load_checkpoint(str(unknown)).license is None
-
-
-def test_an_average_of_checkpoints_under_two_licences_names_none(tmp_path: Path) -> None:
-    for name in ("mit", "apache-2.0"):
-        tiny.save_checkpoint(tmp_path / name, "bert")
-        (tmp_path / name / "README.md").write_text(f"---\nlicense: {name}\n---\n")
-    sources = [str(tmp_path / name) for name in ("mit", "apache-2.0")]
-    assert load_checkpoint(str(average(sources, tmp_path / "two"))).license is None
-
-
-def test_a_bundle_of_a_run_has_the_licence_that_the_command_names(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    source = str(checkpoints["bert"])
-    arguments = ["train", "average", source, source, "--out", str(tmp_path / "out"), "--license"]
-    refused = CliRunner().invoke(cli, [*arguments, "my licence\nx: y"])
-    assert refused.exit_code == 2
-    assert "a name such as apache-2.0" in refused.stderr
-    assert CliRunner().invoke(cli, [*arguments, "apache-2.0"]).exit_code == 0
-    assert export(str(tmp_path / "out"), "mine", Store(tmp_path / "store")).manifest.license == (
-        "apache-2.0"
-    )
 
 
 def test_embeddings_are_tuned_in_little_memory(

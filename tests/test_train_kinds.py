@@ -24,9 +24,7 @@ from transformers import (
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.scorer import head_arrays
 from cloze.export.measure.squad import Question
-from cloze.export.model import TorchScorer
 from cloze.export.publish import export
 from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.batches import TextBatches, make_masking
@@ -37,20 +35,18 @@ from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.masking import Unit
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
-from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
     EmbedRecipe,
     Optimisation,
     Phase,
     Pretraining,
     PretrainRecipe,
-    QuestionsRecipe,
     TextRecipe,
 )
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from tests.tokenizer_kinds import byte_level, unigram
-from tests.training import quietly, run_options, write_pairs, write_questions
+from tests.training import quietly, run_options, write_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -179,34 +175,6 @@ def test_transformers_reads_the_checkpoint_alike(trained: Path, kind: Kind) -> N
     with torch.inference_mode():
         expected = network(batch, output_hidden_states=True).hidden_states[-1]
         torch.testing.assert_close(ours.model(batch), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_questions_are_learnt(trained: Path, kind: Kind, tmp_path: Path) -> None:
-    file = write_questions(tmp_path / "questions.json")
-    recipe = QuestionsRecipe(
-        optimisation=Optimisation(learning_rate=3e-3),
-        epochs=12,
-        tokens=48,
-        stride=8,
-        question_tokens=14,
-        held_out=0.2,
-    )
-    checkpoint = finetune_questions(str(trained), [file], recipe, run_options(tmp_path / "run"))
-    assert read_log(tmp_path / "run")[-1]["held_out_f1"] > 0.6
-    network = kind.questions.from_pretrained(checkpoint).eval()
-    encoding = kind.tokenizer.encode("Who sang a song?", TEXT)
-    with torch.inference_mode():
-        theirs = network(
-            torch.tensor([encoding.ids]), token_type_ids=torch.tensor([encoding.type_ids])
-        )
-    ours = head_arrays(
-        TorchScorer(load_checkpoint(str(checkpoint)).model, CPU),
-        "span",
-        np.array([encoding.ids]),
-        np.array([encoding.type_ids]),
-    )[0]
-    np.testing.assert_allclose(ours[:, 0], theirs.start_logits[0], atol=1e-4)
-    np.testing.assert_allclose(ours[:, 1], theirs.end_logits[0], atol=1e-4)
 
 
 def test_embeddings_are_learnt_beside_the_heads(

@@ -23,7 +23,6 @@ from cloze.export.train.run_options import RunOptions
 from cloze.export.train.vocabulary import open_tokenizer
 from cloze.model_store.heads import HEADS, Pooling
 from cloze.model_store.heads.head import Frozen
-from cloze.model_store.store import Store
 
 _POSITIONS = "encoder.embeddings.position.weight"
 
@@ -100,30 +99,6 @@ def repeated_positions(positions: Tensor, length: int) -> Tensor:
     rows = torch.arange(length, device=positions.device)
     trained = len(positions)
     return positions[torch.where(rows < trained, rows, 1 + (rows - 1) % (trained - 1))]
-
-
-def open_start(source: str, store: Store | None = None) -> Checkpoint:
-    """Load the checkpoint that a run starts from.
-
-    Args:
-        source: folder or hub id of a checkpoint, or ``bundle:NAME[@VERSION]``: the checkpoint that
-            the bundle was exported from.
-
-    Raises:
-        ExportError: the checkpoint cannot be loaded.
-        StoreError: the bundle cannot be opened.
-        TrainError: the checkpoint is not the one that the bundle was exported from.
-    """
-    if store is None or not source.startswith("bundle:"):
-        return load_checkpoint(source)
-    manifest = store.open(source.removeprefix("bundle:")).manifest
-    origin = manifest.source
-    checkpoint = load_checkpoint(origin.location, origin.revision)
-    if checkpoint.source.weights_sha256 != origin.weights_sha256:
-        raise TrainError(
-            f"{origin.location} has other weights than {manifest.reference} was exported from"
-        )
-    return checkpoint
 
 
 def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -> Checkpoint:

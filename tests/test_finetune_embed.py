@@ -3,32 +3,23 @@
 The oracles are sentence-transformers and peft, which read what a run leaves, and the formulas.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
-from transformers import AutoModelForMaskedLM, BertForPreTraining
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.families import FAMILIES
 from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export
-from cloze.export.train.embedding import contrastive_loss, ranking_loss
-from cloze.export.train.folder import open_folder
 from cloze.model_store import Store
-from cloze.model_store.peft import read_files
-from tests.test_finetune import LORA, Stop, _kill_at, _refused, held_out, invoke, save_source
+from tests.test_finetune import held_out, invoke, save_source
 from tests.training import ACTS, PEOPLE, PLACES, write_pairs, write_stories
-from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,7 +99,9 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
     assert new[1].pooling_mode == old[1].pooling_mode
     assert new.max_seq_length == old.max_seq_length
     for one, other in zip(list(old)[2:], list(new)[2:], strict=True):
-        assert all(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        assert all(
+            not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        )
     unit = after / np.linalg.norm(after, axis=1, keepdims=True)
     assert exported(str(trained), tmp_path) == pytest.approx(unit, abs=1e-5)
     bundle = export(str(trained), "embedded", Store(tmp_path / "store"))

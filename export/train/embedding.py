@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -41,23 +40,24 @@ from cloze.export.train.batches import (
     shuffled_batches,
 )
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.corpus import Corpus, prepare_corpus
+from cloze.export.train.corpus import Corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.folder import (
     MODULES,
     Folder,
     max_tokens,
-    one_line_errors,
     special_tokens,
     text_tokenizer,
 )
+from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining, TextRecipe
 from cloze.export.train.rows import Row, model_inputs, outputs_of
-from cloze.export.train.run_dir import CORPUS, acquire_run_dir
+from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
+from cloze.export.train.text_objective import run_corpus
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -281,29 +281,6 @@ class EmbeddingFiles:
     text: list[Path] = field(default_factory=list)
 
 
-def open_sentences(source: Folder) -> SentenceTransformer:
-    """Return a folder's model of sentence-transformers; without modules, it has mean pooling.
-
-    Raises:
-        TrainError: a module is missing or damaged, has only pickled weights or needs code of the
-            folder, or the first one is no model of transformers.
-    """
-    for pickle in source.card.rglob("pytorch_model.bin"):
-        if pickle.parent != source.path and not pickle.with_name("model.safetensors").is_file():
-            raise TrainError(f"{pickle} is never loaded, since it can run code")
-    with one_line_errors(source.card):
-        sentences = SentenceTransformer(
-            str(source.card),
-            device="cpu",
-            trust_remote_code=False,
-            local_files_only=True,
-            model_kwargs={"use_safetensors": True, "dtype": torch.float32},
-        )
-    if not isinstance(sentences[0], Transformer):
-        raise TrainError(f"{source.card}: the first module is no Transformer")
-    return sentences
-
-
 def finetune_embedding(
     source: Folder, files: EmbeddingFiles, recipe: EmbedRecipe, options: RunOptions
 ) -> Path:
@@ -397,10 +374,7 @@ def _read(
     pairs = pairs_of(files.pairs if recipe.epochs else [])
     corpus, text = None, None
     if files.text:
-        folder, report = options.run_dir / CORPUS, options.report
-        corpus = prepare_corpus(
-            files.text, tokenizer, folder, held_out=recipe.held_out, report=report
-        ).train
+        corpus = run_corpus(files.text, tokenizer, recipe.held_out, options).train
         if recipe.text_weight and network.get_output_embeddings() is not None:
             text = _text_batches(corpus, network, source, recipe, _steps(recipe, len(pairs)))
     special = special_tokens(sentences.tokenizer, source.path)

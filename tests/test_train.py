@@ -41,9 +41,7 @@ from cloze.export.measure.scorer import (
     head_arrays,
     score_masks,
 )
-from cloze.export.heads import NEXT_SENTENCE, SPAN
-from cloze.export.measure.squad import read_questions
-from cloze.export.model import Model, TorchScorer
+from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus

@@ -149,12 +149,13 @@ class Folder:
             TrainError: the weights are missing, damaged or not finite, or an encoder's weight is
                 missing or has another size.
         """
-        config = AutoConfig.from_pretrained(self.path, **settings)
-        if dropout is not None:
-            set_dropout(config, dropout)
+        assert self.config
         assert self.weights
         torch.manual_seed(seed)
         with one_line_errors(self.path):
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **settings)
+            if dropout is not None:
+                set_dropout(config, dropout)
             model, info = auto_class.from_pretrained(
                 self.path,
                 config=config,

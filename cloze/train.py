@@ -313,18 +313,20 @@ def finetune_embed(
     held_out_pairs: tuple[Path, ...],
     corpus: tuple[Path, ...],
 ) -> Path:
-    """Fine-tune the embeddings of the checkpoint SOURCE.
+    """Fine-tune the embeddings of the checkpoint SOURCE, whatever its pooling.
 
-    The other heads of SOURCE are kept. With --corpus, training also keeps them accurate.
+    The heads of SOURCE for masked words and next sentences are kept. With --corpus, training also
+    keeps them accurate.
 
     \b
     Example:
       cloze train finetune-embed my-run/checkpoint --pairs pairs.csv --out embed-run
     """
     from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
+    from cloze.export.train.folder import open_folder
 
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    return finetune_embedding(source, files, recipe, options)
+    return finetune_embedding(open_folder(source), files, recipe, options)
 
 
 @train.command()

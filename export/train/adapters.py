@@ -34,14 +34,14 @@ _TASKS: Final = {
 def add_low_rank(model: PreTrainedModel, recipe: LowRank, source: Folder) -> PeftModel:
     """Freeze the encoder of a model, and give layers of it low-rank matrices."""
     ends = "|".join(_TARGETS[target] for target in recipe.targets)
-    base = model.base_model
-    heads = [
-        name
-        for name, child in model.named_children()
-        if child is not base and any(True for _ in child.parameters())
-    ]
-    if getattr(base, "pooler", None) is not None and base is not model:
-        heads.append("pooler")
+    base, heads = model.base_model, []
+    if base is not model:
+        heads = [
+            name
+            for name, child in model.named_children()
+            if child is not base and any(True for _ in child.parameters())
+        ]
+        heads += ["pooler"] if getattr(base, "pooler", None) is not None else []
     kind = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     is_hub = source.revision is not None
     config = LoraConfig(

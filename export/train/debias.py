@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
-from cloze.export.train.card import CARD, common_license, front_matter
+from cloze.export.train.card import common_license, front_matter
 from cloze.export.train.documents import read_documents, split_sentences
+from cloze.export.train.embedding import open_sentences
+from cloze.export.train.folder import open_folder, save
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.recipe import PretrainRecipe
 from cloze.export.train.run_options import RunOptions
@@ -70,11 +71,10 @@ def project(
         folder: folder of the new checkpoint, which sentence-transformers reads.
 
     Raises:
-        TrainError: too few sentences have a word of the pairs.
-        ExportError: the checkpoint cannot be loaded.
+        TrainError: the checkpoint cannot be loaded, or too few sentences have a word of the pairs.
     """
-    license_name = common_license([load_checkpoint(source)])
-    model = SentenceTransformer(source, device=str(device))
+    opened = open_folder(source)
+    model = open_sentences(opened).to(device)
     size = model.get_embedding_dimension()
     assert size is not None
     sentences = list(islice(_sentences(text, words), _SENTENCES))
@@ -90,11 +90,9 @@ def project(
     model.append(layer)
     if was_normalised:
         model.append(Normalize())
-    model.save(str(folder), create_model_card=False)
-    title = (
-        f"{front_matter(license_name)}# {source} without {dimensions} directions of word pairs\n"
-    )
-    (folder / CARD).write_text(title, encoding="utf-8")
+    title = f"# {source} without {dimensions} directions of word pairs\n"
+    card = f"{front_matter(common_license([opened]))}{title}"
+    save(model, model.tokenizer, folder, card, create_model_card=False)
 
 
 def _sentences(files: Sequence[Path], words: WordPairs) -> Iterator[str]:

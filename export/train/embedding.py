@@ -1,28 +1,37 @@
 """Fine-tuning for embeddings: contrastive on unlabelled sentences, then on scored pairs.
 
+What is trained is a model of sentence-transformers, so the pooling and the layers after it are
+those of the source.
+
 Sources: Gao et al. 2021, "SimCSE", section 3 (the positive of a sentence is the same sentence with
 another dropout mask; the other sentences of the batch are negatives); Su 2022, "CoSENT" (pairs are
 ranked by their scores).
-Shapes: P pairs of sentences of S tokens, H hidden size.
+Shapes: P pairs of sentences of S tokens, D dimensions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_PRETRAINING_MAPPING,
+    AutoModel,
+    PreTrainedModel,
+)
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
-from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
-from cloze.export.measure.pairs import read_pairs, similarity, tokenize_pairs
-from cloze.export.model import Model, TorchScorer
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.measure.metrics import spearman
+from cloze.export.measure.pairs import read_pairs, tokenize_pairs
+from cloze.export.train.adapters import add_low_rank
 from cloze.export.train.batches import (
     PaddedBatch,
     TextBatch,
@@ -31,19 +40,24 @@ from cloze.export.train.batches import (
     padded_length,
     shuffled_batches,
 )
-from cloze.export.train.card import Run, finish_run
-from cloze.export.train.corpus import Corpus
+from cloze.export.train.card import Run, write_run
+from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import fingerprint
-from cloze.export.train.embeddings import mean_pool
 from cloze.export.train.examples import SentenceObjective
-from cloze.export.train.loop import train
-from cloze.export.train.low_rank import add_low_rank
+from cloze.export.train.folder import (
+    MODULES,
+    Folder,
+    max_tokens,
+    one_line_errors,
+    special_tokens,
+    text_tokenizer,
+)
+from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining, TextRecipe
-from cloze.export.train.run_dir import acquire_run_dir
+from cloze.export.train.rows import Row, model_inputs, outputs_of
+from cloze.export.train.run_dir import CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.start import start_from
-from cloze.export.train.text_objective import run_corpus
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -51,6 +65,9 @@ _MIN_TOKENS = 3
 
 _RANK_SCALE = 20.0
 """Scale of the differences of cosines, as in CoSENT."""
+
+_KEPT: Final = (MODEL_FOR_PRETRAINING_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
+"""Classes with a head for masked tokens, the first ones also with one for pairs of sentences."""
 
 TokenizedPair = tuple[list[int], list[int], float]
 """Token ids of both sentences, and the score of the pair."""
@@ -86,7 +103,7 @@ def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Te
     """Return the cross-entropy of finding the other sentence of each pair, and the accuracy.
 
     Args:
-        embeddings: [2 P, H], in pairs.
+        embeddings: [2 P, D] of length 1, in pairs.
     """
     # The temperature would magnify the rounding errors of bf16.
     with torch.autocast(embeddings.device.type, enabled=False):
@@ -100,7 +117,7 @@ def ranking_loss(embeddings: Tensor, scores: Tensor) -> Tensor:
     """Return log(1 + sum of exp(scaled cosine difference)) over all wrongly ordered pairs.
 
     Args:
-        embeddings: [2 P, H], in pairs.
+        embeddings: [2 P, D] of length 1, in pairs.
         scores: [P].
     """
     cosines = (embeddings[0::2] * embeddings[1::2]).sum(-1) * _RANK_SCALE
@@ -110,16 +127,19 @@ def ranking_loss(embeddings: Tensor, scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingData:
-    """The training data of `EmbeddingObjective`.
+    """The data of `EmbeddingObjective`.
 
     Attributes:
-        sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
         pairs: scored pairs; may be empty.
+        held_out: scored pairs to evaluate; may be empty.
+        sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
         text: masked text for the pre-training objective; None: no such objective.
+        special: the special tokens around a sentence.
     """
 
-    sentences: Corpus | None
     pairs: list[TokenizedPair]
+    held_out: list[TokenizedPair]
+    sentences: Corpus | None
     text: TextBatches | None
     special: SpecialTokens
 
@@ -143,7 +163,7 @@ def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
 def _steps(recipe: EmbedRecipe, pairs: int) -> int:
     """Return the steps of a run that learns from so many scored pairs."""
     batches = recipe.epochs * -(-pairs // recipe.sequences)
-    return recipe.contrastive_steps + -(-batches // recipe.optimisation.accumulation)
+    return recipe.contrastive_steps + -(-batches // batches_per_step(recipe.optimisation))
 
 
 class EmbeddingObjective:
@@ -152,21 +172,25 @@ class EmbeddingObjective:
     With masked text, the pre-training objective is added to each step, so that fill-mask and next
     sentence keep working on the same encoder.
 
+    Args:
+        masked_text: the pre-training objective of a model with the same encoder.
+
     Raises:
         TrainError: the contrastive steps have no sentence to learn from.
     """
 
     def __init__(
         self,
-        module: MaskedText,
+        sentences: SentenceTransformer,
+        masked_text: MaskedText | None,
         recipe: EmbedRecipe,
         data: EmbeddingData,
-        held_out_figures: Callable[[], Mapping[str, float]],
     ) -> None:
-        self.module = module
-        self._recipe, self._data, self._held_out_figures = recipe, data, held_out_figures
-        self._accumulation = recipe.optimisation.accumulation
+        self.module = nn.ModuleList([sentences, *([masked_text] if masked_text else [])])
         self.steps = _steps(recipe, len(data.pairs))
+        self._sentences, self._masked_text = sentences, masked_text
+        self._recipe, self._data = recipe, data
+        self._batches_per_step = batches_per_step(recipe.optimisation)
         self._long_enough = _long_enough(data.sentences) if recipe.contrastive_steps else None
         self._pair_batches = None
         if data.pairs:
@@ -176,17 +200,17 @@ class EmbeddingObjective:
     def batch(self, step: int, part: int) -> SentenceBatch:
         """Return the ``part``-th batch of a step."""
         recipe, data = self._recipe, self._data
-        number = step * self._accumulation + part
+        number = step * self._batches_per_step + part
         text = data.text(step, part) if data.text else None
         if step < recipe.contrastive_steps:
             sentences = self._draw_sentences(np.random.default_rng([recipe.seed, number]))
             rows = [ids for ids in sentences for _ in range(2)]
             return collate_sentences(rows, [], text, recipe.contrastive_tokens)
         assert self._pair_batches is not None
-        first_number = recipe.contrastive_steps * self._accumulation
+        first_number = recipe.contrastive_steps * self._batches_per_step
         pairs = [data.pairs[index] for index in self._pair_batches(number - first_number)]
-        rows = [ids for first, second, _ in pairs for ids in (first, second)]
-        return collate_sentences(rows, [score for *_, score in pairs], text, recipe.tokens)
+        scores = [score for *_, score in pairs]
+        return collate_sentences(_sides(pairs), scores, text, recipe.tokens)
 
     def _draw_sentences(self, rng: np.random.Generator) -> list[list[int]]:
         """Draw sentences that are long enough; return their ids with special tokens."""
@@ -203,25 +227,45 @@ class EmbeddingObjective:
             sentences.append(special.text(ids))
         return sentences
 
+    def embed(self, batch: PaddedBatch) -> Tensor:
+        """Return the embeddings of a batch, float32 [2 P, D] of length 1."""
+        config = self._sentences[0].config
+        embedded = self._sentences(model_inputs(batch, config))["sentence_embedding"]
+        return F.normalize(embedded.float(), dim=-1)
+
     def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss and figures of a batch."""
-        hidden = self.module.model(batch.input_ids, None, batch.attention_mask)
-        embeddings = mean_pool(hidden, batch.attention_mask)
+        embeddings = self.embed(batch)
         figures: dict[str, Tensor] = {}
         if len(batch.scores):
             loss = figures["ranking_loss"] = ranking_loss(embeddings, batch.scores)
         else:
             loss, accuracy = contrastive_loss(embeddings, self._recipe.temperature)
             figures |= {"contrastive_accuracy": accuracy, "contrastive_loss": loss}
-        if batch.text is not None:
-            text_loss, text_figures = self.module(batch.text)
+        if batch.text is not None and self._masked_text is not None:
+            text_loss, text_figures = self._masked_text(batch.text)
             loss = loss + self._recipe.text_weight * text_loss
             figures["masked_accuracy"] = text_figures["accuracy"]
         return loss, figures
 
     def evaluate(self, _: int) -> Mapping[str, float]:
-        """Return Spearman's correlation on held-out pairs."""
-        return self._held_out_figures()
+        """Return Spearman's correlation of cosine and score on held-out pairs."""
+        pairs, recipe = self._data.held_out, self._recipe
+        if not pairs:
+            return {}
+        rows = [Row(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in _sides(pairs)]
+        embeddings = np.stack(
+            outputs_of(
+                self._sentences, rows, self.embed, size=recipe.sequences, max_tokens=recipe.tokens
+            )
+        )
+        cosines = (embeddings[0::2] * embeddings[1::2]).sum(1)
+        return {"spearman": spearman(cosines, [score for *_, score in pairs])}
+
+
+def _sides(pairs: Sequence[TokenizedPair]) -> list[list[int]]:
+    """Return the sentences of pairs, those of a pair one after the other."""
+    return [ids for first, second, _ in pairs for ids in (first, second)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +273,7 @@ class EmbeddingFiles:
     """The input files of fine-tuning for embeddings.
 
     Attributes:
-        text: unlabelled text for the contrastive steps and the checkpoint's heads; may be empty.
+        text: unlabelled text for the contrastive steps and the source's heads; may be empty.
     """
 
     pairs: list[Path] = field(default_factory=list)
@@ -237,47 +281,78 @@ class EmbeddingFiles:
     text: list[Path] = field(default_factory=list)
 
 
+def open_sentences(source: Folder) -> SentenceTransformer:
+    """Return a folder's model of sentence-transformers; without modules, it has mean pooling.
+
+    Raises:
+        TrainError: a module is missing or damaged, has only pickled weights or needs code of the
+            folder, or the first one is no model of transformers.
+    """
+    for pickle in source.card.rglob("pytorch_model.bin"):
+        if pickle.parent != source.path and not pickle.with_name("model.safetensors").is_file():
+            raise TrainError(f"{pickle} is never loaded, since it can run code")
+    with one_line_errors(source.card):
+        sentences = SentenceTransformer(
+            str(source.card),
+            device="cpu",
+            trust_remote_code=False,
+            local_files_only=True,
+            model_kwargs={"use_safetensors": True, "dtype": torch.float32},
+        )
+    if not isinstance(sentences[0], Transformer):
+        raise TrainError(f"{source.card}: the first module is no Transformer")
+    return sentences
+
+
 def finetune_embedding(
-    source: str, files: EmbeddingFiles, recipe: EmbedRecipe, options: RunOptions
+    source: Folder, files: EmbeddingFiles, recipe: EmbedRecipe, options: RunOptions
 ) -> Path:
-    """Fine-tune a checkpoint's mean-pooled embeddings.
+    """Fine-tune the embeddings of a folder, whatever its pooling.
 
     Returns:
-        The folder of the new checkpoint, a sentence-transformer.
+        The folder of the new model, which sentence-transformers reads. It has the source's heads
+        for masked tokens and pairs of sentences, or it is an adapter.
 
     Raises:
         TrainError: there is nothing to learn from, the recipe does not suit the inputs, or the
             run fails, see `train`.
-        ExportError: the checkpoint cannot be loaded.
     """
-    checkpoint = load_checkpoint(source)
+    _check_recipe(recipe, files)
     inputs = {
-        "checkpoint": checkpoint.source.weights_sha256,
+        "checkpoint": source.weights_sha256,
         "file of pairs": fingerprint(files.pairs),
         "text": fingerprint(files.text),
     }
-    acquire_run_dir(options.run_dir, recipe, inputs)
-    heads = [
-        head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None
-    ]
-    model = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
-    if recipe.lora:
-        add_low_rank(model, recipe.lora, [])
-    _check_recipe(recipe, checkpoint, files)
-    objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
-    title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
-    run = Run(title, source, [checkpoint], data, recipe, options)
-    return finish_run(model, checkpoint.tokenizer, run, EmbeddingRecipe(max_tokens=recipe.tokens))
-
-
-def _check_recipe(recipe: EmbedRecipe, checkpoint: Checkpoint, files: EmbeddingFiles) -> None:
+    sentences, network = open_sentences(source), _network(source, recipe)
     longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
-    max_positions = checkpoint.model.config.max_positions
-    if longest > max_positions:
-        raise TrainError(
-            f"sentences of {longest} tokens exceed the checkpoint's {max_positions} positions"
-        )
+    if longest > (limit := max_tokens(network)):
+        raise TrainError(f"sentences of {longest} tokens exceed the checkpoint's {limit} positions")
+    acquire_run_dir(options.run_dir, recipe, inputs)
+    encoder = network.base_model
+    if recipe.lora:
+        network.requires_grad_(False)
+        encoder = add_low_rank(encoder, recipe.lora, source)
+    sentences[0].model = encoder
+    if not (source.card / MODULES).is_file():
+        sentences.max_seq_length = recipe.tokens
+    data = _read(source, sentences, network, files, recipe, options)
+    masked_text = None
+    if data.text:
+        masked_text = MaskedText(network, Pretraining(sentence_weight=recipe.text_sentence_weight))
+    objective = EmbeddingObjective(sentences, masked_text, recipe, data)
+    options.report(
+        f"{recipe.contrastive_steps:,} contrastive steps; {len(data.pairs):,} scored pairs; "
+        f"{objective.steps:,} steps in all"
+    )
+    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
+    if not recipe.lora:
+        sentences[0].model = network  # saved with its heads
+    title, inputs_files = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
+    run = Run(title, source.location, [source], inputs_files, recipe, options)
+    return write_run(sentences, sentences.tokenizer, run, create_model_card=False)
+
+
+def _check_recipe(recipe: EmbedRecipe, files: EmbeddingFiles) -> None:
     if recipe.contrastive_steps and not recipe.dropout:
         raise TrainError(
             "contrastive_steps compare two dropout masks of one sentence, "
@@ -287,59 +362,60 @@ def _check_recipe(recipe: EmbedRecipe, checkpoint: Checkpoint, files: EmbeddingF
         raise TrainError(
             "the recipe has contrastive_steps, which need text (--corpus); or set them to 0"
         )
-
-
-def _make_objective(
-    model: Model,
-    tokenizer: CheckpointTokenizer,
-    files: EmbeddingFiles,
-    recipe: EmbedRecipe,
-    options: RunOptions,
-) -> EmbeddingObjective:
-    """Read and tokenize the pairs and the text."""
-    pairs = []
-    if files.pairs and recipe.epochs:
-        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer.tokenizer, recipe.tokens)
-    if not pairs and not recipe.contrastive_steps:
+    if not recipe.contrastive_steps and not (files.pairs and recipe.epochs):
         raise TrainError(
             "there is nothing to learn from: give scored pairs (--pairs), "
             "or contrastive_steps and text (--corpus)"
         )
-    sentences, text = None, None
+
+
+def _network(source: Folder, recipe: EmbedRecipe) -> PreTrainedModel:
+    """Return the model with those heads of masked tokens and of pairs that the folder has."""
+    given: dict[str, Any] = {"seed": recipe.seed, "dropout": recipe.dropout}
+    for mapping in _KEPT:
+        kind = mapping.get(type(source.config), None)
+        network = source.whole_model(kind, **given) if kind else None
+        if network is not None and network.get_output_embeddings() is not None:
+            return network
+    return source.model(AutoModel, **given)
+
+
+def _read(
+    source: Folder,
+    sentences: SentenceTransformer,
+    network: PreTrainedModel,
+    files: EmbeddingFiles,
+    recipe: EmbedRecipe,
+    options: RunOptions,
+) -> EmbeddingData:
+    """Read and tokenize the pairs and the text."""
+    tokenizer = text_tokenizer(sentences.tokenizer)
+
+    def pairs_of(paths: list[Path]) -> list[TokenizedPair]:
+        return tokenize_pairs(read_pairs(paths), tokenizer, recipe.tokens) if paths else []
+
+    pairs = pairs_of(files.pairs if recipe.epochs else [])
+    corpus, text = None, None
     if files.text:
-        sentences = run_corpus(files.text, tokenizer, recipe.held_out, options).train
-        if recipe.text_weight and model.masked_lm is not None:
-            steps = _steps(recipe, len(pairs))
-            text = _text_batches(sentences, model, tokenizer, recipe, steps)
-    held_out_pairs = read_pairs(files.held_out_pairs) if files.held_out_pairs else []
-    scorer = TorchScorer(model, options.device)
-
-    def held_out_figures() -> dict[str, float]:
-        if not held_out_pairs:
-            return {}
-        return {"spearman": similarity(held_out_pairs, tokenizer.tokenizer, scorer, recipe.tokens)}
-
-    objective = EmbeddingObjective(
-        MaskedText(model, Pretraining(sentence_weight=recipe.text_sentence_weight)),
-        recipe,
-        EmbeddingData(sentences, pairs, text, tokenizer.special),
-        held_out_figures,
-    )
-    options.report(
-        f"{recipe.contrastive_steps:,} contrastive steps; {len(pairs):,} scored pairs; "
-        f"{objective.steps:,} steps in all"
-    )
-    return objective
+        folder, report = options.run_dir / CORPUS, options.report
+        corpus = prepare_corpus(
+            files.text, tokenizer, folder, held_out=recipe.held_out, report=report
+        ).train
+        if recipe.text_weight and network.get_output_embeddings() is not None:
+            text = _text_batches(corpus, network, source, recipe, _steps(recipe, len(pairs)))
+    special = special_tokens(sentences.tokenizer, source.path)
+    return EmbeddingData(pairs, pairs_of(files.held_out_pairs), corpus, text, special)
 
 
 def _text_batches(
-    corpus: Corpus, model: Model, tokenizer: CheckpointTokenizer, recipe: EmbedRecipe, steps: int
+    corpus: Corpus, network: PreTrainedModel, source: Folder, recipe: EmbedRecipe, steps: int
 ) -> TextBatches:
-    """Return batches of masked text that keep the checkpoint's heads accurate."""
-    sentence = SentenceObjective.NSP if model.next_sentence else SentenceObjective.NONE
+    """Return batches of masked text that keep the heads of a model accurate."""
+    has_pairs = type(network).__name__.endswith("ForPreTraining")
+    sentence = SentenceObjective.NSP if has_pairs else SentenceObjective.NONE
     pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=steps)
     plan = TextRecipe(
         pretraining=pretraining, phases=[phase], seed=recipe.seed, optimisation=recipe.optimisation
     )
-    return TextBatches(corpus, plan, tokenizer)
+    return TextBatches(corpus, plan, source)

@@ -39,7 +39,7 @@ CARD: Final = "README.md"
 _BUNDLE, _HUB = "bundle:", "hub:"
 _DOWNLOADED: Final = ("*.json", "*.safetensors", "*.txt", "*.model", CARD)
 _SKIPPED: Final = ("onnx/*", "openvino/*")
-_MODULES: Final = "modules.json"
+MODULES: Final = "modules.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -149,6 +149,19 @@ class Folder:
             TrainError: the weights are missing, damaged or not finite, or an encoder's weight is
                 missing or has another size.
         """
+        return self._load(auto_class, seed, dropout, settings)[0]
+
+    def whole_model(
+        self, auto_class: Any, *, seed: int, dropout: float | None = None
+    ) -> PreTrainedModel | None:
+        """Return the model of a class; None: the folder lacks weights of its heads."""
+        model, new = self._load(auto_class, seed, dropout, {})
+        return None if new else model
+
+    def _load(
+        self, auto_class: Any, seed: int, dropout: float | None, settings: dict[str, Any]
+    ) -> tuple[PreTrainedModel, set[str]]:
+        """Return the model of a class, and the names of its weights that are new."""
         assert self.config
         assert self.weights
         torch.manual_seed(seed)
@@ -165,8 +178,7 @@ class Folder:
                 ignore_mismatched_sizes=True,  # a head of other labels has new weights
                 output_loading_info=True,
             )
-        _check_loaded(model, info, self.path)
-        return model  # type: ignore[no-any-return]
+        return model, _new_weights(model, info, self.path)
 
 
 def open_folder(source: str, store: Store | None = None) -> Folder:
@@ -221,10 +233,10 @@ def _located(source: str, revision: str | None) -> Folder:
 
 def _encoder_folder(path: Path) -> Path:
     """Return the folder of a sentence-transformer's encoder; others are returned as they are."""
-    if (path / "config.json").is_file() or not (path / _MODULES).is_file():
+    if (path / "config.json").is_file() or not (path / MODULES).is_file():
         return path
     with one_line_errors(path):
-        return path / str(json.loads((path / _MODULES).read_text())[0]["path"])
+        return path / str(json.loads((path / MODULES).read_text())[0]["path"])
 
 
 @contextmanager
@@ -241,19 +253,21 @@ def one_line_errors(path: Path) -> Iterator[None]:
         raise TrainError(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
-def _check_loaded(model: PreTrainedModel, info: dict[str, Any], path: Path) -> None:
-    """Raise if the encoder is not whole; new weights of a head are expected."""
+def _new_weights(model: PreTrainedModel, info: dict[str, Any], path: Path) -> set[str]:
+    """Return the names of new weights: those of a head. Raise if the encoder is not whole."""
     encoder = {f"{model.base_model_prefix}.{name}" for name in model.base_model.state_dict()}
     if model.base_model is model:
         encoder = set(model.state_dict())
     mismatched = {name for name, *_ in info["mismatched_keys"]}
-    for name in sorted((set(info["missing_keys"]) | mismatched) & encoder):
+    new = set(info["missing_keys"]) | mismatched
+    for name in sorted(new & encoder):
         if ".pooler." not in f".{name}":
             how = "is of another size than config.json says" if name in mismatched else "is missing"
             raise TrainError(f"{path} cannot be loaded: {name} {how}")
     for name, tensor in model.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             raise TrainError(f"{path} cannot be loaded: {name} holds NaN or infinity")
+    return new
 
 
 def set_dropout(config: PreTrainedConfig, dropout: float) -> None:

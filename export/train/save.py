@@ -4,34 +4,24 @@
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from safetensors.torch import save
 from tokenizers import models, normalizers
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.checkpoint import Checkpoint
-from cloze.export.checkpoint_files import read_settings
-from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
+from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.tokenizer_files import AS_SAVED
-from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
 from cloze.model_store.heads.label_sets import HEAD_SECTIONS
-from cloze.model_store.peft import (
-    CONFIG_FILE,
-    ENCODER_DIGEST,
-    LABELS_FILE,
-    NAME_PREFIX,
-    TENSORS_FILE,
-)
 from cloze.model_store.plain_files import replacing
 
 
@@ -58,129 +48,6 @@ def save_checkpoint(
     _write_tokenizer(model, tokenizer, folder)
     if embedding is not None:
         _write_sentence_transformer(folder, model.config, embedding)
-
-
-def save_adapter(
-    model: Model,
-    base: Checkpoint,
-    folder: Path,
-    *,
-    heads: Collection[str],
-    embedding: EmbeddingRecipe | None = None,
-) -> None:
-    """Write a folder that PEFT reads: low-rank matrices and heads, without the encoder of the base.
-
-    ``config.json`` has the labels of the head; PEFT does not read the file. Without a head there is
-    none, so that transformers and sentence-transformers read the folder as an adapter.
-
-    Args:
-        base: the checkpoint whose encoder the model has.
-        folder: folder of the adapter; files of the same names are replaced.
-        heads: names of the heads that are written; with several, PEFT reads the first.
-        embedding: recipe of embeddings of a run that changed them; None: the base's.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    family, config = FAMILIES[model.config.family], model.config
-    heads = [name for name in EXPORT_HEADS if name in heads]
-    # The class of an encoder without a head has no prefix before its names.
-    prefix = family.prefix if heads else ""
-    tensors = {
-        f"{prefix}{path}.lora_{letter}.weight": matrix
-        for path, pair in low_rank_matrices(model).items()
-        for letter, matrix in zip("AB", pair, strict=True)
-    }
-    targets = _suffixes({name.split(".lora_")[0] for name in tensors}, _modules(model, prefix))
-    own = {n: p for n, p in model.named_parameters() if n.partition(".")[0] in heads}
-    head_tensors = family.write(own, config, of_modules=True)
-    saved = sorted({_whole_module(name, family.prefix) for name in head_tensors})
-    lora = next((one for one in model.modules() if isinstance(one, LowRankLinear)), None)
-    is_hub = base.source.kind == "hub"
-    adapter = {
-        "peft_type": "LORA",
-        "task_type": TASK_TYPES[heads[0]] if heads else "FEATURE_EXTRACTION",
-        "base_model_name_or_path": base.source.location if is_hub else str(base.folder.resolve()),
-        "revision": base.source.revision,
-        "r": 1 if lora is None else len(lora.lora_a),
-        "lora_alpha": 1 if lora is None else lora.scale * len(lora.lora_a),
-        "target_modules": targets or _NO_TARGETS,
-        "modules_to_save": saved or None,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "lora_dropout": 0.0,
-        "inference_mode": True,
-    }
-    _write_json(folder / CONFIG_FILE, adapter)
-    (folder / LABELS_FILE).unlink(missing_ok=True)
-    if heads:
-        settings = {
-            name: value
-            for name, value in read_settings(encoder_folder(base.folder) / "config.json").items()
-            if name not in _OF_LABELS
-        }
-        settings |= _head_settings({n: one for n, one in model.options.items() if n in heads})
-        settings["architectures"] = [_architecture(config, frozenset(heads))]
-        _write_json(folder / LABELS_FILE, settings)
-    prefixed = {f"{NAME_PREFIX}{name}": one for name, one in (tensors | head_tensors).items()}
-    digest = base.source.encoder_sha256
-    metadata = {} if digest is None else {ENCODER_DIGEST: digest}
-    _write_tensors(prefixed, folder / TENSORS_FILE, metadata)
-    if embedding is not None:
-        _write_tokenizer(model, base.tokenizer, folder)
-        _write_sentence_transformer(folder, config, embedding)
-
-
-_NO_TARGETS: Final = "dummy-target-modules"
-"""PEFT's name of no module, in an adapter that has only heads."""
-
-TASK_TYPES: Final = {
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "span": "QUESTION_ANS",
-}
-"""PEFT's names of tasks, by the name of the head; without such a head, it is its encoder's."""
-
-
-_OF_LABELS: Final = {"id2label", "label2id", "num_labels", "problem_type", HEAD_SECTIONS}
-"""Settings of ``config.json`` that describe the labels of a checkpoint."""
-
-
-def _whole_module(tensor: str, prefix: str) -> str:
-    """Return the name of the outermost module that only has tensors of a head.
-
-    For example ``classifier`` of ``classifier.dense.weight``, ``pooler`` of
-    ``bert.pooler.dense.weight``.
-    """
-    return tensor.removeprefix(prefix).partition(".")[0]
-
-
-def _modules(model: Model, prefix: str) -> set[str]:
-    """Return the names of transformers' modules of the encoder, and of all heads of the family."""
-    family = FAMILIES[model.config.family]
-    own = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith("encoder.") and ".lora_" not in name
-    }
-    written = family.write(own, model.config, of_modules=True)
-    names = {prefix + name.removeprefix(family.prefix) for name in written}
-    names |= {name for spec in family.heads.values() for name in spec.tensors}
-    modules: set[str] = set()
-    for name in names:
-        parts = name.split(".")[:-1]
-        modules |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-    return modules
-
-
-def _suffixes(paths: set[str], modules: set[str]) -> list[str]:
-    """Return the shortest ends of some modules' names that no other module's name has."""
-    suffixes = set()
-    for path in paths:
-        parts = path.split(".")
-        ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        others = [f".{other}" for other in modules - paths]
-        suffixes.add(next(e for e in ends if not any(o.endswith(f".{e}") for o in others)))
-    return sorted(suffixes)
 
 
 def _write_tokenizer(model: Model, tokenizer: CheckpointTokenizer, folder: Path) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BertForPreTraining
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, TrainError
 from cloze.export.measure.audit import SentencePair, preferences
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
@@ -29,6 +29,7 @@ from cloze.export.measure.scorer import (
 )
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.examples import SentenceObjective
+from cloze.export.train.folder import open_folder
 from cloze.export.train.loop import train
 from cloze.export.train.optimisation import learning_rate, make_optimizer, optimizer_step
 from cloze.export.train.pretrain import pretrain
@@ -95,14 +96,6 @@ class StopAt(RuntimeError):
     """A stop in the middle of a run."""
 
 
-EVERYTHING = {
-    "average": 0.6,
-    "decay": 0.5,
-    "embedding_learning_rate": 1e-3,
-    "head_learning_rate": 2e-3,
-}
-
-
 def test_a_folder_belongs_to_one_recipe_on_one_text(tmp_path: Path) -> None:
     recipe = tiny_recipe(steps=4)
     before = load_file(run(tmp_path, recipe) / "model.safetensors")
@@ -117,7 +110,7 @@ def test_a_folder_belongs_to_one_recipe_on_one_text(tmp_path: Path) -> None:
             [tmp_path / "stories.txt"],
             recipe,
             run_options(tmp_path),
-            vocabulary=tmp_path / "vocabulary",
+            vocabulary=open_folder(str(tmp_path / "vocabulary")),
         )
     after = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -159,7 +152,7 @@ def test_what_a_checkpoint_decides_is_not_asked_for(
             [stories],
             further_recipe(**changes),
             run_options(tmp_path),
-            source=str(trained),
+            source=open_folder(str(trained)),
         )
 
 
@@ -303,7 +296,7 @@ def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
 
 
 def test_embeddings_and_heads_have_their_own_learning_rates(trained: Path) -> None:
-    model = load_checkpoint(str(trained)).model
+    model = BertForPreTraining.from_pretrained(trained)
     recipe = Optimisation(
         learning_rate=1e-3,
         embedding_learning_rate=2e-3,
@@ -317,10 +310,10 @@ def test_embeddings_and_heads_have_their_own_learning_rates(trained: Path) -> No
         key = (group["peak_learning_rate"], group["weight_decay"])
         by_rate[key] = {names[id(parameter)] for parameter in group["params"]}
     assert sum(map(len, by_rate.values())) == len(names), "each once"
-    layers = {name for name in names.values() if name.startswith("encoder.layers.")}
-    matrices = {name for name in layers if name.endswith("weight") and "norm" not in name}
-    embeddings = {name for name in names.values() if name.startswith("encoder.embeddings.")}
-    tables = {name for name in embeddings if "norm" not in name}
+    layers = {name for name in names.values() if name.startswith("bert.encoder.")}
+    matrices = {name for name in layers if name.endswith("weight") and "LayerNorm" not in name}
+    embeddings = {name for name in names.values() if name.startswith("bert.embeddings.")}
+    tables = {name for name in embeddings if "LayerNorm" not in name}
     assert by_rate[1e-3, 0.1] == matrices
     assert by_rate[1e-3, 0.0] == layers - matrices
     assert by_rate[2e-3, 0.1] == tables
@@ -417,11 +410,11 @@ def figures(
 
 
 def test_bundle_and_checkpoint_are_measured_alike(
-    embedded: Path, stories: Path, pairs: Path, tmp_path: Path
+    trained: Path, stories: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    export(str(embedded), "embedded", Store(tmp_path))
-    checkpoint = figures(str(embedded), stories, pairs)
-    bundle = figures("bundle:embedded", stories, pairs, tmp_path)
+    export(str(trained), "trained", Store(tmp_path))
+    checkpoint = figures(str(trained), stories, pairs)
+    bundle = figures("bundle:trained", stories, pairs, tmp_path)
     assert len(checkpoint) == 9
     assert bundle == pytest.approx(checkpoint, abs=1e-3, rel=1e-3)
 

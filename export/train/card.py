@@ -14,9 +14,6 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
-from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.adapters import save_settings
 from cloze.export.train.device import is_main
 from cloze.export.train.folder import save
@@ -24,9 +21,6 @@ from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Recipe
 from cloze.export.train.run_dir import CHECKPOINT
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
-
-CARD = "README.md"
 
 
 class Licensed(Protocol):
@@ -67,26 +61,13 @@ def front_matter(license_name: str | None) -> str:
     return f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
 
 
-def finish_run(
-    model: Model,
-    tokenizer: CheckpointTokenizer,
-    run: Run,
-    embedding: EmbeddingRecipe | None = None,
-) -> Path:
-    """Write the result of a run with its card, and return its folder."""
-    checkpoint = run.options.run_dir / CHECKPOINT
-    save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
-    (checkpoint / CARD).write_text(describe(run), encoding="utf-8")
-    return checkpoint
-
-
 def write_run(model: Any, tokenizer: PreTrainedTokenizerBase, run: Run, **settings: Any) -> Path:
     """Write the result of a run with its card, and return its folder.
 
     Only the main process writes.
 
     Args:
-        model: a model of transformers or peft.
+        model: a model of transformers, sentence-transformers or peft.
         settings: further arguments of `save`.
 
     Raises:

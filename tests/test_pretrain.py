@@ -47,6 +47,7 @@ from cloze.export.train.recipe import (
     Pretraining,
     PretrainRecipe,
     Sizes,
+    Vocabulary,
 )
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
@@ -543,6 +544,23 @@ def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: P
             texts, normalize_embeddings=True
         )
         assert float((own * target).sum(1).mean()) > cosines[False] + 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are"),
+        ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
+        ({"pretraining": Pretraining(method="rtd", sentence="none")}, "not with replaced ones"),
+        ({"phases": phases(3, tokens=65)}, "a phase of 65 tokens exceeds the checkpoint's 64 pos"),
+    ],
+)
+def test_what_a_checkpoint_decides_is_not_asked_for(
+    changes: dict[str, Any], line: str, trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    recipe = further(3).model_copy(update=changes)
+    with pytest.raises(TrainError, match=line):
+        pretrain([stories], recipe, run_options(tmp_path / "run"), source=open_folder(str(trained)))
 
 
 def test_a_run_goes_on_where_the_other_ended(trained: Path, stories: Path, tmp_path: Path) -> None:

@@ -1,159 +1,44 @@
-"""Training at a size of seconds: it learns, it goes on as if never stopped, and what it leaves is a
-checkpoint as any other.
-"""
+"""The loop of training: steps, rates, averages, checkpoints, and the recipes of the package."""
 
-import math
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import BertForPreTraining
+from transformers import BertConfig, BertForPreTraining
 
-from cloze.export.errors import DataError, TrainError
-from cloze.export.measure.audit import SentencePair, preferences
-from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.masked_words import (
-    Sentence,
-    complete,
-    read_sentences,
-)
-from cloze.export.measure.scorer import (
-    head_arrays,
-    score_masks,
-)
-from cloze.export.publish import ExportOptions, export
-from cloze.export.train.examples import SentenceObjective
-from cloze.export.train.folder import open_folder
 from cloze.export.train.loop import train
 from cloze.export.train.optimisation import learning_rate, make_optimizer, optimizer_step
-from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.recipe import (
     DistillRecipe,
     EmbedRecipe,
     Optimisation,
-    Phase,
-    Pretraining,
     PretrainRecipe,
     QuestionsRecipe,
-    Sizes,
-    Vocabulary,
     VocabularyRecipe,
 )
 from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
-from cloze.model_store import Store
-from cloze.model_store.manifest import Precision, Weights
-from tests.training import (
-    PLACES,
-    tiny_recipe,
-    write_pairs,
-    write_stories,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
-SCHEDULE = Schedule(log=5, evaluate=20, checkpoint=7)
-TEXT = "The captain found a coin by the cold river."
 
 
 def quietly(_: str) -> None:
     """Nobody listens."""
 
 
-def run_options(
-    run_dir: Path, schedule: Schedule = SCHEDULE, report: Report = quietly
-) -> RunOptions:
+def run_options(run_dir: Path, schedule: Schedule, report: Report = quietly) -> RunOptions:
     return RunOptions(run_dir, CPU, report, schedule)
-
-
-def run(folder: Path, recipe: PretrainRecipe, schedule: Schedule = SCHEDULE) -> Path:
-    folder.mkdir(exist_ok=True)
-    return pretrain([write_stories(folder / "stories.txt")], recipe, run_options(folder, schedule))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a run long enough to know the stories."""
-    return run(tmp_path_factory.mktemp("trained"), tiny_recipe(steps=250))
-
-
-@pytest.fixture(scope="module")
-def stories(trained: Path) -> Path:
-    return trained.parent / "stories.txt"
 
 
 class StopAt(RuntimeError):
     """A stop in the middle of a run."""
-
-
-def test_a_folder_belongs_to_one_recipe_on_one_text(tmp_path: Path) -> None:
-    recipe = tiny_recipe(steps=4)
-    before = load_file(run(tmp_path, recipe) / "model.safetensors")
-    with pytest.raises(TrainError, match="another recipe"):
-        run(tmp_path, tiny_recipe(steps=5))
-    other = tmp_path / "other.txt"
-    other.write_text((tmp_path / "stories.txt").read_text() + "\n\nAn owl.\n")
-    with pytest.raises(TrainError, match="another text"):
-        pretrain([other], recipe, run_options(tmp_path))
-    with pytest.raises(TrainError, match="another vocabulary"):
-        pretrain(
-            [tmp_path / "stories.txt"],
-            recipe,
-            run_options(tmp_path),
-            vocabulary=open_folder(str(tmp_path / "vocabulary")),
-        )
-    after = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def further_recipe(**changes: object) -> PretrainRecipe:
-    """What may be said of a run that goes on from a checkpoint."""
-    fields = {
-        "optimisation": Optimisation(learning_rate=2e-3, precision="fp32"),
-        "phases": [Phase(tokens=40, sequences=8, steps=30)],
-        "held_out": 0.1,
-    }
-    return PretrainRecipe(**fields | changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (
-            {"model": Sizes(layers=3)},
-            r"\[model\] layers is given, but sizes and vocabulary are the checkpoint's",
-        ),
-        ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
-        (
-            {"pretraining": Pretraining(method="rtd", sentence=SentenceObjective.NONE)},
-            "not with replaced ones",
-        ),
-        (
-            {"phases": [Phase(tokens=65, sequences=8, steps=3)]},
-            "a phase of 65 tokens exceeds the checkpoint's 64 positions",
-        ),
-    ],
-)
-def test_what_a_checkpoint_decides_is_not_asked_for(
-    changes: dict[str, object], line: str, trained: Path, stories: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(TrainError, match=line):
-        pretrain(
-            [stories],
-            further_recipe(**changes),
-            run_options(tmp_path),
-            source=open_folder(str(trained)),
-        )
 
 
 DEFAULT_MODELS = Path(__file__).parents[1] / "scripts/recipes"
@@ -295,8 +180,9 @@ def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "0.0/state.pt", weights_only=True)["step"] == 4
 
 
-def test_embeddings_and_heads_have_their_own_learning_rates(trained: Path) -> None:
-    model = BertForPreTraining.from_pretrained(trained)
+def test_embeddings_and_heads_have_their_own_learning_rates() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertForPreTraining(BertConfig(**sizes, num_hidden_layers=2, vocab_size=60))
     recipe = Optimisation(
         learning_rate=1e-3,
         embedding_learning_rate=2e-3,
@@ -388,141 +274,3 @@ def test_the_learning_rate_rises_and_falls_in_straight_lines() -> None:
 
 
 # ---- other objectives
-
-
-# ---- fine-tuning
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.csv")
-
-
-def figures(
-    source: str, stories: Path, pairs: Path | None, store: Path = Path()
-) -> dict[str, float]:
-    subject = open_subject(source, Store(store), CPU)
-    data = EvaluationData(
-        [stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        return evaluate(subject, data, Path(folder), quietly)
-
-
-def test_bundle_and_checkpoint_are_measured_alike(
-    trained: Path, stories: Path, pairs: Path, tmp_path: Path
-) -> None:
-    export(str(trained), "trained", Store(tmp_path))
-    checkpoint = figures(str(trained), stories, pairs)
-    bundle = figures("bundle:trained", stories, pairs, tmp_path)
-    assert len(checkpoint) == 9
-    assert bundle == pytest.approx(checkpoint, abs=1e-3, rel=1e-3)
-
-
-# ---- distillation
-
-
-def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path) -> None:
-    """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the
-    first nearly always.
-    """
-    rng = np.random.default_rng(0)
-    places = rng.choice(PLACES, 40)
-    pairs = [
-        SentencePair(f"The old king saw the moon {place}.", f"The old king saw a moon {place}.")
-        for place in places
-    ]
-    subject = open_subject(str(trained), Store(Path()), CPU)
-    share = preferences(subject, pairs).mean()
-    assert share > 0.8
-    swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
-    assert preferences(subject, swapped).mean() == pytest.approx(1 - share)
-    assert preferences(subject, [SentencePair("The owl.", "The owl.")]).tolist() == [0.5]
-
-
-def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:
-    subject = open_subject(str(trained), Store(Path()), CPU)
-    masked = "The old [MASK] saw the moon ."
-    (likeliest,) = complete([Sentence(masked, ("x",))], subject.tokenizer, subject.scorer)
-    file = tmp_path / "first-words.tsv"
-    file.write_text(f"{masked}\tnothing, {likeliest.upper()}\n{masked}\tnothing\n")
-    said: list[str] = []
-    data = EvaluationData([], [], [], 1.0, sentences=(file,))
-    measured = evaluate(subject, data, tmp_path, said.append)
-    assert measured == {"first_words": 0.5, "first_words_repeats": 0}
-    assert said == [f"right: {masked} {likeliest}", f"wrong: {masked} {likeliest}"]
-
-
-def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
-    sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
-    found = {word: sentence.is_repeated_by(word) for word in ("moon", "not", "sea")}
-    assert found == {"moon": True, "not": False, "sea": False}
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("no mask here\tword", "line 1: a sentence with one"),
-        ("[MASK] and [MASK]\tword", "line 1: a sentence with one"),
-        ("a [MASK] without words", "line 1: a sentence with one"),
-        ("", "holds no sentences"),
-    ],
-)
-def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> None:
-    file = tmp_path / "bad.tsv"
-    file.write_text(line)
-    with pytest.raises(DataError, match=reason):
-        read_sentences(file)
-    with pytest.raises(DataError, match="no such file"):
-        read_sentences(tmp_path / "nowhere.tsv")
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
-)
-def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
-    assert len(read_sentences(ROOT / "export" / "measure" / f"{name}.tsv")) == count
-
-
-@pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])
-def test_a_bundle_becomes_a_checkpoint_again(
-    weights: Weights, trained: Path, tmp_path: Path
-) -> None:
-    """scripts/checkpoint-from-bundle writes the numbers that the bundle's graph computes with."""
-    store, folder = Store(tmp_path / "store"), tmp_path / "checkpoint"
-    options = ExportOptions(precisions=(Precision.INT8,), weights=weights)
-    export(str(trained), "known", store, options)
-    script = ROOT / "scripts" / "checkpoint-from-bundle"
-    subprocess.run(
-        [sys.executable, script, "known", folder, tmp_path / "store"],
-        check=True,
-        timeout=120,
-        cwd=ROOT,
-    )
-    bundle, checkpoint = (open_subject(name, store, CPU) for name in ("bundle:known", str(folder)))
-    assert checkpoint.heads >= bundle.heads
-    tokenizer = bundle.tokenizer.tokenizer
-    ids = np.array([tokenizer.encode("The old owl saw the [MASK] .").ids])
-    zeros, position = np.zeros_like(ids), np.array([6])
-    label = np.array([tokenizer.token_to_id("moon")])
-    (_, expected), (_, found) = (
-        score_masks(subject.scorer, ids, zeros, position, label, k=1)
-        for subject in (bundle, checkpoint)
-    )
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    np.testing.assert_allclose(
-        head_arrays(checkpoint.scorer, "next_sentence", ids, zeros),
-        head_arrays(bundle.scorer, "next_sentence", ids, zeros),
-        atol=1e-4,
-    )
-
-
-def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:
-    """A model that knew nothing would have the vocabulary's size; this one is far below, and not
-    below 1.
-    """
-    measured = figures(str(trained), stories, None)
-    assert 1 < measured["fill_mask_token_perplexity"] < 20
-    assert measured["fill_mask_token_top1"] <= measured["fill_mask_token_top5"] <= 1
-    assert math.isfinite(measured["fill_mask_whole_word_perplexity"])

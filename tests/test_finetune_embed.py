@@ -128,6 +128,7 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
 def test_a_folder_without_modules_has_mean_pooling(bert: Path, tmp_path: Path) -> None:
     trained = SentenceTransformer(str(run(bert, tmp_path, PAIRS + RATES)), device="cpu")
     assert trained[1].pooling_mode == "mean"
+    assert isinstance(trained[2], Normalize)
     assert trained.max_seq_length == 32
 
 

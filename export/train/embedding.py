@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -323,7 +324,8 @@ def finetune_embedding(
         network.requires_grad_(False)
         encoder = add_low_rank(encoder, recipe.lora, source)
     sentences[0].model = encoder
-    if not (source.card / MODULES).is_file():
+    if not (source.card / MODULES).is_file():  # an export of such a folder normalises, too
+        sentences.append(Normalize())
         sentences.max_seq_length = recipe.tokens
     data = EmbeddingData(*tokenized, corpus, source.special)
     objective = EmbeddingObjective(sentences, recipe, data, kept)

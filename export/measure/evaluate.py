@@ -38,6 +38,7 @@ from cloze.export.measure.scorer import (
     score_masks,
 )
 from cloze.export.measure.squad import read_questions
+from cloze.export.measure.windows import guess, usual_windows
 from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
@@ -54,7 +55,6 @@ from cloze.export.train.examples import (
     join_texts,
 )
 from cloze.export.train.masking import Unit, make_masking
-from cloze.export.train.windows import guess, usual_windows
 from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet

@@ -43,7 +43,7 @@ from cloze.export.train.text_objective import (
 _LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
 """The name of a tensor of a layer, with the number of the layer."""
 
-_DISTILBERT: Final = (
+DISTILBERT: Final = (
     ("bert.encoder.layer.", "distilbert.transformer.layer."),
     ("bert.embeddings.", "distilbert.embeddings."),
     (".attention.self.query.", ".attention.q_lin."),
@@ -101,7 +101,7 @@ def make_student(teacher: PreTrainedModel, dropout: float) -> PreTrainedModel:
 
 
 def _distilbert_name(name: str) -> str:
-    for theirs, own in _DISTILBERT:
+    for theirs, own in DISTILBERT:
         name = name.replace(theirs, own)
     return name
 
@@ -244,8 +244,10 @@ def distill(
         origins.append(student_source)
         student = earlier_student(student_source, student, teacher)
         inputs["student"] = student_source.weights_sha256
+    longest, limit = max(phase.tokens for phase in recipe.phases), max_tokens(network)
+    if longest > limit:
+        raise TrainError(f"a phase of {longest} tokens exceeds the teacher's {limit} positions")
     acquire_run_dir(options.run_dir, recipe, inputs)
-    check_lengths(recipe, max_tokens(network))
     corpus = run_corpus(files, teacher.text, recipe.held_out, options)
     options.report(
         f"a {student.config.model_type} of {student.num_parameters():,} parameters "
@@ -267,12 +269,3 @@ def distill(
         names = ["input_ids", "attention_mask"]
         tokenizer = AutoTokenizer.from_pretrained(teacher.path, model_input_names=names)
     return write_encoder(student, tokenizer, run, teacher)
-
-
-def check_lengths(recipe: DistillRecipe, max_positions: int) -> None:
-    """Raise if a phase is longer than the teacher reads."""
-    longest = max(phase.tokens for phase in recipe.phases)
-    if longest > max_positions:
-        raise TrainError(
-            f"a phase of {longest} tokens exceeds the teacher's {max_positions} positions"
-        )

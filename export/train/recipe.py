@@ -169,7 +169,7 @@ class MaskedTokens(Table):
     keep_embeddings: bool = False
     """With --from, and in distillation: keep the sentence embeddings of the checkpoint.
 
-    Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.embeddings`.
+    Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.kept_embeddings`.
     """
 
     embedding_weight: Weight = 20.0

@@ -143,18 +143,11 @@ def earlier_student(source: Folder, student: PreTrainedModel, teacher: Folder) -
     earlier = source.whole_model(AutoModelForMaskedLM, seed=0)
     if earlier is None:
         raise TrainError(f"{source.location} is no student: it has no masked-language-model head")
-    given_sizes, needed = (
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        for model in (earlier, student)
-    )
-    different = [name for name in given_sizes | needed if given_sizes.get(name) != needed.get(name)]
-    if different:
-        name = different[0]
-        raise TrainError(
-            f"{source.location} is no student of this teacher: {name} is "
-            f"{given_sizes.get(name, 'missing')}, not {needed.get(name, 'there')}"
-        )
-    student.load_state_dict(earlier.state_dict())
+    try:
+        student.load_state_dict(earlier.state_dict())
+    except RuntimeError as error:  # its last line names a tensor of another size
+        reason = str(error).splitlines()[-1].strip()
+        raise TrainError(f"{source.location} is no student of this teacher: {reason}") from error
     return student
 
 

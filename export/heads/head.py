@@ -198,8 +198,6 @@ class ExportHead:
             whose tensor names another head also has; None: the tensor names suffice.
         promised_by: ends of the class names in ``config.json`` whose checkpoints have this head.
         read_options: ``config.json`` -> the head's section in the manifest; None: no section.
-        write_options: the head's section in the manifest -> the settings of ``config.json`` that
-            `read_options` reads; None: no section.
         incomplete: first part of tensor names -> the note for a checkpoint that has only these
             tensors of the head.
     """
@@ -220,7 +218,6 @@ class ExportHead:
     architecture: str | None = None
     promised_by: tuple[str, ...] = ()
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None
-    write_options: Callable[[Any], dict[str, Any]] | None = None
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -50,6 +50,7 @@ from cloze.export.train.recipe import (
 )
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
+from tests.test_finetune import save_source
 from tests.test_finetune_embed import as_sentences
 from tests.training import quietly, run_options, tiny_recipe
 from tests.unit.export.families.test_against_transformers import ids_of, save
@@ -403,10 +404,18 @@ def test_a_run_ends_with_guesses_at_the_text_itself(stories: Path, tmp_path: Pat
 # ---- runs from a model
 
 
+def with_heads(trained: Path, folder: Path, *pooling: Any) -> Path:
+    """Save a sentence-transformer whose encoder has the heads of pre-training."""
+    sentences = SentenceTransformer(str(as_sentences(trained, folder, *pooling)), device="cpu")
+    sentences[0].model = BertForPreTraining.from_pretrained(trained)
+    sentences.save(str(folder), create_model_card=False)
+    return folder
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    save(family, "masked_lm", source, max_position_embeddings=66)
+    save_source(family, source)
     given = open_folder(str(source))
     fast = Optimisation(learning_rate=1e-2, precision="fp32")
     recipe = further(40).model_copy(update={"optimisation": fast})
@@ -430,7 +439,7 @@ def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
 def test_positions_are_added_as_copies(family: str, stories: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    save(family, "masked_lm", source, max_position_embeddings=66)
+    save_source(family, source)
     recipe = further(2).model_copy(
         update={"model": Sizes(max_tokens=100), "phases": phases(2, tokens=90)}
     )
@@ -476,7 +485,7 @@ def test_a_head_that_is_missing_is_made_or_refused(
     assert not BertForPreTraining.from_pretrained(made, output_loading_info=True)[1]["missing_keys"]
     with pytest.raises(TrainError, match="the teacher has no masked-language-model head"):
         distill(encoder, [stories], student_recipe(2), run_options(tmp_path / "student"))
-    save("roberta", "masked_lm", tmp_path / "roberta", max_position_embeddings=66)
+    save_source("roberta", tmp_path / "roberta")
     with pytest.raises(TrainError, match="a roberta has no head for nsp"):
         pretrain(
             [stories],
@@ -491,7 +500,8 @@ def test_a_sentence_transformer_stays_one(
     run: str, trained: Path, stories: Path, tmp_path: Path
 ) -> None:
     """Its pooling of two vectors, its layers after the pooling, and its prompts."""
-    source = as_sentences(trained, tmp_path / "source", ("cls", "mean"), ["dense", "normalize"])
+    layers = ["dense", "normalize"]
+    source = with_heads(trained, tmp_path / "source", ("cls", "mean"), layers)
     given, options = open_folder(str(source)), run_options(tmp_path / "run")
     if run == "further":
         folder = pretrain([stories], further(2), options, source=given)
@@ -513,7 +523,7 @@ def test_a_sentence_transformer_stays_one(
 
 @pytest.mark.parametrize("run", ["further", "student"])
 def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: Path) -> None:
-    source = as_sentences(trained, tmp_path / "source", "cls")
+    source = with_heads(trained, tmp_path / "source", "cls")
     given = open_folder(str(source))
     texts = [line[:60] for line in stories.read_text().split("\n\n")[:20]]
     target = SentenceTransformer(str(source), device="cpu").encode(texts, normalize_embeddings=True)
@@ -577,7 +587,7 @@ def test_a_licence_goes_from_model_to_model(
     run: str, trained: Path, stories: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    save("bert", "masked_lm", source, max_position_embeddings=66)
+    save_source("bert", source)
 
     def license_of(name: str, given: str | None = None) -> str | None:
         options = RunOptions(tmp_path / name, torch.device("cpu"), quietly, license=given)

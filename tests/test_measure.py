@@ -19,6 +19,7 @@ from cloze.export.measure.masked_words import (
     read_sentences,
 )
 from cloze.export.measure.scorer import (
+    MaskedRow,
     head_arrays,
     score_masks,
 )
@@ -153,9 +154,9 @@ def test_a_bundle_becomes_a_checkpoint_again(
     ids = np.array([tokenizer.encode("The old owl saw the [MASK] .").ids])
     zeros, position = np.zeros_like(ids), np.array([6])
     label = np.array([tokenizer.token_to_id("moon")])
-    (_, expected), (_, found) = (
-        score_masks(subject.scorer, ids, zeros, position, label, k=1)
-        for subject in (bundle, checkpoint)
+    row = MaskedRow(ids[0], zeros[0], position, label)
+    [(_, expected)], [(_, found)] = (
+        list(score_masks(subject.scorer, [row], k=1)) for subject in (bundle, checkpoint)
     )
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_allclose(

@@ -279,7 +279,7 @@ def _check_shared(context: click.Context, tasks: tuple[str, ...]) -> None:
 
 
 def _share(source: str, base: str, store: Store, out: Path, task: str | None) -> None:
-    from cloze.export.train.share import share
+    from cloze.export.share import share
 
     done = share(source, base, store, out, task=task, report=report)
     click.echo(

@@ -65,7 +65,7 @@ def test_a_foreign_folder_is_merged_and_has_the_usual_labels(
     use_rslora: bool, tmp_path: Path
 ) -> None:
     network = save("bert", HEAD, tmp_path / "base")
-    kept = {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}
+    kept = {"modules_to_save": ["classifier", "pooler"], "task_type": "SEQ_CLS"}
     adapted = save_adapter(
         tmp_path / "base",
         tmp_path / "adapter",

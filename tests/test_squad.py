@@ -13,9 +13,10 @@ from cloze.export.heads import SPAN
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.squad import Question, read_questions
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.train.answers import Window, _best_span, answers_of, make_windows
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
-from cloze.export.train.windows import Window, _best_span, answers_of, guess, make_windows
+from cloze.export.train.windows import guess
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
@@ -114,7 +115,14 @@ def tokenizer() -> CheckpointTokenizer:
 def test_windows_cover_the_paragraph_and_point_at_the_answer(
     tokenizer: CheckpointTokenizer, tokens: int, stride: int, cut: int
 ) -> None:
-    windows = make_windows(QUESTIONS, tokenizer, tokens=tokens, stride=stride, question_tokens=cut)
+    windows = make_windows(
+        QUESTIONS,
+        tokenizer.tokenizer,
+        tokenizer.special,
+        tokens=tokens,
+        stride=stride,
+        question_tokens=cut,
+    )
     for number, question in enumerate(QUESTIONS):
         mine = [window for window in windows if window.question == number]
         assert all(len(window.input_ids) <= tokens for window in mine)
@@ -153,7 +161,9 @@ class Oracle:
 def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> None:
     nothing = Question("none", "t", "Who was king?", CONTEXT, ())
     questions = [*QUESTIONS, nothing]
-    windows = make_windows(questions, tokenizer, tokens=110, stride=20, question_tokens=40)
+    windows = make_windows(
+        questions, tokenizer.tokenizer, tokenizer.special, tokens=110, stride=20, question_tokens=40
+    )
     answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
     assert squad_answers(answers, questions)["exact_match"] == 100
     assert answers["none"] == ""
@@ -195,7 +205,12 @@ def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_a
     assert not elsewhere.impossible
     assert not elsewhere.is_placed
     windows = make_windows(
-        [*QUESTIONS, elsewhere], tokenizer, tokens=110, stride=20, question_tokens=40
+        [*QUESTIONS, elsewhere],
+        tokenizer.tokenizer,
+        tokenizer.special,
+        tokens=110,
+        stride=20,
+        question_tokens=40,
     )
     questions = [*QUESTIONS, elsewhere]
     answers = answers_of(questions, guess(questions, windows, Oracle(windows)))

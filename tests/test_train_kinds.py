@@ -27,6 +27,7 @@ from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.squad import Question
 from cloze.export.publish import export
 from cloze.export.tokenizer import describe_tokenizer
+from cloze.export.train.answers import make_windows
 from cloze.export.train.batches import TextBatches, make_masking
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
@@ -43,7 +44,6 @@ from cloze.export.train.recipe import (
     PretrainRecipe,
     TextRecipe,
 )
-from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from tests.tokenizer_kinds import byte_level, unigram
 from tests.training import quietly, run_options, write_pairs
@@ -285,7 +285,12 @@ def test_answers_are_characters_of_the_original_text(
     context = "In  Zu\u0308rich, the bank für ﬁnance is Zürich's."
     question = Question("1", "", "Which?", context, ((context.index(answer), answer),))
     windows = make_windows(
-        [question], describe_tokenizer(tokenizer), tokens=64, stride=8, question_tokens=8
+        [question],
+        tokenizer,
+        describe_tokenizer(tokenizer).special,
+        tokens=64,
+        stride=8,
+        question_tokens=8,
     )
     placed = [window for window in windows if window.start]
     assert placed
@@ -302,7 +307,12 @@ def test_windows_have_the_pairs_of_the_tokenizer(kind: Kind) -> None:
     """A window that holds the whole paragraph is the pair that the post-processor makes."""
     question = Question("1", "", "Which bank?", TEXT, ())
     [window] = make_windows(
-        [question], describe_tokenizer(kind.tokenizer), tokens=64, stride=8, question_tokens=20
+        [question],
+        kind.tokenizer,
+        describe_tokenizer(kind.tokenizer).special,
+        tokens=64,
+        stride=8,
+        question_tokens=20,
     )
     expected = kind.tokenizer.encode("Which bank?", TEXT)
     assert window.input_ids.tolist() == expected.ids

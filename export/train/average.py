@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -104,7 +104,7 @@ def _read(source: Folder) -> _Weights:
     """Read the tensors of a folder, without running pickled code."""
     assert source.weights
     with torch.device("meta"):
-        prefix = AutoModel.from_config(source.config).base_model_prefix
+        model: Any = AutoModel.from_config(source.config)  # type: ignore[no-untyped-call]
     files: dict[Path, dict[str, Tensor]] = {}
     for file in sorted(source.card.rglob("*")):
         if file.suffix not in _WEIGHTS:
@@ -114,7 +114,7 @@ def _read(source: Folder) -> _Weights:
                 torch.load(file, weights_only=True) if file.suffix == ".pt" else load_file(file)
             )
             files[file.relative_to(source.card)] = dict(loaded)
-    return _Weights(files, f"{prefix}.")
+    return _Weights(files, f"{model.base_model_prefix}.")
 
 
 def _check_alike(first: Folder, other: Folder) -> None:

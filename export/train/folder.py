@@ -162,12 +162,13 @@ class Folder:
         self, auto_class: Any, seed: int, dropout: float | None, settings: dict[str, Any]
     ) -> tuple[PreTrainedModel, set[str]]:
         """Return the model of a class, and the names of its weights that are new."""
-        config = AutoConfig.from_pretrained(self.path, **settings)
-        if dropout is not None:
-            set_dropout(config, dropout)
+        assert self.config
         assert self.weights
         torch.manual_seed(seed)
         with one_line_errors(self.path):
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **settings)
+            if dropout is not None:
+                set_dropout(config, dropout)
             model, info = auto_class.from_pretrained(
                 self.path,
                 config=config,

@@ -10,7 +10,7 @@ from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.masking import Unit
 
 MAX_SEED = 2**32 - 1
-"""The loop multiplies the seed by a million, and torch accepts 64 bits."""
+"""numpy and torch accept it."""
 
 MIN_VOCABULARY, MAX_VOCABULARY = 32, 1_000_000
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -1,14 +1,27 @@
 """Writes the head of a checkpoint alone, for an encoder that a bundle of a store has too."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from safetensors.torch import save
+from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.checkpoint_files import weight_files
+from cloze.export.checkpoint_files import read_settings, read_tensors, weight_files
 from cloze.export.embedding_recipe import encoder_folder
 from cloze.export.errors import ExportError, Report
-from cloze.export.train.card import CARD
-from cloze.export.train.save import TASK_TYPES, save_adapter
+from cloze.export.families import FAMILIES
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS
+from cloze.model_store.peft import (
+    CONFIG_FILE,
+    ENCODER_DIGEST,
+    LABELS_FILE,
+    NAME_PREFIX,
+    TENSORS_FILE,
+)
 from cloze.model_store.store import Store
 
 ANY_BUNDLE = "auto"
@@ -49,9 +62,7 @@ def share(
     checkpoint = load_checkpoint(source)
     head = _choose_head(checkpoint, task)
     bundle = _find_bundle(checkpoint, base, store, report)
-    save_adapter(checkpoint.model, checkpoint, folder, heads=[head])
-    if checkpoint.card is not None:
-        (folder / CARD).write_text(checkpoint.card, encoding="utf-8")
+    _write(checkpoint, head, folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
     weights = weight_files(encoder_folder(checkpoint.folder))
     saved = sum(file.stat().st_size for file in weights) - size
@@ -59,8 +70,74 @@ def share(
     return Shared(bundle, by_name[head], folder, size, saved)
 
 
+_TASK_TYPES: Final = {
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "span": "QUESTION_ANS",
+}
+"""PEFT's names of tasks, by the name of the head."""
+
+_NO_TARGETS: Final = "dummy-target-modules"
+"""PEFT's name of no module, in an adapter that has only heads."""
+
+
+def _write(checkpoint: Checkpoint, head: str, folder: Path) -> None:
+    """Write the head's tensors as the checkpoint has them, with its labels and its card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = encoder_folder(checkpoint.folder)
+    prefix = FAMILIES[checkpoint.model.config.family].prefix
+    tensors = _head_tensors(checkpoint, head, read_tensors(weight_files(source)))
+    is_hub = checkpoint.source.kind == "hub"
+    adapter = {
+        "peft_type": "LORA",
+        "task_type": _TASK_TYPES[head],
+        "base_model_name_or_path": checkpoint.source.location
+        if is_hub
+        else str(checkpoint.folder.resolve()),
+        "revision": checkpoint.source.revision,
+        "r": 1,
+        "lora_alpha": 1,
+        "target_modules": _NO_TARGETS,
+        "modules_to_save": sorted(
+            {name.removeprefix(prefix).partition(".")[0] for name in tensors}
+        ),
+        "inference_mode": True,
+    }
+    settings = read_settings(source / "config.json")
+    if head in (sections := settings.get(HEAD_SECTIONS, {})):
+        settings[HEAD_SECTIONS] = {head: sections[head]}
+    for name, content in ((CONFIG_FILE, adapter), (LABELS_FILE, settings)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    digest = checkpoint.source.encoder_sha256
+    metadata = {"format": "pt"} | ({} if digest is None else {ENCODER_DIGEST: digest})
+    named = {f"{NAME_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    (folder / TENSORS_FILE).write_bytes(save(named, metadata))
+    if checkpoint.card is not None:
+        (folder / "README.md").write_text(checkpoint.card, encoding="utf-8")
+
+
+def _head_tensors(
+    checkpoint: Checkpoint, head: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a head by transformers' names.
+
+    A second classifier of a checkpoint has the name of its head before its own.
+    """
+    config = checkpoint.model.config
+    family = FAMILIES[config.family]
+    return {
+        name.removeprefix(f"{head}."): tensor.float().contiguous()
+        for name, tensor in tensors.items()
+        if name.startswith(f"{head}.")
+        or (
+            not any(other.startswith(f"{head}.") for other in tensors)
+            and any(target.name.startswith(f"{head}.") for target in family.read(name, config))
+        )
+    }
+
+
 def _choose_head(checkpoint: Checkpoint, task: str | None) -> str:
-    tasks = {head.task: head.name for head in checkpoint.heads if head.name in TASK_TYPES}
+    tasks = {head.task: head.name for head in checkpoint.heads if head.name in _TASK_TYPES}
     if task is not None and task not in tasks:
         offered = ", ".join(tasks) or "none"
         raise ExportError(f"a head for {task} cannot be shared; the checkpoint has: {offered}")

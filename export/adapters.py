@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
+from cloze.export.graph.session import Session
 from cloze.export.model import Model, hidden_states
-from cloze.export.session import Session
 from cloze.model_store import adapter_section
 from cloze.model_store.adapter_section import (
     AdaptedLayer,

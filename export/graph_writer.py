@@ -8,7 +8,6 @@ from torch import nn
 
 from cloze.export.adapters import ADAPTED_FILES, ADAPTED_WEIGHTS
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.adapted import AdaptedFp32, AdaptedInt8, LowRankInputs
@@ -17,6 +16,7 @@ from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOp
 from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadGraph, flat_rows
+from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import Model, head_module
 from cloze.model_store.adapter_section import HIDDEN, HIDDEN_ROWS
 from cloze.model_store.heads import Head

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from cloze.export.adapters import ADAPTED_FILES, AdaptedModel
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.check.rounding import input_scales, round_weights
+from cloze.export.check.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError, Report
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.linear_ops import InputScale
+from cloze.export.graph.session import open_session
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import Model, TorchScorer
-from cloze.export.rounding import input_scales, round_weights
-from cloze.export.session import open_session
-from cloze.export.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head, multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction
@@ -124,7 +124,7 @@ def export(
 
     Raises:
         ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with
-            torch, or a rounded graph loses too much quality (`cloze.export.verify`).
+            torch, or a rounded graph loses too much quality (`cloze.export.check.verify`).
         StoreError: the store is not writable.
     """
     checkpoint = _load(source, options, report)

@@ -26,12 +26,12 @@ from transformers import (
     RobertaTokenizer,
 )
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.checkpoint_files import read_tensors
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.source import read_tensors
+from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cloze.cli import cli
 from cloze.export.adapters import ALL_LAYERS, AdaptedModel
-from cloze.export.checkpoint import Checkpoint, encoder_sha256, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import Checkpoint, encoder_sha256, load_checkpoint
 from cloze.export.model import hidden_states
 from cloze.export.publish import export
 from cloze.export.train.label_data import RowFiles

@@ -24,13 +24,13 @@ from sentence_transformers.sentence_transformer.modules import (
 from tokenizers import Tokenizer as Backend
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_recipe import read_recipe
-from cloze.export.embedding_steps import _DENSE_ACTIVATIONS, Projection
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.embedding_steps import _DENSE_ACTIVATIONS, Projection
+from cloze.export.load.sentence_transformers import read_recipe
+from cloze.export.load.tokenizer import describe_tokenizer, lower_cased
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import describe_tokenizer, lower_cased
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device

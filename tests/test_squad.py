@@ -18,7 +18,7 @@ from cloze.export.evaluation.squad import (
     score,
 )
 from cloze.export.heads import SPAN
-from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
 from cloze.export.train.windows import Window, _best_span, answers_of, guess, make_windows

@@ -28,8 +28,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.errors import DataError, TrainError
 from cloze.export.evaluation.masked_words import (
     Completion,
@@ -49,6 +47,8 @@ from cloze.export.evaluation.stereotypes import (
     stereotype_preference,
 )
 from cloze.export.heads import NEXT_SENTENCE, SPAN
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.sentence_transformers import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
 from cloze.export.errors import TrainError
-from cloze.export.tokenizer import describe_tokenizer
+from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.train.batches import BatchPlan, TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences

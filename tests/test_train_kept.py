@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from cloze.cli import cli
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.publish import export
-from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.documents import is_held_out

@@ -21,13 +21,13 @@ from transformers import (
     RobertaForQuestionAnswering,
 )
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import head_arrays
 from cloze.export.evaluation.squad import Question
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.model import TorchScorer
 from cloze.export.publish import export
-from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.batches import BatchPlan, TextBatches
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding

@@ -13,10 +13,10 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, TrainError
 from cloze.export.evaluation.labelled import read_labelled, read_tagged
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject

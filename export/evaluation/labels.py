@@ -22,7 +22,7 @@ from cloze.export.evaluation.metrics import (
     spearman,
 )
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings, equal_lengths
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.heads import HeadRequest, sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet

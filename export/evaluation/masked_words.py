@@ -15,7 +15,7 @@ import numpy as np
 from cloze.export.errors import DataError
 from cloze.export.evaluation.data_files import read_text
 from cloze.export.evaluation.scorer import Scorer, score_masks
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 
 _MASK_TOKEN = "[MASK]"
 """The mark of the mask in a file, whatever the tokenizer's mask token is."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cloze.export.errors import DataError, ExportError
 from cloze.export.evaluation.data_files import read_objects, read_text
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, score_masks
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 
 _BATCH = 64  # masked sequences per run
 

@@ -8,13 +8,13 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.heads.head import ExportHead, HeadGraph, of_sentences
+from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.model_store.heads import Pooling, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement

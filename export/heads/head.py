@@ -18,7 +18,7 @@ from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.layouts import Layout, Placement

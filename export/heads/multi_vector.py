@@ -15,13 +15,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from cloze.export.checkpoint_files import read_settings, read_tensors
-from cloze.export.embedding_recipe import (
-    late_modules,
-    listed_modules,
-    sentence_settings,
-)
-from cloze.export.embedding_steps import Projection, Step, UnitLength, read_projection
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
@@ -36,7 +29,14 @@ from cloze.export.heads.head import (
     of_sentences,
     token_rows,
 )
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.embedding_steps import Projection, Step, UnitLength, read_projection
+from cloze.export.load.sentence_transformers import (
+    late_modules,
+    listed_modules,
+    sentence_settings,
+)
+from cloze.export.load.source import read_settings, read_tensors
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.error_lines import first_problem
 from cloze.model_store.heads import multi_vector
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.heads import EMBEDDING
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.train.card import CARD, common_license, front_matter
 from cloze.export.train.save import save_checkpoint
 

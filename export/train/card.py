@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from cloze.export.checkpoint import Checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.load.checkpoint import Checkpoint
+from cloze.export.load.sentence_transformers import EmbeddingRecipe
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import AdaptedRecipe, Recipe
 from cloze.export.train.run_dir import CHECKPOINT

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.check.verify import measure_gate
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.model import Model, TorchScorer, head_module
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run
@@ -30,7 +31,6 @@ from cloze.export.train.text_objective import (
     run_corpus,
     text_batches,
 )
-from cloze.export.verify import measure_gate
 
 
 @dataclass(frozen=True, slots=True)

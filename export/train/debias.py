@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_steps import Projection
 from cloze.export.errors import Report, TrainError
 from cloze.export.evaluation.audit import AuditData, audit
 from cloze.export.evaluation.scorer import Subject, unit_embeddings
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.embedding_steps import Projection
 from cloze.export.model import TorchScorer
 from cloze.export.train.card import CARD, common_license, front_matter
 from cloze.export.train.documents import read_documents, split_sentences

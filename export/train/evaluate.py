@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, Report, TrainError
 from cloze.export.evaluation.labelled import (
     LabelledText,
@@ -37,10 +36,11 @@ from cloze.export.evaluation.scorer import (
 )
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.evaluation.stereotypes import read_stereotypes, stereotype_preference
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.model import TorchScorer
-from cloze.export.session import open_session
-from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.examples import (

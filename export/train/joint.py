@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.heads import SPAN
+from cloze.export.load.checkpoint import Checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.label_data import (

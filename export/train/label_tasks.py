@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.calibration import Calibration, calibrate
 from cloze.export.evaluation.labelled import TaggedSentence
@@ -33,8 +32,9 @@ from cloze.export.evaluation.labels import (
     tag_choices,
 )
 from cloze.export.evaluation.scorer import Floats
+from cloze.export.load.checkpoint import Checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model, TorchScorer
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint

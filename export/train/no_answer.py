@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import equal_lengths
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.model import Model, TorchScorer
 from cloze.export.train.card import CARD
 from cloze.export.train.documents import is_held_out

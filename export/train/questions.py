@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model, TorchScorer
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint, is_held_out

@@ -1,6 +1,6 @@
 """Writes a trained model as a Hugging Face checkpoint, and an adapter as a folder of PEFT.
 
-`cloze.export.checkpoint` can read both, transformers the one, and PEFT the other.
+`cloze.export.load.checkpoint` can read both, transformers the one, and PEFT the other.
 """
 
 import json
@@ -13,17 +13,17 @@ from tokenizers import models, normalizers
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.checkpoint import Checkpoint
-from cloze.export.checkpoint_files import read_settings
-from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
-from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
 from cloze.export.families.pruned import write_pruned
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.load.checkpoint import Checkpoint
+from cloze.export.load.embedding_steps import Step, UnitLength
+from cloze.export.load.sentence_transformers import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
+from cloze.export.load.source import read_settings
+from cloze.export.load.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer_files import AS_SAVED
+from cloze.export.load.weights import HEAD_SECTIONS
 from cloze.export.model import Model
-from cloze.export.model_loading import HEAD_SECTIONS
-from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.tokenizer_files import AS_SAVED
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
 from cloze.model_store.peft import (

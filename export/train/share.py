@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.checkpoint_files import weight_files
-from cloze.export.embedding_recipe import encoder_folder
 from cloze.export.errors import ExportError, Report
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.sentence_transformers import encoder_folder
+from cloze.export.load.source import weight_files
 from cloze.export.train.card import CARD
 from cloze.export.train.save import TASK_TYPES, save_adapter
 from cloze.model_store.store import Store

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cloze.export.errors import Report, TrainError
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import BatchPlan, TextBatch, TextBatches
 from cloze.export.train.corpus import Corpus, PreparedCorpus, prepare_corpus
 from cloze.export.train.masking import Masking

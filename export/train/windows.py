@@ -14,7 +14,7 @@ from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, head_arrays
 from cloze.export.evaluation.squad import Question
 from cloze.export.heads import SPAN
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.sequences import without_space
 
 MAX_ANSWER_TOKENS = 30

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.families.refused import REFUSALS, REFUSED, refusal_table
+from cloze.export.load.checkpoint import load_checkpoint
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 

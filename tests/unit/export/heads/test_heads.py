@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer
+from cloze.export.graph.session import open_session
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.heads.head import SampleSizes
 from cloze.export.heads.layer_embedding import _pooled
+from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import TorchScorer
-from cloze.export.session import open_session
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
     HEADS,

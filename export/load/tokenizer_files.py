@@ -19,14 +19,14 @@ from tokenizers import (
     processors,
 )
 
-from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, WordPieceKind
-from cloze.export.sentencepiece_files import (
+from cloze.export.load.sentencepiece_files import (
     find_sentencepiece,
     from_sentencepiece,
     mark_special,
 )
+from cloze.export.load.source import read_settings
 from cloze.model_store.error_lines import first_line
 
 AS_SAVED = "PreTrainedTokenizerFast"

@@ -11,17 +11,17 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
-from cloze.export.adapter_folder import add_products, head_settings, read_adapter
 from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
-from cloze.export.checkpoint_files import (
-    CheckpointFiles,
-    locate,
-    read_settings,
-    read_tensors,
-    weight_files,
-)
-from cloze.export.embedding_recipe import (
+from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES, Family
+from cloze.export.families.pruned import PRUNED, read_pruned
+from cloze.export.families.refused import reason
+from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
+from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.head import HeadFiles
+from cloze.export.load.adapter_folder import add_products, head_settings, read_adapter
+from cloze.export.load.sentence_transformers import (
     EmbeddingRecipe,
     check_truncation,
     describe_steps,
@@ -32,16 +32,16 @@ from cloze.export.embedding_recipe import (
     sentence_settings,
     with_activation,
 )
-from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, Family
-from cloze.export.families.pruned import PRUNED, read_pruned
-from cloze.export.families.refused import reason
-from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
-from cloze.export.heads import EXPORT_HEADS, ExportHead
-from cloze.export.heads.head import HeadFiles
+from cloze.export.load.source import (
+    CheckpointFiles,
+    locate,
+    read_settings,
+    read_tensors,
+    weight_files,
+)
+from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
+from cloze.export.load.weights import load_model, read_head_options, read_parts
 from cloze.export.model import Model, head_module
-from cloze.export.model_loading import load_model, read_head_options, read_parts
-from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source

@@ -9,15 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cloze.export.checkpoint_files import (
+from cloze.export.errors import ExportError
+from cloze.export.load.embedding_steps import Step, UnitLength, read_norm, read_projection
+from cloze.export.load.source import (
     SENTENCE_SETTINGS,
     check_links,
     read_settings,
     weight_files,
 )
-from cloze.export.embedding_steps import Step, UnitLength, read_norm, read_projection
-from cloze.export.errors import ExportError
-from cloze.export.tokenizer_files import APPLIED_SETTINGS
+from cloze.export.load.tokenizer_files import APPLIED_SETTINGS
 from cloze.model_store.heads import Pooling
 from cloze.model_store.manifest import Role
 from cloze.model_store.plain_files import sha256_of

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cloze.export.checkpoint_files import read_tensors, weight_files
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder, layer_norm, linear
+from cloze.export.load.source import read_tensors, weight_files
 
 _SMALLEST_LENGTH = 1e-12
 """A shorter vector is divided by this length, as by `F.normalize`."""

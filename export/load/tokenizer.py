@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers
 
 from cloze.export.errors import ExportError
-from cloze.export.tokenizer_files import (
+from cloze.export.load.tokenizer_files import (
     BYTE_LEVEL_SPACE,
     SPECIAL_TOKENS,
     is_byte_level,

@@ -14,9 +14,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
-from cloze.export.checkpoint_files import SENTENCEPIECE_MODELS, read_settings
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.load.source import SENTENCEPIECE_MODELS, read_settings
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 

@@ -15,8 +15,8 @@ from cloze.export.graph.builder import GraphBuilder, StoredWeight
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
 from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import HeadGraph, flat_rows
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import Model, head_module
 from cloze.model_store.adapter_section import HIDDEN, HIDDEN_ROWS
 from cloze.model_store.heads import Head

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.families import FAMILIES, HeadSpec
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import HeadSetup
 from cloze.export.heads.masked_lm import MaskedLMHead
 from cloze.export.heads.next_sentence import NextSentenceHead
 from cloze.export.heads.span import SpanHead
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, PackedBatch
 from cloze.model_store.heads import HEADS, GraphSpec
 from cloze.model_store.layouts import Layout

@@ -18,8 +18,8 @@ from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph.session import open_session
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import Model, TorchScorer
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head, multi_vector

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.publish import export
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store

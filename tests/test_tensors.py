@@ -9,7 +9,7 @@ from onnx import helper
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.graph_writer import LAYOUTS, GraphWriter
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import Model
 from cloze.model_store.heads import (
     HEADS,

@@ -47,8 +47,9 @@ from cloze.export.evaluation.stereotypes import (
     stereotype_preference,
 )
 from cloze.export.heads import NEXT_SENTENCE, SPAN
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.sentence_transformers import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.load.sentence_transformers import POOLING_FLAGS
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.average import average

@@ -12,9 +12,9 @@ from sentence_transformers import SentenceTransformer
 from cloze.cli import cli
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import unit_embeddings
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.embedding_steps import Norm, Projection, UnitLength
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.embedding_steps import Norm, Projection, UnitLength
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.train.debias import DebiasFiles, augment, bias_directions, project
 from cloze.export.train.documents import is_held_out, read_documents
 from cloze.export.train.evaluate import open_subject

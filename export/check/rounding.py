@@ -30,7 +30,7 @@ from cloze.export.blocks.encoder import Encoder
 from cloze.export.blocks.layer import InputKind
 from cloze.export.errors import ExportError
 from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale, quantise
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
 from cloze.model_store.manifest import Weights

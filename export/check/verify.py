@@ -22,9 +22,9 @@ from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.session import Session, open_session
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import SampleSizes
 from cloze.export.load.checkpoint import Checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import Model, hidden_states, torch_outputs
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head

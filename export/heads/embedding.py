@@ -1,7 +1,8 @@
-"""Embedding: graph and gate figures. The head's module is the checkpoint's `EmbeddingRecipe`."""
+"""Embedding: the recipe, which is the head's module, its poolings, graph and gate figures."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -13,13 +14,83 @@ from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
+from cloze.export.heads.embedding_steps import Step
 from cloze.export.heads.head import ExportHead, HeadGraph, of_sentences
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.model_store.heads import Pooling, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement
 
 _PAIR_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRecipe:
+    """How hidden states become an embedding.
+
+    The default is the usual recipe for an encoder without one: mean pooling and length 1.
+
+    Attributes:
+        further_poolings: poolings whose vectors are joined to that of the first one.
+        steps: the modules after the pooling.
+        max_tokens: the longest sequence of the checkpoint's tuning; None: the encoder's limit.
+        prompts: texts to put before an input, by name.
+        default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
+        include_prompt: whether the start token and the tokens of a prompt are pooled.
+    """
+
+    pooling: Pooling = Pooling.MEAN
+    steps: tuple[Step, ...] = ()
+    normalize: bool = True
+    max_tokens: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    further_poolings: tuple[Pooling, ...] = ()
+    include_prompt: bool = True
+
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """All poolings, in the order of their vectors."""
+        return (self.pooling, *self.further_poolings)
+
+    def pool(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding.
+
+        Args:
+            first: the first position to pool; 0 if the recipe includes prompts.
+        """
+        first = 0 if self.include_prompt else first
+        vectors = torch.cat([pooled(hidden, pooling, first) for pooling in self.poolings], 1)
+        for step in self.steps:
+            vectors = cast(Tensor, step(vectors))
+        return vectors
+
+    def dimensions(self, hidden_size: int) -> int:
+        """Return D, the number of dimensions of an embedding."""
+        sizes = [step.dimensions for step in self.steps if step.dimensions is not None]
+        return sizes[-1] if sizes else hidden_size * len(self.poolings)
+
+
+def pooled(hidden: Tensor, pooling: Pooling, first: int = 0) -> Tensor:
+    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding.
+
+    Args:
+        first: the first position to pool. The positions keep their weights.
+    """
+    hidden = hidden[:, first:]
+    match pooling:
+        case Pooling.MEAN:
+            return hidden.mean(1)
+        case Pooling.CLS:
+            return hidden[:, 0]
+        case Pooling.LAST:
+            return hidden[:, -1]
+        case Pooling.MAX:
+            return hidden.amax(1)
+        case Pooling.MEAN_SQRT_LENGTH:
+            return hidden.sum(1).div(hidden.shape[1] ** 0.5)
+        case Pooling.WEIGHTED_MEAN:
+            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device) + first
+            return (hidden * weights[:, None]).sum(1) / weights.sum()
 
 
 def _write(recipe: EmbeddingRecipe, graph: HeadGraph) -> None:

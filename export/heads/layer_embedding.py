@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
+from cloze.export.heads.embedding import pooled
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine, of_sentences
-from cloze.export.load.sentence_transformers import pooled
 from cloze.model_store.heads import Pooling, layer_embedding
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.layouts import Placement

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import Checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
 from cloze.export.train.progress import read_log

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from cloze.export.errors import Report, TrainError
 from cloze.export.evaluation.audit import AuditData, audit
 from cloze.export.evaluation.scorer import Subject, unit_embeddings
+from cloze.export.heads.embedding_steps import Projection
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.embedding_steps import Projection
 from cloze.export.model import TorchScorer
 from cloze.export.train.card import CARD, common_license, front_matter
 from cloze.export.train.documents import read_documents, split_sentences

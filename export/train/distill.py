@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, finish_run

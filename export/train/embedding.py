@@ -19,8 +19,8 @@ from torch import Tensor
 from cloze.export.errors import TrainError
 from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model, TorchScorer
 from cloze.export.train.batches import (

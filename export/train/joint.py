@@ -246,7 +246,7 @@ def _start(
     heads = [SPAN] if any(isinstance(task, QuestionsTask) for task in tasks) else []
     heads += labels
     family = FAMILIES[checkpoint.model.config.family]
-    alone = next((name for name in heads if family.heads[name].architecture), None)
+    alone = next((name for name in heads if family.heads[name].needs_class), None)
     if alone and len(heads) > 1:
         raise TrainError(
             f"a {family.name} checkpoint says only by its class that it has a {alone} head, so it "

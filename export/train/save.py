@@ -16,9 +16,10 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.families import FAMILIES
 from cloze.export.families.pruned import write_pruned
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.embedding_steps import Step, UnitLength
 from cloze.export.load.checkpoint import Checkpoint
-from cloze.export.load.embedding_steps import Step, UnitLength
-from cloze.export.load.sentence_transformers import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
+from cloze.export.load.sentence_transformers import POOLING_FLAGS, encoder_folder
 from cloze.export.load.source import read_settings
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.load.tokenizer_files import AS_SAVED
@@ -211,8 +212,8 @@ def _architecture(config: EncoderConfig, heads: frozenset[str]) -> str:
     family = FAMILIES[config.family]
     if heads in family.classes:
         return family.classes[heads]
-    named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
-    return family.class_prefix + next(filter(None, named), "Model")
+    named = [h.classes[0] for name, h in EXPORT_HEADS.items() if name in heads and h.needs_class]
+    return family.class_prefix + next(iter(named), "Model")
 
 
 def _written_heads(model: Model) -> frozenset[str]:
@@ -220,7 +221,7 @@ def _written_heads(model: Model) -> frozenset[str]:
     return frozenset(
         name
         for name, head in EXPORT_HEADS.items()
-        if head.read is None and getattr(model, name, None) is not None
+        if head.of_family and getattr(model, name, None) is not None
     )
 
 
@@ -251,7 +252,7 @@ def _write_weights(model: Model, folder: Path) -> None:
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.read is None
+        if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.of_family
     }
     written = FAMILIES[model.config.family].write(parameters, model.config)
     _write_tensors(written, folder / "model.safetensors")

@@ -15,8 +15,8 @@ from cloze.cli import cli
 from cloze.export.errors import ExportError, TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.families.pruned import read_pruned
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.compress import factorise, prune

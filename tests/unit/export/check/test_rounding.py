@@ -8,7 +8,7 @@ import torch
 from cloze.export.check.rounding import input_scales, round_weights
 from cloze.export.errors import ExportError
 from cloze.export.graph.linear_ops import quantise
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import Model
 from cloze.model_store.manifest import Weights
 from tests.unit.export.graph.tiny_models import TOKENIZER, model, projected

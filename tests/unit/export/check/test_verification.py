@@ -18,7 +18,7 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EXPORT_HEADS
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import Model
 from cloze.model_store.heads import HEADS, ArrayResult, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.layouts import Layout

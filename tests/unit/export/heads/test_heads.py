@@ -14,9 +14,9 @@ from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.graph.session import open_session
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import SampleSizes
 from cloze.export.heads.layer_embedding import _pooled
-from cloze.export.load.sentence_transformers import EmbeddingRecipe
 from cloze.export.model import TorchScorer
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
@@ -47,18 +47,16 @@ def test_the_heads_are_those_of_the_contract() -> None:
 
 def test_what_configurations_promise() -> None:
     """The ends of class names decide which heads a checkpoint must have."""
-    assert {name: head.promised_by for name, head in EXPORT_HEADS.items() if head.promised_by} == {
+    assert {name: head.classes for name, head in EXPORT_HEADS.items() if head.classes} == {
         "masked_lm": ("ForMaskedLM", "ForPreTraining"),
         "next_sentence": ("ForNextSentencePrediction", "ForPreTraining"),
         "span": ("ForQuestionAnswering",),
         "sequence_classification": ("ForSequenceClassification",),
         "token_classification": ("ForTokenClassification",),
     }
-    assert {
-        name: head.architecture for name, head in EXPORT_HEADS.items() if head.architecture
-    } == {
-        "sequence_classification": "ForSequenceClassification",
-        "token_classification": "ForTokenClassification",
+    assert {name for name, head in EXPORT_HEADS.items() if head.needs_class} == {
+        "sequence_classification",
+        "token_classification",
     }
     assert {name: head.module_of for name, head in EXPORT_HEADS.items() if head.module_of} == {
         "sparse_embedding": "masked_lm"

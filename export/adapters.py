@@ -30,17 +30,6 @@ from cloze.model_store.manifest import Graph, Precision
 ALL_LAYERS: Final = "all-linear"
 """PEFT's name of all linear layers."""
 
-ADAPTED_FILES: Final = {
-    Precision.FP32: "dense-adapters.onnx",
-    Precision.INT8: "dense-int8-adapters.onnx",
-}
-
-ADAPTED_WEIGHTS: Final = {
-    Precision.FP32: "weights-adapters.bin",
-    Precision.INT8: "weights-int8-adapters.bin",
-}
-"""Vectors that only a graph with adapters has; all other weights are those of the plain graphs."""
-
 TENSORS_FILE: Final = "adapter-heads.safetensors"
 
 _HEADS: Final = ("sequence_classification", "token_classification")

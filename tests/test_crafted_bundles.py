@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from cloze.export.check.verify import TOLERANCES
-from cloze.export.graph_writer import WEIGHTS_FILES
+from cloze.export.model import WEIGHTS_FILES
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.goldens import read_goldens

@@ -16,9 +16,8 @@ from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.graph.session import open_session
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.model import TorchScorer
+from cloze.export.model import GraphWriter, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.heads import layer_embedding

@@ -14,7 +14,7 @@ from tests.request_path import project_function
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
-MOST_FILES, MOST_FUNCTIONS = 37, 249
+MOST_FILES, MOST_FUNCTIONS = 33, 248
 """A few more functions than were counted. Lower both with the count."""
 
 

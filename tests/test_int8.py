@@ -25,10 +25,9 @@ from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.texts import SENTENCES, GateTexts
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.model import Model, TorchScorer
+from cloze.export.model import GraphWriter, Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.model_store import Bundle, Store, processor, tensors

@@ -23,8 +23,8 @@ from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Fp32
 from cloze.export.graph.session import CUDA, Session, open_session
 from cloze.export.graph.trunk import PackedTrunk
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.model import GraphWriter
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store, tensors
 from cloze.model_store.batch import placement_of

@@ -21,9 +21,9 @@ from cloze.export.evaluation.scorer import (
 )
 from cloze.export.graph.linear_ops import quantise
 from cloze.export.graph.session import open_session
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
 from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.model import GraphWriter
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Manifest, Precision, Weights

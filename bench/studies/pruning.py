@@ -18,9 +18,8 @@ import onnxruntime as ort
 import torch
 
 from cloze.export.check.rounding import input_scales
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.model import Model
+from cloze.export.model import GraphWriter, Model
 from cloze.export.train.compress import describe_sizes
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.importance import choose, importance, without_others

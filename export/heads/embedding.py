@@ -59,7 +59,7 @@ class EmbeddingRecipe:
             first: the first position to pool; 0 if the recipe includes prompts.
         """
         first = 0 if self.include_prompt else first
-        vectors = torch.cat([pooled(hidden, pooling, first) for pooling in self.poolings], 1)
+        vectors = torch.cat([pool(hidden, pooling, first) for pooling in self.poolings], 1)
         for step in self.steps:
             vectors = cast(Tensor, step(vectors))
         return vectors
@@ -70,7 +70,7 @@ class EmbeddingRecipe:
         return sizes[-1] if sizes else hidden_size * len(self.poolings)
 
 
-def pooled(hidden: Tensor, pooling: Pooling, first: int = 0) -> Tensor:
+def pool(hidden: Tensor, pooling: Pooling, first: int = 0) -> Tensor:
     """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding.
 
     Args:

@@ -16,7 +16,7 @@ _LAST_LAYERS: Final = ("classifier.weight", "out_proj.weight")
 """The ends of the names of the tensors with one row per label."""
 
 
-def read_adapter(folder: Path) -> AdapterFiles:
+def read_adapter_files(folder: Path) -> AdapterFiles:
     """Read an adapter that names its base.
 
     Raises:

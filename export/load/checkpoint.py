@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,18 @@ from cloze.export.families.refused import reason
 from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.adapter_folder import add_products, head_settings, read_adapter
-from cloze.export.load.parts import HeadFiles, read_parts
+from cloze.export.load.adapter_folder import add_products, head_settings, read_adapter_files
+from cloze.export.load.parts import (
+    BGE_FILE,
+    LEXICAL_FILE,
+    STANFORD_CLASS,
+    STANFORD_FILE,
+    HeadFiles,
+    read_bge,
+    read_lexical,
+    read_pylate,
+    read_stanford,
+)
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.load.source import (
     CheckpointFiles,
@@ -33,7 +43,7 @@ from cloze.export.load.source import (
 from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.export.load.weights import load_model, named_classes
 from cloze.export.model import Model, head_module
-from cloze.model_store.heads import Head
+from cloze.model_store.heads import Head, lexical, multi_vector
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
 from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
@@ -101,7 +111,8 @@ def load_checkpoint(
     _check_vocabulary(tokenizer, config)
 
     tensors = read_tensors(weights)
-    parts = read_parts(HeadFiles(folder, settings, tensors, tokenizer, config))
+    of_heads = HeadFiles(folder, settings, tensors, tokenizer, config)
+    parts = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
     model, notes = load_model(tensors, family, config, settings, tasks)
     for name, part in parts.items():
         setattr(model, name, part)
@@ -127,6 +138,22 @@ def load_checkpoint(
     )
 
 
+def _part_readers(
+    folder: SentenceTransformersFolder, settings: Mapping[str, Any]
+) -> dict[str, Callable[[HeadFiles], Any]]:
+    """Return readers of the heads whose weights lie outside the family's tensors, by name."""
+    readers: dict[str, Callable[[HeadFiles], Any]] = {}
+    if folder.projections_of_tokens:
+        readers[multi_vector.HEAD.name] = read_pylate
+    elif (folder.path / STANFORD_FILE).is_file() or STANFORD_CLASS in named_classes(settings):
+        readers[multi_vector.HEAD.name] = read_stanford
+    elif (folder.path / BGE_FILE).is_file():
+        readers[multi_vector.HEAD.name] = read_bge
+    if (folder.path / LEXICAL_FILE).is_file():
+        readers[lexical.HEAD.name] = read_lexical
+    return readers
+
+
 def _load_tokenizer(folder: SentenceTransformersFolder) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
     own = folder.of_encoder
@@ -145,7 +172,7 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
     Raises:
         ExportError: the adapter or its base cannot be loaded, or they do not fit.
     """
-    adapter = read_adapter(files.folder)
+    adapter = read_adapter_files(files.folder)
     named = adapter.config["base_model_name_or_path"]
     base = load_checkpoint(named, adapter.config.get("revision"))
     if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):

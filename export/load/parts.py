@@ -5,14 +5,13 @@ that of Stanford's ColBERT; and BGE-M3's, which has lexical weights too.
 """
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
@@ -27,13 +26,12 @@ from cloze.export.load.sentence_transformers import (
 from cloze.export.load.source import read_settings, read_tensors
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.error_lines import first_problem
-from cloze.model_store.heads import lexical, multi_vector
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.multi_vector import LateInteraction
 
-_STANFORD_FILE, _BGE_FILE = "artifact.metadata", "colbert_linear.pt"
-_LEXICAL_FILE = "sparse_linear.pt"
-_STANFORD_TENSOR, _STANFORD_CLASS = "linear.weight", "HF_ColBERT"
+STANFORD_FILE, STANFORD_CLASS = "artifact.metadata", "HF_ColBERT"
+BGE_FILE, LEXICAL_FILE = "colbert_linear.pt", "sparse_linear.pt"
+_STANFORD_TENSOR = "linear.weight"
 _LEAST_TOKENS = 3
 _SPECIAL = ("cls_token", "sep_token", "pad_token", "unk_token")
 
@@ -43,53 +41,27 @@ class HeadFiles:
     """What is read of a checkpoint for a head whose weights are not among the family's tensors.
 
     Attributes:
-        files: the folder of the checkpoint, above that of the encoder.
         settings: ``config.json`` of the encoder.
         tensors: the tensors of the encoder's files. A head takes out those that it reads.
     """
 
-    files: SentenceTransformersFolder
+    folder: SentenceTransformersFolder
     settings: Mapping[str, Any]
     tensors: dict[str, Tensor]
     tokenizer: CheckpointTokenizer
     config: EncoderConfig
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the checkpoint, above that of the encoder."""
-        return self.files.folder
 
-
-def read_parts(files: HeadFiles) -> dict[str, Any]:
-    """Return the modules of the heads whose weights lie outside the family's tensors, by name.
-
-    Raises:
-        ExportError: a setting or a tensor is missing, or is not supported.
-    """
-    read = {name: reader(files) for name, reader in _READERS.items()}
-    return {name: module for name, module in read.items() if module is not None}
-
-
-def _read_late_interaction(files: HeadFiles) -> MultiVectorHead | None:
-    """Return the head of a checkpoint; None if it has none."""
-    architectures = files.settings.get("architectures") or []
-    if files.files.projections_of_tokens:
-        return _read_pylate(files)
-    if (files.folder / _STANFORD_FILE).is_file() or _STANFORD_CLASS in architectures:
-        return _read_stanford(files)
-    return _read_bge(files) if (files.folder / _BGE_FILE).is_file() else None
-
-
-def _read_pylate(files: HeadFiles) -> MultiVectorHead:
+def read_pylate(files: HeadFiles) -> MultiVectorHead:
     """Read a directory of PyLate; see its ``ColBERT``."""
-    modules = files.files.projections_of_tokens
+    modules = files.folder.projections_of_tokens
     steps = [read_projection(module, of_tokens=True) for module in modules]
-    if files.files.of_encoder.lowercase and not files.tokenizer.lowercase:
+    if files.folder.of_encoder.lowercase and not files.tokenizer.lowercase:
         raise ExportError(
             "a model of late interaction whose texts are lower-cased before a cased tokenizer "
             "(do_lower_case) is not supported"
         )
-    settings = files.files.settings
+    settings = files.folder.settings
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or any(prompts.values()):
         raise ExportError(
@@ -111,15 +83,15 @@ def _read_pylate(files: HeadFiles) -> MultiVectorHead:
     return _head(files, steps, options)
 
 
-def _read_stanford(files: HeadFiles) -> MultiVectorHead:
+def read_stanford(files: HeadFiles) -> MultiVectorHead:
     """Read a checkpoint of stanford-futuredata/ColBERT; see its ``ColBERTConfig``."""
     weight = files.tensors.pop(_STANFORD_TENSOR, None)
     if weight is None:
         raise ExportError(f"the checkpoint of a ColBERT lacks {_STANFORD_TENSOR}")
-    settings = read_settings(files.folder / _STANFORD_FILE)
+    settings = read_settings(files.folder.path / STANFORD_FILE)
     get = partial(_setting, settings)
     if (similarity := get("similarity", "cosine")) != "cosine":
-        raise ExportError(f"{_STANFORD_FILE}: similarity {similarity!r} is not supported (cosine)")
+        raise ExportError(f"{STANFORD_FILE}: similarity {similarity!r} is not supported (cosine)")
     backend = files.tokenizer.tokenizer
     marks = string.punctuation if get("mask_punctuation", True) else ""
     pieces = [backend.encode(mark, add_special_tokens=False).ids[:1] for mark in marks]
@@ -135,9 +107,9 @@ def _read_stanford(files: HeadFiles) -> MultiVectorHead:
     return _head(files, [Projection(weight, None)], options)
 
 
-def _read_bge(files: HeadFiles) -> MultiVectorHead:
+def read_bge(files: HeadFiles) -> MultiVectorHead:
     """Read the layer beside a BGE-M3; see FlagEmbedding's ``EncoderOnlyEmbedderM3Model``."""
-    weight, bias = _read_linear(files, _BGE_FILE)
+    weight, bias = _read_linear(files, BGE_FILE)
     positions = files.config.max_positions
     options = {
         "query_tokens": positions,
@@ -154,7 +126,7 @@ def _read_linear(files: HeadFiles, name: str) -> tuple[Tensor, Tensor]:
     Raises:
         ExportError: the file holds anything else.
     """
-    tensors = read_tensors([files.folder / name])
+    tensors = read_tensors([files.folder.path / name])
     if tensors.keys() != {"weight", "bias"}:
         raise ExportError(f"{name} is not one linear layer ({', '.join(sorted(tensors))})")
     return tensors["weight"], tensors["bias"]
@@ -227,23 +199,15 @@ def _check_linear(step: Projection, width: int) -> None:
         raise ExportError("the layer of late interaction holds NaN or infinity")
 
 
-def _read_lexical(files: HeadFiles) -> LexicalHead | None:
-    """Return the layer of lexical weights beside a BGE-M3; None if there is none."""
-    if not (files.folder / _LEXICAL_FILE).is_file():
-        return None
-    weight, bias = _read_linear(files, _LEXICAL_FILE)
+def read_lexical(files: HeadFiles) -> LexicalHead:
+    """Read the layer of lexical weights beside a BGE-M3."""
+    weight, bias = _read_linear(files, LEXICAL_FILE)
     if weight.shape != (1, files.config.hidden_size) or bias.shape != (1,):
         raise ExportError(
-            f"{_LEXICAL_FILE} has shape {list(weight.shape)}, not [1, {files.config.hidden_size}]"
+            f"{LEXICAL_FILE} has shape {list(weight.shape)}, not [1, {files.config.hidden_size}]"
         )
     if not (weight.isfinite().all() and bias.isfinite().all()):
-        raise ExportError(f"{_LEXICAL_FILE} holds NaN or infinity")
+        raise ExportError(f"{LEXICAL_FILE} holds NaN or infinity")
     names = [files.tokenizer.special_tokens.get(key, "") for key in _SPECIAL]
     ids = {files.tokenizer.tokenizer.token_to_id(name) for name in names} - {None}
     return LexicalHead(weight, bias, LexicalOptions(skipped_ids=tuple(sorted(ids))))
-
-
-_READERS: Final[Mapping[str, Callable[[HeadFiles], nn.Module | None]]] = {
-    multi_vector.HEAD.name: _read_late_interaction,
-    lexical.HEAD.name: _read_lexical,
-}

@@ -93,7 +93,7 @@ class SentenceTransformersFolder:
             as in a folder without modules. A model of late interaction pools nothing.
     """
 
-    folder: Path
+    path: Path
     modules: tuple[Module, ...]
     settings: Mapping[str, Any]
     of_encoder: EncoderSettings
@@ -117,7 +117,7 @@ class SentenceTransformersFolder:
     @property
     def encoder(self) -> Path:
         """The folder of the encoder: a subfolder if a module says so."""
-        return _encoder_of(self.folder, self.modules)
+        return _encoder_of(self.path, self.modules)
 
     @property
     def projections_of_tokens(self) -> list[Module]:

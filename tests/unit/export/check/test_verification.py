@@ -16,10 +16,9 @@ from cloze.export.check.rounding import input_scales
 from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.model import Model
+from cloze.export.model import GraphWriter, Model
 from cloze.model_store.heads import HEADS, ArrayResult, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision

@@ -8,9 +8,9 @@ from cloze.export.adapters import ALL_LAYERS, AdaptedModel
 from cloze.export.check.verify import TOLERANCES, GraphUnderTest
 from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.model import GraphWriter
 from tests.unit.export.families.test_against_transformers import OWN, save
 
 REFUSED = {"deberta-v2"}

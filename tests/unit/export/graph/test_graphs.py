@@ -19,9 +19,8 @@ from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Int8
 from cloze.export.graph.session import open_session
-from cloze.export.graph_writer import LAYOUTS, GraphWriter
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.model import Model
+from cloze.export.model import LAYOUTS, GraphWriter, Model
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout

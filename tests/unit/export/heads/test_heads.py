@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.graph.session import open_session
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import SampleSizes
 from cloze.export.heads.layer_embedding import _pooled
-from cloze.export.model import TorchScorer
+from cloze.export.model import GraphWriter, TorchScorer
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
     HEADS,

@@ -108,49 +108,38 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     g = graph.g
     chosen = graph.input(embedding.EMBED_SEQUENCES)
     sequences = g.op("Gather", [graph.hidden, chosen], axis=0)  # [E, S, H]
-    if recipe.include_prompt:
-        vectors = [_pooled(g, sequences, pooling) for pooling in recipe.poolings]
-    else:
-        first = graph.input(embedding.EMBED_FIRST)
-        vectors = [_pooled_from(g, sequences, first, pooling) for pooling in recipe.poolings]
+    first = "" if recipe.include_prompt else graph.input(embedding.EMBED_FIRST)
+    vectors = [_pooled(g, sequences, first, pooling) for pooling in recipe.poolings]
     return vectors[0] if len(vectors) == 1 else g.op("Concat", vectors, axis=1)
 
 
-def _pooled(g: GraphBuilder, sequences: str, pooling: Pooling) -> str:
-    """Write one vector per sequence, [E, S, H] -> [E, H]."""
+def _pooled(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
+    """Write one vector per sequence, [E, S, H] -> [E, H].
+
+    Args:
+        g: the graph.
+        sequences: real tokens, [E, S, H].
+        first: the first position to pool, [E]; "": 0.
+        pooling: the pooling.
+    """
     axis = g.weight("axis_1", np.array([1], np.int64))
     match pooling:
-        case Pooling.MEAN:
-            return g.op("ReduceMean", [sequences, axis], keepdims=0)
-        case Pooling.CLS:
-            return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
         case Pooling.LAST:
             return g.op("Gather", [sequences, g.weight("last", np.array(-1, np.int64))], axis=1)
-        case Pooling.MAX:
+        case Pooling.CLS if not first:
+            return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
+        case Pooling.MEAN if not first:
+            return g.op("ReduceMean", [sequences, axis], keepdims=0)
+        case Pooling.MAX if not first:
             return g.op("ReduceMax", [sequences, axis], keepdims=0)
-        case Pooling.MEAN_SQRT_LENGTH:
-            length = g.op("Cast", [g.op("Shape", [sequences], start=1, end=2)], to=1)
-            total = g.op("ReduceSum", [sequences, axis], keepdims=0)
-            return g.op("Div", [total, g.op("Sqrt", [length])])
-        case Pooling.WEIGHTED_MEAN:
-            length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
-            one = g.weight("one_token", np.array(1, np.int64))
-            positions = g.op("Range", [one, g.op("Add", [length, one]), one])  # [S]
-            weights = g.op("Cast", [positions], to=1)
-            scaled = g.op("Mul", [sequences, g.op("Unsqueeze", [weights, axis])])
-            total = g.op("ReduceSum", [scaled, axis], keepdims=0)
-            return g.op("Div", [total, g.op("ReduceSum", [weights], keepdims=0)])
-
-
-def _pooled_from(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
-    """Write one vector per sequence, [E, S, H] -> [E, H], of the tokens from ``first`` [E] on."""
-    if pooling is Pooling.LAST:
-        return _pooled(g, sequences, pooling)
-    axis = g.weight("axis_1", np.array([1], np.int64))
     zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
     length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
     positions = g.op("Range", [zero, length, one])  # [S]
-    column = g.op("Unsqueeze", [g.op("Cast", [first], to=TensorProto.INT64), axis])  # [E, 1]
+    column = (
+        g.op("Unsqueeze", [g.op("Cast", [first], to=TensorProto.INT64), axis])  # [E, 1]
+        if first
+        else g.weight("first_column", np.zeros((1, 1), np.int64))
+    )
     is_first = pooling is Pooling.CLS
     counts = g.op("Equal" if is_first else "GreaterOrEqual", [positions, column])  # [E, S]
     last_axis = g.weight("axis_2", np.array([2], np.int64))

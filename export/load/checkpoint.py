@@ -46,7 +46,7 @@ from cloze.export.model import Model, head_module
 from cloze.model_store.heads import Head, lexical, multi_vector
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
-from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
+from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE, AdapterFiles
 from cloze.model_store.plain_files import sha256_of
 
 _PADDING_MULTIPLE: Final = 128
@@ -177,36 +177,50 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
     base = load_checkpoint(named, adapter.config.get("revision"))
     if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
         raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
-    add_products(base.model, adapter)
     folder, own = (SentenceTransformersFolder.read(f) for f in (base.folder, files.folder))
     own.check_truncation(base.model.config.hidden_size)
-    weights = [*weight_files(folder.encoder), files.folder / TENSORS_FILE]
+    weights = weight_files(folder.encoder)
+    if adapter.tensors:
+        base = _with_heads(base, adapter, folder.encoder, weights, own)
+    else:
+        base = replace(base, broken_promise="")
+    add_products(base.model, adapter)
     described = folder if own.recipe is None else own
     card = _read_card(files.folder) or base.card
-    merged = replace(
+    return replace(
         base,
         recipe=own.recipe or base.recipe,
         folder=files.folder,
-        source=_source(files, described, weights, base.model),
+        source=_source(files, described, [*weights, files.folder / TENSORS_FILE], base.model),
         license=_license(card),
         card=card,
     )
-    if not adapter.tensors:
-        return merged
-    family = FAMILIES[base.model.config.family]
-    settings = head_settings(adapter, read_settings(folder.encoder / "config.json"))
-    encoder = {n: one for n, one in base.model.named_parameters() if n.startswith("encoder.")}
-    of_heads = {n: torch.from_numpy(one) for n, one in adapter.tensors.items()}
-    tensors = {**family.write(encoder, base.model.config), **of_heads}
-    model, notes = load_model(tensors, family, base.model.config, settings)
+
+
+def _with_heads(
+    base: Checkpoint,
+    adapter: AdapterFiles,
+    encoder: Path,
+    weights: list[Path],
+    own: SentenceTransformersFolder,
+) -> Checkpoint:
+    """Return a base with the heads of an adapter instead of its own."""
+    config, family = base.model.config, FAMILIES[base.model.config.family]
+    tensors = {
+        name: tensor
+        for name, tensor in read_tensors(weights).items()
+        if any(target.name.startswith("encoder.") for target in family.read(name, config))
+    }
+    of_heads = {name: torch.from_numpy(array) for name, array in adapter.tensors.items()}
+    settings = head_settings(adapter, read_settings(encoder / "config.json"))
+    model, notes = load_model(tensors | of_heads, family, config, settings)
     heads = _heads_of(model)
     return replace(
-        merged,
+        base,
         model=model.eval(),
         heads=tuple(head.head for head in heads),
         default_heads=_default_heads(heads, declares_pooling=own.recipe is not None),
         options=model.options,
-        source=_source(files, described, weights, model),
         notes=(*FAMILIES.problems, *notes),
         broken_promise=_broken_promise(heads, family, settings),
     )

@@ -201,45 +201,31 @@ def _apply_settings(tokenizer: Tokenizer, files: TokenizerFolder) -> list[str]:
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
         notes.append("tokenizer: tokenizer.json's dropout is for training, and switched off")
-    normalizer = tokenizer.normalizer
-    changed, unread = _overruled(normalizer, files.settings, _NORMALIZER_SETTINGS)
-    pre_tokenizer = tokenizer.pre_tokenizer
-    same_name = {"add_prefix_space": "add_prefix_space"}
-    prefix, _ = _overruled(pre_tokenizer, files.settings, same_name)
-    differing = changed | prefix
+    settings = files.settings
+    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    places = [(normalizer, ours, theirs) for theirs, ours in _NORMALIZER_SETTINGS.items()]
+    places.append((pre_tokenizer, "add_prefix_space", "add_prefix_space"))
+    given = [(part, key, settings[name]) for part, key, name in places if name in settings]
+    differing = [one for one in given if getattr(one[0], one[1], one[2]) != one[2]]
     if differing and files.kind in _READ_AS_SAVED:
-        shown = ", ".join(differing)
+        shown = ", ".join(key for _, key, _ in differing)
         notes.append(
             f"tokenizer: tokenizer.json overrules tokenizer_config.json ({shown}), because the "
             f"class {AS_SAVED} reads it as it is"
         )
     elif differing:
-        for part, values in ((normalizer, changed), (pre_tokenizer, prefix)):
-            for key, value in values.items():
-                setattr(part, key, value)
+        for part, key, value in differing:
+            setattr(part, key, value)
         tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-        shown = ", ".join(f"{key} {value}" for key, value in differing.items())
+        shown = ", ".join(f"{key} {value}" for _, key, value in differing)
         notes.append(f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})")
-    if unread.get("lowercase") and "Lowercase" not in repr(normalizer):
+    is_unread = settings.get("do_lower_case") and not hasattr(normalizer, "lowercase")
+    if is_unread and "Lowercase" not in repr(normalizer):
         notes.append(
             "tokenizer: tokenizer.json's normaliser keeps the case of texts, although "
             "tokenizer_config.json says do_lower_case; transformers keeps the case too"
         )
     return notes
-
-
-def _overruled(
-    part: object, settings: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that a part of a tokenizer has with other values, and those it lacks."""
-    named = {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
-    lacking = {key: value for key, value in named.items() if not hasattr(part, key)}
-    differing = {
-        key: value
-        for key, value in named.items()
-        if key not in lacking and getattr(part, key) != value
-    }
-    return differing, lacking
 
 
 def _complete_template(tokenizer: Tokenizer, files: TokenizerFolder) -> None:

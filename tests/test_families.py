@@ -429,7 +429,7 @@ def test_the_page_of_families_is_the_generated_one() -> None:
 
 def test_only_tokenizers_know_the_marks_of_words() -> None:
     """`##` before a space is a heading of a page."""
-    assert not places(sources(without="export/tokenizer"), r"##(?! )|Ġ|▁")
+    assert not places(sources(without="export/load/tokenizer"), r"##(?! )|Ġ|▁")
 
 
 def test_a_name_of_a_family_is_found_wherever_it_stands(tmp_path: Path) -> None:

@@ -280,7 +280,13 @@ def _read_step(module: Module) -> Step:
         case "Dense":
             return read_projection(module)
         case "LayerNorm":
-            return _read_norm(module.folder)
+            tensors = read_tensors(weight_files(module.folder))
+            if tensors.keys() != {"norm.weight", "norm.bias"}:
+                raise ExportError(
+                    f"the LayerNorm module in {module.folder.name} has other tensors "
+                    f"({', '.join(sorted(tensors))})"
+                )
+            return Norm(tensors["norm.weight"], tensors["norm.bias"])
         case _:
             return UnitLength()
 
@@ -313,7 +319,10 @@ def _read_encoder_settings(encoder: Path) -> EncoderSettings:
         raise ExportError(
             f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}"
         )
-    _check_calls(file.name, given["processing_kwargs"] or {})
+    for kind in ("common", "text"):
+        calls = (given["processing_kwargs"] or {}).get(kind) or {}
+        for key in calls.keys() - _WITHOUT_EFFECT:
+            raise ExportError(f"{file.name}: processing_kwargs {kind}.{key} is not supported")
     if (other := settings.get("tokenizer_name_or_path")) is not None:
         raise ExportError(f"{file.name}: tokenizer_name_or_path {other!r:.80} is not supported")
     unread = [f"model_kwargs {key}" for key in given["model_kwargs"] or {}]
@@ -329,13 +338,6 @@ def _read_encoder_settings(encoder: Path) -> EncoderSettings:
     )
 
 
-def _check_calls(file: str, calls: Mapping[str, Any]) -> None:
-    """Refuse arguments with which sentence-transformers calls the tokenizer of texts."""
-    for kind in ("common", "text"):
-        for key in (calls.get(kind) or {}).keys() - _WITHOUT_EFFECT:
-            raise ExportError(f"{file}: processing_kwargs {kind}.{key} is not supported")
-
-
 def _poolings(settings: Mapping[str, Any]) -> tuple[Pooling, ...]:
     modes = settings.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: one boolean per mode, none means the mean
@@ -348,9 +350,8 @@ def _poolings(settings: Mapping[str, Any]) -> tuple[Pooling, ...]:
     elif isinstance(modes, str):
         modes = [modes]
     if not isinstance(modes, list) or not modes or not set(modes) <= set(Pooling):
-        shown = (
-            " + ".join(map(str, modes)) if isinstance(modes, list) and modes else "without a mode"
-        )
+        listed = modes if isinstance(modes, list) else []
+        shown = " + ".join(map(str, listed)) or "without a mode"
         raise ExportError(f"pooling {shown} is not supported (any of {', '.join(Pooling)})")
     return tuple(Pooling(mode) for mode in modes)
 
@@ -404,13 +405,3 @@ def _dense_activation(settings: Mapping[str, Any]) -> str:
             f"({', '.join(DENSE_ACTIVATIONS)})"
         )
     return name
-
-
-def _read_norm(folder: Path) -> Norm:
-    tensors = read_tensors(weight_files(folder))
-    if tensors.keys() != {"norm.weight", "norm.bias"}:
-        raise ExportError(
-            f"the LayerNorm module in {folder.name} has other tensors "
-            f"({', '.join(sorted(tensors))})"
-        )
-    return Norm(tensors["norm.weight"], tensors["norm.bias"])

@@ -13,9 +13,8 @@ from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
-from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.embedding import EmbeddingRecipe, pool
 from cloze.export.heads.head import SampleSizes
-from cloze.export.heads.layer_embedding import _pooled
 from cloze.export.model import GraphWriter, TorchScorer
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
@@ -120,12 +119,12 @@ def test_a_family_may_have_another_activation() -> None:
     torch.testing.assert_close(head(ROWS), pooled @ head.classifier.weight.T + head.classifier.bias)
 
 
-def test_rows_of_layers_are_pooled() -> None:
+def test_rows_are_pooled() -> None:
     rows = torch.tensor([[1.0, 8.0], [3.0, 2.0], [5.0, 2.0], [7.0, 0.0]])
-    assert _pooled(rows, Pooling.CLS).tolist() == [1, 8]
-    assert _pooled(rows, Pooling.MEAN).tolist() == [4, 3]
-    assert _pooled(rows, Pooling.MEAN_SQRT_LENGTH).tolist() == [8, 6]
-    assert _pooled(rows, Pooling.MAX).tolist() == [0, 0]  # the maxima have an output of their own
+    assert pool(rows[None], Pooling.CLS)[0].tolist() == [1, 8]
+    assert pool(rows[None], Pooling.MEAN)[0].tolist() == [4, 3]
+    assert pool(rows[None], Pooling.MEAN_SQRT_LENGTH)[0].tolist() == [8, 6]
+    assert pool(rows[None], Pooling.MAX)[0].tolist() == [7, 8]
 
 
 # ---- mixed requests ----------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.tokenizer import describe_tokenizer
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS, wordpiece
 from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import describe_tokenizer
-from cloze.export.tokenizer_files import SPECIAL_TOKENS, wordpiece
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
-from cloze.export.checkpoint import load_checkpoint
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from cloze.cli import cli
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.model import hidden_states
 from cloze.export.publish import export
 from cloze.model_store import Store

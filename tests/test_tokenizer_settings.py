@@ -24,10 +24,10 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
 from tests.test_awkward_lines import lines, served
 from tests.test_tokenizer import entry

@@ -26,9 +26,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.errors import DataError, TrainError
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.sentence_transformers import POOLING_FLAGS
 from cloze.export.measure.audit import SentencePair, preferences
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.masked_words import (

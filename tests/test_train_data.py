@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
-from cloze.export.tokenizer import describe_tokenizer
+from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.train.batches import TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences

@@ -10,10 +10,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize
 
 from cloze.cli import cli
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
-from cloze.export.embedding_steps import Norm, Projection, UnitLength
 from cloze.export.errors import TrainError
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.embedding_steps import Norm, Projection, UnitLength
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.debias import bias_directions, project

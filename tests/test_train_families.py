@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.distill import distill
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding

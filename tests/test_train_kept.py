@@ -12,11 +12,11 @@ from transformers import (
     AutoTokenizer,
 )
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.publish import export
-from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.train.distill import distill
 from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.pretrain import pretrain

@@ -21,12 +21,12 @@ from transformers import (
     RobertaForQuestionAnswering,
 )
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.squad import Question
 from cloze.export.publish import export
-from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.answers import make_windows
 from cloze.export.train.batches import TextBatches, make_masking
 from cloze.export.train.corpus import prepare_corpus

@@ -171,7 +171,7 @@ FAMILY: Final = Family(
                 "head.norm.{p}": "norm.{p}",
                 "decoder.{p}": "decoder.{p}",
             },
-            architecture="ForMaskedLM",
+            needs_class=True,
         ),
         "sequence_classification": HeadSpec(
             {
@@ -180,7 +180,7 @@ FAMILY: Final = Family(
                 "classifier.{p}": "classifier.{p}",
             }
         ),
-        "span": HeadSpec(_TRANSFORM, architecture="ForQuestionAnswering"),
+        "span": HeadSpec(_TRANSFORM, needs_class=True),
         "token_classification": HeadSpec(_TRANSFORM),
     },
     classes=head_classes("ModernBert", "ForMaskedLM", "ForQuestionAnswering"),

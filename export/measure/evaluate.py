@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, Report, TrainError
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.measure.labelled import (
     LabelledText,
     TaggedSentence,
@@ -39,8 +41,6 @@ from cloze.export.measure.scorer import (
 )
 from cloze.export.measure.squad import read_questions
 from cloze.export.model import TorchScorer
-from cloze.export.session import open_session
-from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.answers import answers_of
 from cloze.export.train.batches import make_masking
 from cloze.export.train.corpus import Corpus, prepare_corpus

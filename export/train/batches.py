@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from cloze.export.errors import TrainError
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
 from cloze.export.train.masking import MaskedSequence, Masking

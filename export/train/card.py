@@ -14,10 +14,10 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.adapters import save_settings
 from cloze.export.train.device import is_main
 from cloze.export.train.folder import save

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.errors import Report, TrainError
-from cloze.export.tokenizer_files import is_byte_level
+from cloze.export.load.tokenizer_files import is_byte_level
 from cloze.export.train.documents import (
     Document,
     fingerprint,

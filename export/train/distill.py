@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from cloze.export.blocks.encoder import Encoder
-from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.load.checkpoint import Checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.measure.scorer import MaskedRow, score_masks
 from cloze.export.model import Model, TorchScorer
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run, finish_run
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents

@@ -1,6 +1,6 @@
 """Writes a trained model as a Hugging Face checkpoint, and an adapter as a folder of PEFT.
 
-`cloze.export.checkpoint` can read both, transformers the one, and PEFT the other.
+`cloze.export.load.checkpoint` can read both, transformers the one, and PEFT the other.
 """
 
 import json
@@ -13,15 +13,16 @@ from tokenizers import models, normalizers
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.checkpoint import Checkpoint
-from cloze.export.checkpoint_files import read_settings
-from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe, encoder_folder
-from cloze.export.embedding_steps import Step, UnitLength
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.embedding_steps import Step, UnitLength
+from cloze.export.load.checkpoint import Checkpoint
+from cloze.export.load.sentence_transformers import POOLING_FLAGS, encoder_folder
+from cloze.export.load.source import read_settings
+from cloze.export.load.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer_files import AS_SAVED
 from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.tokenizer_files import AS_SAVED
 from cloze.export.train.low_rank import LowRankLinear, low_rank_matrices
 from cloze.export.train.vocabulary import save_vocabulary
 from cloze.model_store.heads.label_sets import HEAD_SECTIONS
@@ -210,8 +211,8 @@ def _architecture(config: EncoderConfig, heads: frozenset[str]) -> str:
     family = FAMILIES[config.family]
     if heads in family.classes:
         return family.classes[heads]
-    named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
-    return family.class_prefix + next(filter(None, named), "Model")
+    named = [h.classes[0] for name, h in EXPORT_HEADS.items() if name in heads and h.needs_class]
+    return family.class_prefix + next(iter(named), "Model")
 
 
 def _written_heads(model: Model) -> frozenset[str]:
@@ -219,7 +220,7 @@ def _written_heads(model: Model) -> frozenset[str]:
     return frozenset(
         name
         for name, head in EXPORT_HEADS.items()
-        if head.read is None and getattr(model, name, None) is not None
+        if head.of_family and getattr(model, name, None) is not None
     )
 
 
@@ -250,7 +251,7 @@ def _write_weights(model: Model, folder: Path) -> None:
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.read is None
+        if (head := EXPORT_HEADS.get(name.partition(".")[0])) is None or head.of_family
     }
     written = FAMILIES[model.config.family].write(parameters, model.config)
     _write_tensors(written, folder / "model.safetensors")

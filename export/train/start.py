@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.objectives import MaskedText, initialise

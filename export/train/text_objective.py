@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.errors import Report, TrainError
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.corpus import Corpus, PreparedCorpus, prepare_corpus
 from cloze.export.train.recipe import TextRecipe

@@ -8,9 +8,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, models, normalizers, trainers
 
 from cloze.export.errors import TrainError
-from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
-from cloze.export.tokenizer_files import CONTINUATION, wordpiece
-from cloze.export.tokenizer_files import SPECIAL_TOKENS as NAMES
+from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer
+from cloze.export.load.tokenizer_files import CONTINUATION, wordpiece
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS as NAMES
 from cloze.export.train.documents import Document
 from cloze.model_store.plain_files import replacing
 

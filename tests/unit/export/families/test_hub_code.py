@@ -16,8 +16,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.train.save import save_checkpoint
 from tests.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from itertools import islice, product
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModel
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.load.tokenizer_files import SPECIAL_TOKENS, wordpiece
-from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
-from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 
@@ -114,11 +113,19 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
 def random_checkpoint(config: EncoderConfig, folder: Path) -> None:
     """Write a checkpoint with random weights, and a tokenizer of random words."""
     torch.manual_seed(0)
-    model = Model(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-    save_checkpoint(model, describe_tokenizer(random_tokenizer(config.vocab_size)), folder)
+    settings: Any = AutoConfig.for_model(
+        config.family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.intermediate_size,
+        hidden_dim=config.intermediate_size,
+        max_position_embeddings=config.max_positions,
+        type_vocab_size=config.type_vocab_size,
+    )
+    AutoModel.from_config(settings).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    random_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
 
 
 def random_tokenizer(size: int) -> Tokenizer:

@@ -64,7 +64,7 @@ def train() -> None:
 def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
 ) -> None:
-    """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt.
+    """Learn a WordPiece vocabulary; write its tokenizer as transformers reads it.
 
     \b
     Example:
@@ -126,10 +126,16 @@ def pretrain(
       cloze export my-run/checkpoint --name my-bert
       cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus b.txt --out further
     """
+    from cloze.export.train.folder import open_folder
     from cloze.export.train.pretrain import pretrain as run
 
-    files, starts = required(corpus), {"source": source, "embeddings_from": embeddings_from}
-    return run(files, recipe, options, vocabulary=vocabulary, **starts)
+    given = {
+        "source": source,
+        "embeddings_from": embeddings_from,
+        "vocabulary": str(vocabulary) if vocabulary else None,
+    }
+    starts = {name: open_folder(folder) for name, folder in given.items() if folder}
+    return run(required(corpus), recipe, options, **starts)
 
 
 @train.command("finetune-qa")
@@ -353,8 +359,10 @@ def distill(
       cloze train distill my-run/checkpoint --corpus my.txt --out student-run
     """
     from cloze.export.train.distill import distill as run
+    from cloze.export.train.folder import open_folder
 
-    return run(teacher, required(corpus), recipe, options, source)
+    student = open_folder(source) if source else None
+    return run(open_folder(teacher), required(corpus), recipe, options, student)
 
 
 train.add_command(debias)

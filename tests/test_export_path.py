@@ -5,10 +5,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.checkpoint import load_checkpoint
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Normalize, Pooling, Transformer
+
 from cloze.export.publish import export
-from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from tests.request_path import project_function
 
@@ -20,9 +20,10 @@ MOST_FILES, MOST_FUNCTIONS = 33, 248
 
 def test_the_way_of_an_export(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Of a sentence-transformers folder, in fp32; importing does not count."""
-    encoder = load_checkpoint(str(checkpoints["bert-plain"]))
     source = tmp_path / "source"
-    save_checkpoint(encoder.model, encoder.tokenizer, source, embedding=EmbeddingRecipe())
+    encoder = Transformer(str(checkpoints["bert-plain"]))
+    modules = [encoder, Pooling(encoder.get_embedding_dimension()), Normalize()]
+    SentenceTransformer(modules=modules, device="cpu").save(str(source))
     codes: set[CodeType] = set()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:

@@ -32,7 +32,6 @@ from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.source import read_tensors
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests.serving import Server, running_server
@@ -244,21 +243,6 @@ def test_white_space_that_has_tokens_is_no_answer(server: Server) -> None:
     assert refused.status_code == 422
     assert "inputs.context" in refused.json()["error"]
     assert "white space" in refused.json()["error"]
-
-
-def test_a_checkpoint_is_written_as_it_was_read(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """What is folded moves to the positions; everything else keeps its bits."""
-    folder = checkpoints["roberta"]
-    checkpoint = load_checkpoint(str(folder))
-    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path)
-    ids = encode(folder, TEXTS[0])
-    assert torch.allclose(
-        oracle(RobertaForMaskedLM, folder, ids).logits,
-        oracle(RobertaForMaskedLM, tmp_path, ids).logits,
-        atol=1e-5,
-    )
 
 
 def test_a_checkpoint_without_its_token_types_is_refused(

@@ -30,7 +30,6 @@ from cloze.export.graph.session import open_session
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import embedding_space, own_recipes
@@ -529,9 +528,6 @@ def test_int8_and_a_further_training_keep_what_they_can(
     bundle = export(str(folders["pylate"]), "late", Store(tmp_path / "store"), options)
     assert bundle.manifest.int8 is not None
     assert bundle.manifest.int8.gate.measured["multi_vector_cosine_mean"] > 0.98
-    checkpoint = load_checkpoint(str(folders["pylate"]))
-    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path / "saved")
-    assert "multi-vector" not in {h.task for h in load_checkpoint(str(tmp_path / "saved")).heads}
 
 
 def test_a_manifest_names_only_ids_of_the_vocabulary(store: Store) -> None:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
-from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import ExportOptions, export
-from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Precision
@@ -171,11 +168,3 @@ def test_a_space_with_prompts_left_out_is_another(bundle: Bundle) -> None:
     assert spaces[2] == spaces[3]
     assert b"include_prompt" not in including.to_bytes()
     assert described.from_bytes(described.to_bytes()).embedding == described.embedding
-
-
-def test_a_further_training_keeps_to_leave_out_prompts(folder: Path, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(str(folder))
-    one = replace(checkpoint.recipe, further_poolings=())
-    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path, embedding=one)
-    again = load_checkpoint(str(tmp_path)).recipe
-    assert (again.pooling, again.include_prompt, again.prompts) == ("cls", False, PROMPTS)

@@ -13,10 +13,10 @@ from cloze.export.heads import SPAN
 from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.squad import Question, read_questions
+from cloze.export.measure.windows import guess
 from cloze.export.train.answers import Window, _best_span, answers_of, make_windows
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
-from cloze.export.train.windows import guess
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
@@ -107,7 +107,8 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def tokenizer() -> CheckpointTokenizer:
     documents = [*STORIES, Document("cakes", CONTEXT)]
-    return describe_tokenizer(train_tokenizer(lambda: documents, size=170, lowercase=True))
+    learnt = train_tokenizer(lambda: documents, size=170, lowercase=True)
+    return describe_tokenizer(learnt.backend_tokenizer)
 
 
 @settings(deadline=None, max_examples=25)

@@ -26,13 +26,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
-from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.tokenizer import load_tokenizer
-from cloze.export.train.save import save_checkpoint
 from tests.test_awkward_lines import lines, served
 from tests.test_tokenizer import entry
 from tests.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
+from tests.unit.export.families.test_against_transformers import TOKENIZERS
 
 Files = dict[str, dict[str, Any]]
 
@@ -374,22 +372,6 @@ def test_a_token_without_a_row_is_named_and_read_as_text(tmp_path: Path) -> None
     loaded = load_tokenizer(tmp_path)
     assert "1 listed tokens without a row in the embeddings are left out" in loaded.notes[0]
     assert loaded.size == base["config.json"]["vocab_size"]
-
-
-def test_a_checkpoint_is_written_with_the_settings_that_it_was_read_with(tmp_path: Path) -> None:
-    save("bert", "sequence_classification", tmp_path / "read")
-    settings = {"truncation_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
-    (tmp_path / "read/tokenizer_config.json").write_text(json.dumps(settings))
-    read = load_checkpoint(str(tmp_path / "read"))
-    assert (read.tokenizer.truncation_side, read.tokenizer.special.second_type) == ("left", 0)
-    save_checkpoint(read.model, read.tokenizer, tmp_path / "written")
-    again = load_tokenizer(tmp_path / "written")
-    assert (again.truncation_side, again.special) == ("left", read.tokenizer.special)
-    theirs = BertTokenizer.from_pretrained(tmp_path / "written")
-    assert (theirs.truncation_side, theirs.model_input_names) == (
-        "left",
-        ["input_ids", "attention_mask"],
-    )
 
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend"])

@@ -21,7 +21,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
 
 from cloze.cli import cli
 from cloze.export.train.recipe_files import RECIPES
@@ -137,160 +136,80 @@ def state(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "recipe", "message"),
+    ("content", "size", "message"),
     [
-        ("empty.txt", b"", RECIPE, "there is no text to learn a vocabulary from"),
-        ("blank.txt", b" \n\n \n", RECIPE, "there is no text to learn a vocabulary from"),
-        (
-            "word.txt",
-            b"king",
-            RECIPE,
-            r"the text allows a vocabulary of \d+ tokens, 120 were asked for",
-        ),
-        (
-            "word.txt",
-            b"king",
-            RECIPE.replace("120", "1_000_000"),
-            r"the text allows a vocabulary of \d+ tokens, 1,000,000 were",
-        ),
+        (b"", "120", "there is no text to learn a vocabulary from"),
+        (b" \n\n \n", "120", "there is no text to learn a vocabulary from"),
+        (b"king", "120", r"the text allows a vocabulary of \d+ tokens, 120 were asked for"),
+        (b"king", "1_000_000", r"the text allows a vocabulary of \d+ tokens, 1,000,000 were"),
     ],
 )
 def test_a_text_without_a_vocabulary(
-    tmp_path: Path, name: str, content: bytes, recipe: str, message: str
+    tmp_path: Path, content: bytes, size: str, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert re.match(message, refused(*pretrain_command(tmp_path / "run", recipe, tmp_path / name)))
+    (tmp_path / "text.txt").write_bytes(content)
+    recipe = RECIPE.replace("120", size)
+    command = pretrain_command(tmp_path / "run", recipe, tmp_path / "text.txt")
+    assert re.match(message, refused(*command))
+
+
+NO_PAIR = "the text is too short to make a single pair of sentences"
+ALONE = "next-sentence prediction needs at least 2 documents"
+UNKNOWN = "the vocabulary has no word of the text"
+NO_OBJECT = 'is not a JSON object with a "text"'
+PACKED = lzma.compress(LINE.encode() * 999)
+ALL_HELD_OUT = SINGLE.replace("held_out = 0.1", "held_out = 0.999999")
+NONE_HELD_OUT = ORDER.replace("held_out = 0.1", "held_out = 0.0")
+BAD_TEXTS = [
+    ("empty.txt", b"", RECIPE, "there is no text: "),
+    ("empty.jsonl", b"\n", RECIPE, "there is no text: "),
+    ("one.txt", b"The king sang a song. An owl saw it.\n", RECIPE, ALONE),
+    ("letter.txt", b"a", ORDER, NO_PAIR),
+    ("letters.txt", b"a\n\ne\n\no\n\ni\n\nu\n\ns", RECIPE, NO_PAIR),
+    ("foreign.txt", "犬\n\n猫".encode(), SINGLE, UNKNOWN),
+    ("mixed.txt", "犬 犬\n\na".encode(), NONE_HELD_OUT, UNKNOWN),
+    ("held-out.txt", b"The king sang.\n", ALL_HELD_OUT, "no document is left"),
+    ("rubbish.txt", bytes(range(256)) * 9, RECIPE, "{file} is not UTF-8 text"),
+    ("zeros.txt", bytes(999), RECIPE, "{file} is not text: it holds a zero byte"),
+    ("rubbish.txt.xz", bytes(range(256)) * 9, RECIPE, "{file} is no whole .xz file"),
+    ("empty.txt.xz", b"", RECIPE, "{file} is no whole .xz file"),
+    ("cut.jsonl.xz", PACKED[:-20], RECIPE, "{file} is no whole .xz file"),
+    ("not.jsonl", b"\n\nking\n", RECIPE, "{file}, line 3 " + NO_OBJECT),
+    ("list.jsonl", b"\n[1]\n", RECIPE, "{file}, line 2 " + NO_OBJECT),
+    ("key.jsonl", b'\n{"body": "a"}\n', RECIPE, "{file}, line 2 " + NO_OBJECT),
+    ("type.jsonl", b'{"text": 1}\n', RECIPE, '{file}, line 1: "text" and "title" must be strings'),
+    ("source.jsonl", b'{"text": "a", "source": 1}', RECIPE, '{file}, line 1: "source" must be a'),
+    ("deep.jsonl", b"[" * 99_999, RECIPE, "{file}, line 1 is not a JSON object"),
+    ("bytes.jsonl", b'\n{"text": "\xff"}\n', RECIPE, "{file}, line 2 is not UTF-8 text"),
+    ("half.jsonl", b'{"text": "a \\ud800"}\n', RECIPE, "{file}, line 1 is not UTF-8 text"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "recipe", "message"),
-    [
-        ("empty.txt", b"", RECIPE, r"there is no text: .*empty\.txt$"),
-        ("empty.jsonl", b"\n", RECIPE, r"there is no text: .*empty\.jsonl$"),
-        (
-            "one.txt",
-            b"The king sang a song. An owl saw it.\n",
-            RECIPE,
-            "next-sentence prediction needs at least 2 documents",
-        ),
-        ("word.txt", b"king", RECIPE, "next-sentence prediction needs at least 2 documents"),
-        ("letter.txt", b"a", ORDER, "the text is too short to make a single pair of sentences"),
-        (
-            "letters.txt",
-            b"a\n\ne\n\no\n\ni\n\nu\n\ns",
-            RECIPE,
-            "the text is too short to make a single pair of sentences",
-        ),
-        ("foreign.txt", "犬\n\n猫".encode(), SINGLE, "the vocabulary has no word of the text"),
-        (
-            "foreign.txt",
-            "犬 犬\n\na".encode(),
-            ORDER.replace("0.1", "0.0", 1),
-            "the vocabulary has no word of the text",
-        ),
-        (
-            "one.txt",
-            b"The king sang.\n",
-            SINGLE.replace("held_out = 0.1", "held_out = 0.999999"),
-            "no document is left",
-        ),
-        ("rubbish.txt", bytes(range(256)) * 9, RECIPE, r".*rubbish\.txt is not UTF-8 text"),
-        ("zeros.txt", bytes(999), RECIPE, r".*zeros\.txt is not text: it holds a zero byte"),
-        (
-            "rubbish.txt.xz",
-            bytes(range(256)) * 9,
-            RECIPE,
-            r".*rubbish\.txt\.xz is no whole \.xz file",
-        ),
-        ("empty.txt.xz", b"", RECIPE, r".*empty\.txt\.xz is no whole \.xz file"),
-        (
-            "cut.txt.xz",
-            lzma.compress(b"The king sang.\n" * 999)[:-20],
-            RECIPE,
-            r".*cut\.txt\.xz is no whole \.xz file",
-        ),
-        (
-            "cut.jsonl.xz",
-            lzma.compress(LINE.encode() * 999)[:-20],
-            RECIPE,
-            r".*cut\.jsonl\.xz is no whole \.xz file",
-        ),
-        (
-            "not.jsonl",
-            f"{LINE}\nking\n".encode(),
-            RECIPE,
-            r".*not\.jsonl, line 3 is not a JSON object with a \"text\"",
-        ),
-        (
-            "list.jsonl",
-            f"{LINE}[1]\n".encode(),
-            RECIPE,
-            r".*list\.jsonl, line 2 is not a JSON object with a \"text\"",
-        ),
-        (
-            "key.jsonl",
-            f'{LINE}{{"body": "a"}}\n'.encode(),
-            RECIPE,
-            r".*key\.jsonl, line 2 is not a JSON object with a \"text\"",
-        ),
-        (
-            "type.jsonl",
-            f'{LINE}{{"text": 1}}\n'.encode(),
-            RECIPE,
-            r".*type\.jsonl, line 2: \"text\" and \"title\" must be strings",
-        ),
-        (
-            "source.jsonl",
-            f'{LINE}{{"text": "a", "source": 1}}\n'.encode(),
-            RECIPE,
-            r".*source\.jsonl, line 2: \"source\" must be a",
-        ),
-        (
-            "deep.jsonl",
-            f"{LINE}{'[' * 99_999}\n".encode(),
-            RECIPE,
-            r".*deep\.jsonl, line 2 is not a JSON object",
-        ),
-        (
-            "bytes.jsonl",
-            LINE.encode() + b'{"text": "\xff"}\n',
-            RECIPE,
-            r".*bytes\.jsonl, line 2 is not UTF-8 text",
-        ),
-        (
-            "half.jsonl",
-            f'{LINE}{{"text": "a \\ud800"}}\n'.encode(),
-            RECIPE,
-            r".*half\.jsonl, line 2 is not UTF-8 text",
-        ),
-        ("rubbish.jsonl", bytes(range(256)), RECIPE, r".*rubbish\.jsonl, line 1 is not"),
-    ],
+    ("name", "content", "recipe", "message"), BAD_TEXTS, ids=[row[0] for row in BAD_TEXTS]
 )
 def test_a_bad_text(
     finished: Path, tmp_path: Path, name: str, content: bytes, recipe: str, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    command = pretrain_command(tmp_path / "run", recipe, tmp_path / name)
-    assert re.match(message, refused(*command, "--vocab", finished / "vocabulary"))
+    file = tmp_path / name
+    file.write_bytes(content)
+    command = pretrain_command(tmp_path / "run", recipe, file)
+    line = refused(*command, "--vocab", finished / "vocabulary")
+    assert line.startswith(message.format(file=file))
     assert not (tmp_path / "run/checkpoint").exists()
 
 
 @pytest.mark.parametrize("given", [True, False])
 def test_a_text_that_is_no_file(finished: Path, tmp_path: Path, given: bool) -> None:
     vocabulary = ("--vocab", finished / "vocabulary") if given else ()
-    there, gone = tmp_path / "folder", tmp_path / "gone.txt"
-    there.mkdir()
-    assert refused(*pretrain_command(tmp_path / "run", RECIPE, there), *vocabulary) == (
-        f"{there} is a directory; name the files in it"
-    )
-    assert (
-        refused(*pretrain_command(tmp_path / "run", RECIPE, gone), *vocabulary)
-        == f"{gone}: no such file"
-    )
-    assert (
-        refused(*pretrain_command(tmp_path / "run", RECIPE), *vocabulary)
-        == "there is no text: name a file with --corpus"
-    )
+    messages = {
+        (tmp_path,): f"{tmp_path} is a directory; name the files in it",
+        (tmp_path / "gone.txt",): f"{tmp_path / 'gone.txt'}: no such file",
+        (): "there is no text: name a file with --corpus",
+    }
+    for files, message in messages.items():
+        command = pretrain_command(tmp_path / "run", RECIPE, *files)
+        assert refused(*command, *vocabulary) == message
 
 
 @pytest.mark.parametrize("text", ["king", "The old king sang a song in the green house."])
@@ -324,113 +243,65 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(
 # --- recipes
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("seed = 1", "sede = 1", "unknown key sede"),
-        ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
-        ("[[phases]]", "[[phase]]", "unknown key phase"),
-        ("steps = 10", "", "phases.0.steps: Field required"),
-        (
-            "size = 120",
-            'size = "many"',
-            "vocabulary.size: Input should be a valid integer, got 'many'",
-        ),
-        (
-            "size = 120",
-            'size = "120"',
-            "vocabulary.size: Input should be a valid integer, got '120'",
-        ),
-        ("layers = 1", "layers = true", "model.layers: Input should be a valid integer, got True"),
-        ("layers = 1", "layers = 1.5", "model.layers: Input should be a valid integer, got 1.5"),
-        ("seed = 1", "seed = [1]", "seed: Input should be a valid integer, got [1]"),
-        (
-            "seed = 1",
-            f"seed = {2**32}",
-            "seed: Input should be less than or equal to 4294967295, got 4294967296",
-        ),
-        (
-            "size = 120",
-            "size = 31",
-            "vocabulary.size: Input should be greater than or equal to 32, got 31",
-        ),
-        (
-            "size = 120",
-            "size = 1_000_001",
-            "vocabulary.size: Input should be less than or equal to 1000000, got 1000001",
-        ),
-        ("dropout = 0.1", "dropout = 1.5", "model.dropout: Input should be less than 1, got 1.5"),
-        (
-            "learning_rate = 3e-3",
-            "learning_rate = nan",
-            "optimisation.learning_rate: Input should be a finite number, got nan",
-        ),
-        (
-            "sequences = 4",
-            "sequences = 99_999",
-            "phases.0.sequences: Input should be less than or equal to 65536, got 99999",
-        ),
-        ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
-        ("tokens = 16", "tokens = 64", "a phase of 64 tokens exceeds the model's max_tokens of 32"),
-        (
-            "heads = 2",
-            "heads = 3",
-            "model: hidden size 32 is not a multiple of the 3 attention heads",
-        ),
-        (
-            '"nsp"',
-            '"next"',
-            "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'",
-        ),
-        (
-            "[optimisation]",
-            "[optimisation]\nwarmup = 0.5\ndecay = 0.6",
-            "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1",
-        ),
-        (
-            '"nsp"',
-            '"none"\nmethod = "rtd"\nkeep_embeddings = true',
-            "pretraining: keep_embeddings needs method = 'mlm'",
-        ),
-        (
-            '"nsp"',
-            '"nsp"\nspan_boundary = true',
-            "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'",
-        ),
-    ],
-)
+INTEGER = "Input should be a valid integer, got"
+BAD_RECIPES = [
+    ("seed = 1", "sede = 1", "unknown key sede"),
+    ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
+    ("[[phases]]", "[[phase]]", "unknown key phase"),
+    ("steps = 10", "", "phases.0.steps: Field required"),
+    ("size = 120", 'size = "120"', f"vocabulary.size: {INTEGER} '120'"),
+    ("layers = 1", "layers = true", f"model.layers: {INTEGER} True"),
+    ("layers = 1", "layers = 1.5", f"model.layers: {INTEGER} 1.5"),
+    ("seed = 1", "seed = [1]", f"seed: {INTEGER} [1]"),
+    ("seed = 1", f"seed = {2**32}", "seed: Input should be less than or equal to 4294967295, got "),
+    ("size = 120", "size = 31", "vocabulary.size: Input should be greater than or equal to 32, "),
+    ("dropout = 0.1", "dropout = 1.5", "model.dropout: Input should be less than 1, got 1.5"),
+    ("= 3e-3", "= nan", "optimisation.learning_rate: Input should be a finite number, got nan"),
+    ("s = 4", "s = 99_999", "phases.0.sequences: Input should be less than or equal to 65536, got"),
+    ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
+    ("tokens = 16", "tokens = 64", "a phase of 64 tokens exceeds the model's max_tokens of 32"),
+    ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
+    ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
+    (
+        "[optimisation]",
+        "[optimisation]\nwarmup = 0.5\ndecay = 0.6",
+        "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1",
+    ),
+    (
+        '"nsp"',
+        '"none"\nmethod = "rtd"\nkeep_embeddings = true',
+        "pretraining: keep_embeddings needs method = 'mlm'",
+    ),
+    (
+        '"nsp"',
+        '"nsp"\nspan_boundary = true',
+        "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BAD_RECIPES)
 def test_a_bad_recipe(stories: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
     assert RECIPE.count(old) == 1
     command = pretrain_command(tmp_path / "run", RECIPE.replace(old, new), stories)
-    assert refused(*command) == f"recipe.toml: {message}"
+    assert refused(*command).startswith(f"recipe.toml: {message}")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"\xff\x00", b"{"])
-def test_a_recipe_that_is_not_toml(stories: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_recipe_that_is_not_toml_or_not_there(stories: Path, tmp_path: Path) -> None:
+    def line(recipe: object) -> str:
+        given = ("--recipe", recipe, "--out", tmp_path / "run")
+        return refused("pretrain", "--corpus", stories, *given)
+
     recipe = tmp_path / "recipe.toml"
-    recipe.write_bytes(content)
-    message = refused("pretrain", "--corpus", stories, *options(recipe, tmp_path / "run"))
-    assert message.startswith(f"{recipe} is not TOML: ")
-
-
-def test_a_recipe_that_is_not_there(stories: Path, tmp_path: Path) -> None:
+    for content in (b"seed = ", b"seed = 1\nseed = 2", b"\xff\x00", b"{"):
+        recipe.write_bytes(content)
+        assert line(recipe).startswith(f"{recipe} is not TOML: ")
+    names = ", ".join(sorted(file.stem for file in RECIPES.glob("*.toml")))
     for name in ("pretrain-my-own", str(tmp_path / "gone.toml")):
-        message = refused(
-            "pretrain", "--corpus", stories, "--recipe", name, "--out", tmp_path / "run"
-        )
-        there = ", ".join(sorted(file.stem for file in RECIPES.glob("*.toml")))
-        assert message == f"there is no recipe {name}; a file, or one of: {there}"
-    assert "is not TOML" in refused(
-        "pretrain", "--corpus", stories, "--recipe", tmp_path, "--out", tmp_path / "run"
-    )
-
-
-def test_a_recipe_of_another_kind(stories: Path, tmp_path: Path) -> None:
-    message = refused(
-        "pretrain", "--corpus", stories, "--recipe", "distill", "--out", tmp_path / "run"
-    )
-    assert message.startswith("distill.toml: unknown key ")
+        assert line(name) == f"there is no recipe {name}; a file, or one of: {names}"
+    assert "is not TOML" in line(tmp_path)
+    assert line("distill").startswith("distill.toml: unknown key ")
 
 
 def test_a_model_beyond_the_memory(stories: Path, tmp_path: Path) -> None:
@@ -465,24 +336,19 @@ def test_a_device_that_none_is_called(stories: Path, tmp_path: Path, name: str) 
 def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "vocabulary"
     command = [*pretrain_command(tmp_path / "run", RECIPE, stories), "--vocab", folder]
-    missing = (
-        f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, "
-        "nor vocab.json with merges.txt, nor a SentencePiece model"
-    )
-    assert refused(*command) == missing
+    assert refused(*command) == f"no directory {folder}"
     folder.mkdir()
-    assert refused(*command) == missing
+    assert refused(*command).startswith(f"{folder} cannot be loaded: ")
     whole = (finished / "vocabulary/tokenizer.json").read_bytes()
     for damaged in (b"", b"{}", whole[:-9], b"\xff" + whole):
         (folder / "tokenizer.json").write_bytes(damaged)
-        assert refused(*command).startswith("tokenizer.json is damaged: ")
-    Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(
-        str(folder / "tokenizer.json")
-    )
-    assert refused(*command) == "the tokenizer has no [CLS] token, which the model needs"
-    tokens = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}
-    Tokenizer(models.WordPiece(tokens, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
-    assert refused(*command) == "the tokenizer has no mask token, which training needs"
+        assert refused(*command).startswith(f"{folder} cannot be loaded: ")
+    shutil.copytree(finished / "vocabulary", folder, dirs_exist_ok=True)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"mask_token": "[MASK]",', ""))
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("[MASK]", "[BLANK]"))
+    assert "mask token" in refused(*command)
 
 
 FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 2\n'
@@ -653,175 +519,90 @@ def test_a_damaged_log(copy: Path, stories: Path) -> None:
 # --- questions, pairs, checkpoints
 
 
-def squad(**changes: object) -> dict[str, object]:
-    return {"data": [{"title": "story", "paragraphs": [PARAGRAPH | {"qas": [QUESTION | changes]}]}]}
+def squad(**changes: object) -> bytes:
+    paragraph = PARAGRAPH | {"qas": [QUESTION | changes]}
+    return json.dumps({"data": [{"title": "story", "paragraphs": [paragraph]}]}).encode()
+
+
+BAD_QUESTIONS = [
+    (None, "{file}: no such file"),
+    (b'{"data": []}', "there are no questions in {file}"),
+    (b"", "{file} is not in SQuAD's format: JSONDecodeError"),
+    (bytes(range(256)), "{file} is not in SQuAD's format: "),
+    (b"[]", "{file} is not in SQuAD's format: TypeError"),
+    (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "{file} is not in SQuAD's format: KeyError"),
+    (squad(question=None), "{file} is not in SQuAD's format: AttributeError"),
+    (squad(question="a \ud800"), "{file} is not in SQuAD's format: UnicodeEncodeError"),
+    (squad(answers=[{"text": "song"}]), "{file} is not in SQuAD's format: KeyError 'answer_start'"),
+    (squad(answers=[{"text": "a", "answer_start": "x"}]), "{file} is not in SQuAD's format: Value"),
+]
+BAD_PAIRS = [
+    (None, "{file}: no such file"),
+    (b"", "there are no pairs in {file}"),
+    (b"a king,a girl,2\nan owl,it,2\n", "all 2 pairs have the score 2: there is nothing to rank"),
+    (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl"),
+    (b"an owl,the moon,high\n", "{file}, line 1 is not 'sentence,sentence,score': 'an owl,the"),
+    (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
+    (b"a" * 200_000 + b",a girl,2.5\n", "{file} cannot be read: field larger than field limit"),
+    (b"\xff,a girl,2.5\n", "{file}, line 1 is not UTF-8 text: "),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is not in SQuAD's format: JSONDecodeError"),
-        (bytes(range(256)), "is not in SQuAD's format: "),
-        (b"[]", "is not in SQuAD's format: TypeError"),
-        (b'{"data": 1}', "is not in SQuAD's format: TypeError"),
-        (
-            b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}',
-            "is not in SQuAD's format: KeyError 'context'",
-        ),
-        (json.dumps(squad(question=None)).encode(), "is not in SQuAD's format: AttributeError"),
-        (
-            json.dumps(squad(question="a \ud800")).encode(),
-            "is not in SQuAD's format: UnicodeEncodeError",
-        ),
-        (
-            json.dumps(squad() | {"data": [{"title": 3, "paragraphs": [PARAGRAPH]}]}).encode(),
-            "is not in SQuAD's format: ",
-        ),
-        (
-            json.dumps({"data": [{"paragraphs": [PARAGRAPH | {"context": None}]}]}).encode(),
-            "is not in SQuAD's format: ",
-        ),
-        (
-            json.dumps(squad(answers=[{"text": "song"}])).encode(),
-            "is not in SQuAD's format: KeyError 'answer_start'",
-        ),
-        (
-            json.dumps(squad(answers=[{"text": "song", "answer_start": "x"}])).encode(),
-            "is not in SQuAD's format: ValueError",
-        ),
-    ],
+    ("command", "content", "message"),
+    [("finetune-qa", *row) for row in BAD_QUESTIONS]
+    + [("finetune-embed", *row) for row in BAD_PAIRS],
 )
-def test_questions_in_another_format(
-    finished: Path, tmp_path: Path, content: bytes, message: str
+def test_bad_questions_and_pairs(
+    finished: Path, tmp_path: Path, command: str, content: bytes | None, message: str
 ) -> None:
-    file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
-    file.write_bytes(content)
-    recipe.write_text(QUESTIONS_RECIPE)
-    command = [
-        "finetune-qa",
-        finished / "checkpoint",
-        "--questions",
-        file,
-        *options(recipe, tmp_path / "run"),
-    ]
-    assert refused(*command).startswith(f"{file} {message}")
+    file, recipe = tmp_path / "file", tmp_path / "recipe.toml"
+    recipe.write_text(QUESTIONS_RECIPE if command == "finetune-qa" else EMBED_RECIPE)
+    if content is not None:
+        file.write_bytes(content)
+    option = "--questions" if command == "finetune-qa" else "--pairs"
+    given = [command, finished / "checkpoint", option, file, *options(recipe, tmp_path / "run")]
+    assert refused(*given).startswith(message.format(file=file))
 
 
-def test_questions_that_are_not_there(finished: Path, tmp_path: Path) -> None:
-    file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
-    recipe.write_text(QUESTIONS_RECIPE)
-    command = [
-        "finetune-qa",
-        finished / "checkpoint",
-        "--questions",
-        file,
-        *options(recipe, tmp_path / "run"),
-    ]
-    assert refused(*command) == f"{file}: no such file"
-    file.write_text('{"data": []}')
-    assert refused(*command) == f"there are no questions in {file}"
-    packed = file.with_suffix(".json.xz")
-    packed.write_bytes(lzma.compress(json.dumps(squad()).encode())[:-9])
-    command = [
-        "finetune-qa",
-        finished / "checkpoint",
-        "--questions",
-        packed,
-        *options(recipe, tmp_path / "other-run"),
-    ]
-    assert refused(*command).startswith(f"{packed} cannot be read: Compressed data ended")
+CONTRASTIVE = EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("recipe", "given", "message"),
     [
-        (b"", "there are no pairs in {file}"),
+        (EMBED_RECIPE, (), "there is nothing to learn from: give scored pairs (--pairs), or "),
+        (CONTRASTIVE, (), "the recipe has contrastive_steps, which need text (--corpus); or set"),
+        (CONTRASTIVE + "dropout = 0.0\n", ("--corpus",), "contrastive_steps compare two dropout"),
+        (CONTRASTIVE, ("--corpus",), "contrastive_steps learn from sentences of at least 3 tokens"),
         (
-            b"a king,a girl,2.5\nan owl,the moon,2.5\n",
-            "all 2 pairs have the score 2.5: there is nothing to rank",
-        ),
-        (
-            b"a king,a girl,2.5\nan owl,3\n",
-            "{file}, line 2 is not 'sentence,sentence,score': 'an owl,3'",
-        ),
-        (
-            b"a king,a girl,2.5\nan owl,the moon,high\n",
-            "{file}, line 2 is not 'sentence,sentence,score': 'an owl,the moon,high'",
-        ),
-        (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
-        (b"a king,a girl,2.5\n\n", "{file}, line 2 is not 'sentence,sentence,score': ''"),
-        (
-            b"a" * 200_000 + b",a girl,2.5\n",
-            "{file} cannot be read: field larger than field limit (131072)",
-        ),
-        (
-            b"\xff,a girl,2.5\n",
-            "{file}, line 1 is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
-        ),
-    ],
-)
-def test_bad_pairs(finished: Path, tmp_path: Path, content: bytes, message: str) -> None:
-    file, recipe = tmp_path / "pairs.csv", tmp_path / "recipe.toml"
-    recipe.write_text(EMBED_RECIPE)
-    command = [
-        "finetune-embed",
-        finished / "checkpoint",
-        "--pairs",
-        file,
-        *options(recipe, tmp_path / "run"),
-    ]
-    assert refused(*command) == f"{file}: no such file"
-    file.write_bytes(content)
-    assert refused(*command) == message.format(file=file)
-
-
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [
-        ("tokens = 64", "sentences of 64 tokens exceed the checkpoint's 32 positions"),
-        (
-            "tokens = 16\ncontrastive_tokens = 64",
+            EMBED_RECIPE.replace("tokens = 16", "tokens = 64"),
+            ("--pairs",),
             "sentences of 64 tokens exceed the checkpoint's 32 positions",
         ),
         (
-            "tokens = 16\ncontrastive_tokens = 7",
+            CONTRASTIVE.replace("contrastive_tokens = 16", "contrastive_tokens = 64"),
+            ("--corpus",),
+            "sentences of 64 tokens exceed the checkpoint's 32 positions",
+        ),
+        (
+            CONTRASTIVE.replace("contrastive_tokens = 16", "contrastive_tokens = 7"),
+            ("--corpus",),
             "recipe.toml: contrastive_tokens: Input should be greater than or equal to 8, got 7",
         ),
     ],
 )
-def test_sentences_that_do_not_fit(
-    finished: Path, stories: Path, tmp_path: Path, added: str, message: str
+def test_embeddings_that_cannot_be_learnt(
+    finished: Path, tmp_path: Path, recipe: str, given: tuple[str, ...], message: str
 ) -> None:
-    file, recipe = tmp_path / "pairs.csv", tmp_path / "recipe.toml"
-    file.write_text("a king,a girl,2.5\nan owl,the moon,1\n")
-    recipe.write_text(f"epochs = 1\nsequences = 4\ncontrastive_steps = 2\n{added}\n")
-    command = ["finetune-embed", finished / "checkpoint", "--pairs", file, "--corpus", stories]
-    assert refused(*command, *options(recipe, tmp_path / "run")) == message
-
-
-def test_embeddings_of_nothing(finished: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(EMBED_RECIPE)
-    command = ["finetune-embed", finished / "checkpoint", *options(recipe, tmp_path / "run")]
-    assert refused(*command).startswith(
-        "there is nothing to learn from: give scored pairs (--pairs), or "
-    )
-    recipe.write_text(EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n")
-    command = ["finetune-embed", finished / "checkpoint", *options(recipe, tmp_path / "other-run")]
-    assert refused(*command).startswith(
-        "the recipe has contrastive_steps, which need text (--corpus); or set them to 0"
-    )
-
-
-def test_contrastive_steps_on_texts_of_two_tokens(finished: Path, tmp_path: Path) -> None:
-    recipe, text = tmp_path / "recipe.toml", tmp_path / "text.txt"
-    recipe.write_text(EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n")
-    text.write_text("the king\n\nthe moon\n")
-    command = ("finetune-embed", finished / "checkpoint", "--corpus", text)
-    assert refused(*command, *options(recipe, tmp_path / "run")) == (
-        "contrastive_steps learn from sentences of at least 3 tokens, but the longest of the text "
-        "has 2; give other text, or set them to 0"
-    )
+    files = {"--pairs": tmp_path / "pairs.csv", "--corpus": tmp_path / "text.txt"}
+    files["--pairs"].write_text("a king,a girl,2.5\nan owl,the moon,1\n")
+    files["--corpus"].write_text("the king\n\nthe moon\n")
+    (tmp_path / "recipe.toml").write_text(recipe)
+    parts = [part for option in given for part in (option, files[option])]
+    command = ("finetune-embed", finished / "checkpoint", *parts)
+    line = refused(*command, *options(tmp_path / "recipe.toml", tmp_path / "run"))
+    assert line.startswith(message)
 
 
 def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
@@ -845,66 +626,31 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "recipe", "message"),
-    [
-        (
-            "answers",
-            DISTILL_RECIPE,
-            "the teacher has no masked-language-model head, which distillation needs",
-        ),
-        (
-            "masks",
-            DISTILL_RECIPE.replace("16", "64"),
-            "a phase of 64 tokens exceeds the teacher's 32 positions",
-        ),
-        (
-            "masks",
-            DISTILL_RECIPE.replace('"none"', '"nsp"'),
-            "recipe.toml: pretraining: distillation learns from single texts with masked tokens: set ",
-        ),
-        (
-            "masks",
-            DISTILL_RECIPE.replace('"none"', '"none"\nspan_boundary = true'),
-            "recipe.toml: unknown key pretraining.span_boundary",
-        ),
-    ],
-)
-def test_a_teacher_that_cannot_teach(
-    finished: Path,
-    checkpoints: dict[str, Path],
-    stories: Path,
-    tmp_path: Path,
-    source: str,
-    recipe: str,
-    message: str,
-) -> None:
-    file = tmp_path / "recipe.toml"
-    file.write_text(recipe)
-    teacher = checkpoints["bert-qa"] if source == "answers" else finished / "checkpoint"
-    assert refused(
-        "distill", teacher, "--corpus", stories, *options(file, tmp_path / "run")
-    ).startswith(message)
-
-
-def test_a_student_of_another_teacher(
+def test_a_teacher_that_cannot_teach_and_a_student_of_another(
     finished: Path, checkpoints: dict[str, Path], stories: Path, tmp_path: Path
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(DISTILL_RECIPE)
-    teacher = finished / "checkpoint"
+    teacher, recipe = finished / "checkpoint", tmp_path / "recipe.toml"
 
-    def message(student: Path) -> str:
-        given = ("--corpus", stories, "--from", student)
-        return refused("distill", teacher, *given, *options(recipe, tmp_path / "run"))
+    def line(teacher: Path, content: str = DISTILL_RECIPE, *given: object) -> str:
+        recipe.write_text(content)
+        command = ("distill", teacher, "--corpus", stories, *given)
+        return refused(*command, *options(recipe, tmp_path / "run"))
 
-    assert message(teacher).startswith(
-        f"{teacher} is no student of this teacher: its family is bert, not distilbert"
+    assert line(checkpoints["bert-qa"]) == (
+        "the teacher has no masked-language-model head, which distillation needs"
+    )
+    assert line(teacher, DISTILL_RECIPE.replace("16", "64")) == (
+        "a phase of 64 tokens exceeds the teacher's 32 positions"
+    )
+    assert line(teacher, DISTILL_RECIPE.replace('"none"', '"nsp"')).startswith(
+        "recipe.toml: pretraining: distillation learns from single texts with masked tokens: set "
+    )
+    assert line(teacher, DISTILL_RECIPE, "--from", teacher) == (
+        f"{teacher} is no student of this teacher: it is a bert, not a distilbert"
     )
     other = checkpoints["distilbert"]
-    assert message(other).startswith(f"the vocabulary in {other} (")
-    begun = [file.name for file in (tmp_path / "run").iterdir()]
-    assert begun == ["lock"], "nothing was begun"
+    assert line(teacher, DISTILL_RECIPE, "--from", other).startswith(f"the vocabulary in {other} (")
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["lock"], "nothing was begun"
 
 
 def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
@@ -1066,7 +812,7 @@ def test_an_interruption_before_the_first_step(
         the_line(stderr)
         == "interrupted; what is saved is kept, the same command goes on from there"
     )
-    assert not (folder / "vocabulary/vocab.txt").exists()
+    assert not (folder / "vocabulary/tokenizer.json").exists()
     assert not (folder / "corpus/corpus.json").exists()
 
 

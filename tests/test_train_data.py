@@ -15,13 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import BertTokenizerFast
+from transformers import AutoTokenizer, BertTokenizerFast
 
-from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.train.batches import TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences
-from cloze.export.train.embeddings import unmasked_texts
 from cloze.export.train.examples import (
     IS_NEXT,
     UNPAIRED,
@@ -29,6 +27,8 @@ from cloze.export.train.examples import (
     ExampleOptions,
     SentenceObjective,
 )
+from cloze.export.train.folder import Folder, open_folder
+from cloze.export.train.kept_embeddings import unmasked_texts
 from cloze.export.train.masking import Masking, Unit
 from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
 from cloze.export.train.vocabulary import (
@@ -40,8 +40,15 @@ from tests.training import STORIES, write_stories
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(lambda: STORIES, size=130, lowercase=True)
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    folder = tmp_path_factory.mktemp("vocabulary") / "tokens"
+    save_vocabulary(train_tokenizer(lambda: STORIES, size=130, lowercase=True), folder)
+    return open_folder(str(folder))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(vocabulary: Folder) -> Tokenizer:
+    return vocabulary.text
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +164,15 @@ def test_the_split_goes_by_titles_in_any_spelling() -> None:
     )
 
 
-def test_the_vocabulary_is_read_alike_by_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    save_vocabulary(tokenizer, tmp_path)
-    assert (tmp_path / "vocab.txt").read_text().splitlines()[:5] == list(SPECIAL_TOKENS)
-    theirs = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"), do_lower_case=True)
+def test_the_vocabulary_is_read_alike_by_transformers(vocabulary: Folder) -> None:
+    tokens = sorted(vocabulary.text.get_vocab().items(), key=lambda item: item[1])
+    assert [token for token, _ in tokens[:5]] == list(SPECIAL_TOKENS)
+    theirs = BertTokenizerFast(vocab=dict(tokens), do_lower_case=True)
+    read = AutoTokenizer.from_pretrained(vocabulary.path)
     for story in STORIES[:5]:
-        assert (
-            theirs(story.text, "A second text.").input_ids
-            == tokenizer.encode(story.text, "A second text.").ids
-        )
+        given = (story.text, "A second text.")
+        assert theirs(*given).input_ids == vocabulary.text.encode(*given).ids
+        assert read(*given).token_type_ids == vocabulary.text.encode(*given).type_ids
 
 
 def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from cloze.export.train.documents import read_documents;"
         "from cloze.export.train.vocabulary import train_tokenizer;"
-        "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).to_str())"
+        "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).backend_tokenizer.to_str())"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "text.txt")]
     first, second, third = (
@@ -191,7 +198,7 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
 def test_a_cased_vocabulary_keeps_case() -> None:
     cased = train_tokenizer(lambda: STORIES, size=140, lowercase=False)
     assert "The" in cased.get_vocab()
-    assert cased.encode("The").ids != cased.encode("the").ids
+    assert cased.encode("The") != cased.encode("the")
 
 
 # ---- masking
@@ -290,27 +297,25 @@ def test_every_token_is_as_likely_to_be_masked() -> None:
 
 
 def sequences(
-    corpus: PreparedCorpus, tokenizer: Tokenizer, sentence: SentenceObjective, **more: Any
+    corpus: PreparedCorpus, vocabulary: Folder, sentence: SentenceObjective, **more: Any
 ) -> EpochExamples:
     settings = {"length": 40, "seed": 3, "epoch": 0} | more
-    options = ExampleOptions(
-        sentence=sentence, special=describe_tokenizer(tokenizer).special, **settings
-    )
+    options = ExampleOptions(sentence=sentence, special=vocabulary.special, **settings)
     return EpochExamples(corpus.train, options)
 
 
-def split(sequence, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def split(sequence, vocabulary: Folder) -> tuple[list[int], list[int]]:
     input_ids, types = sequence.input_ids, sequence.token_type_ids
-    assert input_ids[0] == tokenizer.token_to_id("[CLS]")
+    assert input_ids[0] == vocabulary.text.token_to_id("[CLS]")
     first, second = input_ids[types == 0][1:], input_ids[types == 1]
-    assert first[-1] == second[-1] == tokenizer.token_to_id("[SEP]")
+    assert first[-1] == second[-1] == vocabulary.text.token_to_id("[SEP]")
     return first[:-1].tolist(), second[:-1].tolist()
 
 
 def test_next_sentence_pairs_are_what_they_claim(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
+    vocabulary: Folder, corpus: PreparedCorpus
 ) -> None:
-    source = sequences(corpus, tokenizer, SentenceObjective.NSP)
+    source = sequences(corpus, vocabulary, SentenceObjective.NSP)
     documents = [
         [token for sentence in document for token in sentence]
         for document in _documents(corpus.train)
@@ -318,7 +323,7 @@ def test_next_sentence_pairs_are_what_they_claim(
     labels = []
     for number in range(len(source)):
         sequence = source.make(number, source.rng(number))
-        first, second = split(sequence, tokenizer)
+        first, second = split(sequence, vocabulary)
         assert len(first) >= 1
         assert len(second) >= 1
         assert len(sequence.input_ids) <= 40
@@ -345,22 +350,22 @@ def _contains(tokens: list[int], piece: list[int]) -> bool:
 
 
 def test_sentence_order_pairs_are_in_order_or_swapped(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
+    vocabulary: Folder, corpus: PreparedCorpus
 ) -> None:
-    source = sequences(corpus, tokenizer, SentenceObjective.SOP)
+    source = sequences(corpus, vocabulary, SentenceObjective.SOP)
     documents = [_tokens(corpus, number) for number in range(corpus.train.document_count)]
     labels = []
     for number in range(len(source)):
         sequence = source.make(number, source.rng(number))
-        first, second = split(sequence, tokenizer)
+        first, second = split(sequence, vocabulary)
         joined = first + second if sequence.label == IS_NEXT else second + first
         assert any(_contains(tokens, joined) for tokens in documents)
         labels.append(sequence.label)
     assert 0.4 < np.mean(labels) < 0.6
 
 
-def test_single_texts_hold_the_whole_corpus(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
-    source = sequences(corpus, tokenizer, SentenceObjective.NONE)
+def test_single_texts_hold_the_whole_corpus(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+    source = sequences(corpus, vocabulary, SentenceObjective.NONE)
     seen = np.zeros(len(corpus.train.tokens), bool)
     for number in range(len(source)):
         piece = source.make(number, source.rng(number)).input_ids[1:-1].tolist()
@@ -373,11 +378,9 @@ def test_single_texts_hold_the_whole_corpus(tokenizer: Tokenizer, corpus: Prepar
     assert not sequence.token_type_ids.any()
 
 
-def test_epochs_differ_and_a_seed_is_one_epoch(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
-) -> None:
+def test_epochs_differ_and_a_seed_is_one_epoch(vocabulary: Folder, corpus: PreparedCorpus) -> None:
     def first(**more: int) -> list[list[int]]:
-        source = sequences(corpus, tokenizer, SentenceObjective.NSP, **more)
+        source = sequences(corpus, vocabulary, SentenceObjective.NSP, **more)
         return [source.make(n, source.rng(n)).input_ids.tolist() for n in range(20)]
 
     assert first() == first()
@@ -390,21 +393,19 @@ def test_epochs_differ_and_a_seed_is_one_epoch(
 
 def text_batches(
     corpus: PreparedCorpus,
-    tokenizer: Tokenizer,
+    vocabulary: Folder,
     recipe: Pretraining,
     phases: list[Phase],
     seed: int = 1,
 ) -> TextBatches:
     plan = TextRecipe(pretraining=recipe, phases=phases, seed=seed)
-    return TextBatches(corpus.train, plan, describe_tokenizer(tokenizer))
+    return TextBatches(corpus.train, plan, vocabulary)
 
 
-def test_the_mask_rate_falls_in_a_straight_line(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
-) -> None:
+def test_the_mask_rate_falls_in_a_straight_line(vocabulary: Folder, corpus: PreparedCorpus) -> None:
     recipe = Pretraining(rate=0.3, final_rate=0.15)
     phases = [Phase(tokens=40, sequences=64, steps=51), Phase(tokens=40, sequences=64, steps=50)]
-    batches = text_batches(corpus, tokenizer, recipe, phases)
+    batches = text_batches(corpus, vocabulary, recipe, phases)
     for step, rate in ((0, 0.3), (50, 0.225), (100, 0.15)):
         batch = batches(step, 0)
         ordinary = batch.tokens - 3 * len(batch.input_ids)
@@ -414,15 +415,15 @@ def test_the_mask_rate_falls_in_a_straight_line(
 @pytest.mark.parametrize("sentence", [SentenceObjective.NSP, SentenceObjective.NONE])
 @pytest.mark.parametrize("length", [8, 20, 40])
 def test_embeddings_are_of_the_unmasked_first_texts(
-    tokenizer: Tokenizer, corpus: PreparedCorpus, sentence: SentenceObjective, length: int
+    vocabulary: Folder, corpus: PreparedCorpus, sentence: SentenceObjective, length: int
 ) -> None:
     recipe = Pretraining(sentence=sentence, rate=0.5)
     phase = Phase(tokens=40, sequences=32, steps=3)
-    batches = text_batches(corpus, tokenizer, recipe, [phase])
+    batches = text_batches(corpus, vocabulary, recipe, [phase])
     options = ExampleOptions(
         length=40,
         sentence=sentence,
-        special=describe_tokenizer(tokenizer).special,
+        special=vocabulary.special,
         seed=1,
         epoch=0,
     )
@@ -434,18 +435,18 @@ def test_embeddings_are_of_the_unmasked_first_texts(
         first = sequence.input_ids[sequence.token_type_ids == 0].tolist()
         cut = first if len(first) <= length else [*first[: length - 1], first[-1]]
         assert ids[real].tolist() == cut
-        assert first[-1] == tokenizer.token_to_id("[SEP]")
+        assert first[-1] == vocabulary.text.token_to_id("[SEP]")
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_any_batch_can_be_asked_for_at_any_time(
-    tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool
+    vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool
 ) -> None:
     recipe = Pretraining(dynamic=dynamic)
     phases = [Phase(tokens=24, sequences=16, steps=40), Phase(tokens=40, sequences=8, steps=40)]
 
     def batches() -> TextBatches:
-        return text_batches(corpus, tokenizer, recipe, phases)
+        return text_batches(corpus, vocabulary, recipe, phases)
 
     straight, jumping = batches(), batches()
     in_order = [straight(step, 0) for step in range(80)]
@@ -458,24 +459,24 @@ def test_any_batch_can_be_asked_for_at_any_time(
 
 
 def test_each_phase_has_its_share_of_single_sentences(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
+    vocabulary: Folder, corpus: PreparedCorpus
 ) -> None:
     phases = [
         Phase(tokens=24, sequences=16, steps=40, single=0.9),
         Phase(tokens=40, sequences=8, steps=20),
     ]
-    batches = text_batches(corpus, tokenizer, Pretraining(), phases)
+    batches = text_batches(corpus, vocabulary, Pretraining(), phases)
     labels = [batches(step, 0).next_labels for step in range(60)]
     assert 0.8 < (np.concatenate(labels[:40]) == UNPAIRED).mean() < 1
     assert not (np.concatenate(labels[40:]) == UNPAIRED).any()
 
 
-def test_a_share_of_examples_is_one_sentence(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
-    examples = sequences(corpus, tokenizer, SentenceObjective.NSP, single=0.5)
+def test_a_share_of_examples_is_one_sentence(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+    examples = sequences(corpus, vocabulary, SentenceObjective.NSP, single=0.5)
     made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
     single = [example for example in made if example.label == UNPAIRED]
     assert 0.4 < len(single) / len(made) < 0.6
-    separator = tokenizer.token_to_id("[SEP]")
+    separator = vocabulary.text.token_to_id("[SEP]")
     starts = set(corpus.train.sentences.tolist())
     for number, example in enumerate(made):
         is_single = example.label == UNPAIRED
@@ -488,9 +489,9 @@ def test_a_share_of_examples_is_one_sentence(tokenizer: Tokenizer, corpus: Prepa
 
 
 def test_single_sentences_need_no_sentence_objective(
-    tokenizer: Tokenizer, corpus: PreparedCorpus
+    vocabulary: Folder, corpus: PreparedCorpus
 ) -> None:
-    examples = sequences(corpus, tokenizer, SentenceObjective.NONE, single=0.99)
+    examples = sequences(corpus, vocabulary, SentenceObjective.NONE, single=0.99)
     starts = set(corpus.train.sentences.tolist())
     crossed = 0
     for number in range(len(examples)):
@@ -504,11 +505,11 @@ def test_single_sentences_need_no_sentence_objective(
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_static_masking_repeats_itself(
-    tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool
+    vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool
 ) -> None:
     recipe = Pretraining(dynamic=dynamic)
     phase = Phase(tokens=40, sequences=1, steps=10_000)
-    batches = text_batches(corpus, tokenizer, recipe, [phase])
+    batches = text_batches(corpus, vocabulary, recipe, [phase])
     epoch = batches.epoch_length(0, 0)
     same = [
         bool((batches(n, 0).input_ids == batches(n + epoch, 0).input_ids).all()) for n in range(30)

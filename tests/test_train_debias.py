@@ -11,14 +11,11 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 
 from cloze.cli import cli
 from cloze.export.errors import TrainError
-from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.heads.embedding_steps import Norm, Projection, UnitLength
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.debias import bias_directions, project
 from cloze.export.train.documents import is_held_out, read_documents
-from cloze.export.train.save import save_checkpoint
 from cloze.export.train.word_pairs import WordPairs, read_word_pairs, write_counterfactuals
 from cloze.model_store.store import Store
 from tests import tiny
@@ -134,27 +131,6 @@ def test_a_projection_needs_sentences(source: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"need at least 20 sentences .* the text has 1"):
         project(str(source), files, read_word_pairs(), 1, tmp_path / "out", CPU)
     assert not (tmp_path / "out").exists()
-
-
-def test_every_step_is_read_as_it_was_written(source: Path, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(str(source))
-    size = checkpoint.model.config.hidden_size
-    torch.manual_seed(0)
-    steps = (
-        Projection(torch.randn(size, size), torch.randn(size), "Tanh", True),
-        UnitLength(),
-        Projection(torch.randn(8, size), None, "GELU", torch.randn(8, size)),
-        Norm(torch.randn(8), torch.randn(8)),
-    )
-    recipe = EmbeddingRecipe(steps=steps)
-    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path, embedding=recipe)
-    again = load_checkpoint(str(tmp_path)).recipe
-    assert (again.normalize, [step.kind for step in again.steps]) == (
-        True,
-        ["Dense", "Normalize", "Dense", "LayerNorm"],
-    )
-    hidden = torch.randn(3, 5, size)
-    assert torch.equal(again.pool(hidden), recipe.pool(hidden))
 
 
 RECIPE = """

@@ -75,10 +75,6 @@ class Step(nn.Module, ABC):
     def write(self, g: GraphBuilder, x: str, name: str) -> str:
         """Write the module."""
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the settings and the tensors of its folder in a checkpoint."""
-        return {}, {}
-
     @property
     def dimensions(self) -> int | None:
         """D'; None: as many as before."""
@@ -132,25 +128,6 @@ class Projection(Step):
             x = g.op("MatMul", [x, g.weight(f"{name}.residual", self.residual.weight.t())])
         return g.op("Add", [projected, x])
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Step`."""
-        function = type(self.function)
-        settings: dict[str, Any] = {
-            "in_features": self.linear.in_features,
-            "out_features": self.linear.out_features,
-            "bias": True,
-            "activation_function": f"{function.__module__}.{function.__qualname__}",
-        }
-        if self.adds_input:
-            settings["use_residual"] = True
-        tensors: dict[str, Tensor] = {
-            "linear.weight": self.linear.weight,
-            "linear.bias": self.linear.bias,
-        }
-        if self.residual is not None:
-            tensors["residual.weight"] = self.residual.weight
-        return settings, tensors
-
 
 class Norm(Step):
     """sentence-transformers' ``LayerNorm``."""
@@ -171,14 +148,6 @@ class Norm(Step):
     def write(self, g: GraphBuilder, x: str, name: str) -> str:
         """See `Step`."""
         return layer_norm(g, x, name, self.norm)
-
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Step`."""
-        tensors: dict[str, Tensor] = {
-            "norm.weight": self.norm.weight,
-            "norm.bias": self.norm.bias,
-        }
-        return {"dimension": len(self.norm.weight)}, tensors
 
 
 class UnitLength(Step):

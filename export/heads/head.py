@@ -176,8 +176,6 @@ class ExportHead:
             of the same names.
         task_type: PEFT's name of the task of adapters with this head; None: it has none.
         read_options: ``config.json`` -> the head's section in the manifest; None: no section.
-        write_options: the head's section in the manifest -> the settings of ``config.json`` that
-            `read_options` reads; None: no section.
         incomplete: first part of tensor names -> the note for a checkpoint that has only these
             tensors of the head.
     """
@@ -198,7 +196,6 @@ class ExportHead:
     needs_class: bool = False
     task_type: str | None = None
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None
-    write_options: Callable[[Any], dict[str, Any]] | None = None
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -15,7 +15,6 @@ from cloze.export.heads.head import (
     of_sentences,
     token_rows,
 )
-from cloze.export.heads.sequence_classification import write_labels
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import token_classification
@@ -73,5 +72,4 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     needs_class=True,
     read_options=read_options,
-    write_options=write_labels,
 )

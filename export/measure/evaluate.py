@@ -40,9 +40,9 @@ from cloze.export.measure.scorer import (
     score_masks,
 )
 from cloze.export.measure.squad import read_questions
+from cloze.export.measure.windows import guess, usual_windows
 from cloze.export.model import TorchScorer
 from cloze.export.train.answers import answers_of
-from cloze.export.train.batches import make_masking
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.examples import (
@@ -54,9 +54,7 @@ from cloze.export.train.examples import (
     TrainingExample,
     join_texts,
 )
-from cloze.export.train.masking import Unit
-from cloze.export.train.recipe import Pretraining
-from cloze.export.train.windows import guess, usual_windows
+from cloze.export.train.masking import Unit, make_masking
 from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
@@ -298,7 +296,8 @@ def _measure_masks(
 
     Every chosen token becomes ``[MASK]``, as in a client's text.
     """
-    masking = make_masking(subject.tokenizer, Pretraining(unit=unit), replace=(1.0, 0.0))
+    tokenizer = subject.tokenizer
+    masking = make_masking(tokenizer.tokenizer, tokenizer.mask_id, unit, replace=(1.0, 0.0))
     rows = []
     for example, rng in _examples(subject, corpus, SentenceObjective.NONE, data):
         masked = masking(example.input_ids, rng)

@@ -3,11 +3,13 @@
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from cloze.export.train.folder import Folder
@@ -34,6 +36,8 @@ _TASKS: Final = {
 def add_low_rank(model: PreTrainedModel, recipe: LowRank, source: Folder) -> PeftModel:
     """Freeze the encoder of a model, and give layers of it low-rank matrices."""
     ends = "|".join(_TARGETS[target] for target in recipe.targets)
+    pattern = re.compile(rf".*\.\d+\.(.*\.)?({ends})")
+    linears = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
     base, heads = model.base_model, []
     if base is not model:
         heads = [
@@ -47,7 +51,7 @@ def add_low_rank(model: PreTrainedModel, recipe: LowRank, source: Folder) -> Pef
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,  # type: ignore[arg-type]  # peft divides it, whatever it is
-        target_modules=rf".*\.\d+\.(.*\.)?({ends})",
+        target_modules=[name for name in linears if pattern.fullmatch(name)],
         modules_to_save=heads or None,
         task_type=kind or TaskType.FEATURE_EXTRACTION,
         base_model_name_or_path=source.location if is_hub else str(source.path.resolve()),

@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from cloze.export.errors import TrainError
-from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
-from cloze.export.train.masking import MaskedSequence, Masking
-from cloze.export.train.recipe import DistilledText, Pretraining, TextRecipe
-from cloze.export.train.vocabulary import mask_id
+from cloze.export.train.folder import Folder
+from cloze.export.train.loop import batches_per_step
+from cloze.export.train.masking import MaskedSequence, Masking, make_masking
+from cloze.export.train.recipe import TextRecipe
 
 _POOL_BATCHES = 16
 """Number of batches whose examples are sorted by length together."""
@@ -155,38 +155,26 @@ def padded_length(longest: int, limit: int) -> int:
     return min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
 
 
-def make_masking(
-    tokenizer: CheckpointTokenizer,
-    recipe: Pretraining | DistilledText,
-    replace: tuple[float, float] = (0.8, 0.1),
-) -> Masking:
-    """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
-    special = np.ones(tokenizer.size, bool)  # also the ids between those of the vocabulary
-    names = frozenset(tokenizer.special_tokens.values())
-    for token, number in tokenizer.tokenizer.get_vocab().items():
-        special[number] = token in names
-    return Masking(
-        recipe.unit,
-        recipe.rate,
-        mask_id(tokenizer),
-        special,
-        tokenizer.continuations(),
-        replace,
-        recipe.final_rate,
-    )
-
-
 class TextBatches:
     """The batches of a run over a corpus. Each batch is a function of its step and part.
+
+    Args:
+        source: the folder with the tokenizer of the corpus.
 
     Raises:
         TrainError: the corpus is too small for the recipe, or has nothing to mask.
     """
 
-    def __init__(self, corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> None:
+    def __init__(self, corpus: Corpus, recipe: TextRecipe, source: Folder) -> None:
         self._corpus, self._recipe = corpus, recipe
-        self._masking = make_masking(tokenizer, recipe.pretraining)
-        self._special = tokenizer.special
+        self._special, masked = source.special, recipe.pretraining
+        self._masking = make_masking(
+            source.text,
+            source.special.mask,
+            masked.unit,
+            masked.rate,
+            final_rate=masked.final_rate,
+        )
         self._lengths: dict[tuple[int, int], int] = {}
         self._ends: list[list[int]] = [[] for _ in recipe.phases]
         self._epochs: dict[tuple[int, int], EpochExamples] = {}
@@ -203,8 +191,8 @@ class TextBatches:
         index = self.phase(step)
         phase = self._recipe.phases[index]
         step_of_phase = step - (self._phase_ends[index] - phase.steps)
-        accumulation = self._recipe.optimisation.accumulation
-        number = (step_of_phase * accumulation + part) * phase.sequences
+        batches = batches_per_step(self._recipe.optimisation)
+        number = (step_of_phase * batches + part) * phase.sequences
         masking = self._masking.at(step / max(1, self.steps - 1))
         rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
         return collate(rows, phase.tokens)

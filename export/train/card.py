@@ -14,20 +14,13 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from cloze.export.heads import EXPORT_HEADS
-from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.tokenizer import CheckpointTokenizer
-from cloze.export.model import Model
 from cloze.export.train.adapters import save_settings
 from cloze.export.train.device import is_main
 from cloze.export.train.folder import save
 from cloze.export.train.progress import read_log
-from cloze.export.train.recipe import AdaptedRecipe, Recipe
+from cloze.export.train.recipe import Recipe
 from cloze.export.train.run_dir import CHECKPOINT
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_adapter, save_checkpoint
-
-CARD = "README.md"
 
 
 class Licensed(Protocol):
@@ -68,35 +61,13 @@ def front_matter(license_name: str | None) -> str:
     return f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
 
 
-def finish_run(
-    model: Model,
-    tokenizer: CheckpointTokenizer,
-    run: Run,
-    embedding: EmbeddingRecipe | None = None,
-) -> Path:
-    """Write the result of a run with its card, and return its folder.
-
-    The result is a checkpoint (`save_checkpoint`), or an adapter if the run learnt low-rank
-    matrices (`save_adapter`).
-    """
-    checkpoint = run.options.run_dir / CHECKPOINT
-    if isinstance(run.recipe, AdaptedRecipe) and run.recipe.lora:
-        learnt = {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
-        heads = learnt & EXPORT_HEADS.keys()
-        save_adapter(model, run.origins[0], checkpoint, heads=heads, embedding=embedding)
-    else:
-        save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
-    (checkpoint / CARD).write_text(describe(run), encoding="utf-8")
-    return checkpoint
-
-
 def write_run(model: Any, tokenizer: PreTrainedTokenizerBase, run: Run, **settings: Any) -> Path:
     """Write the result of a run with its card, and return its folder.
 
     Only the main process writes.
 
     Args:
-        model: a model of transformers or peft.
+        model: a model of transformers, sentence-transformers or peft.
         settings: further arguments of `save`.
 
     Raises:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.errors import Report, TrainError
-from cloze.export.load.tokenizer_files import is_byte_level
 from cloze.export.train.documents import (
     Document,
     fingerprint,
@@ -225,6 +224,11 @@ class _PartWriter:
             "sentences": len(self._sentences) - 1,
             "tokens": self._tokens,
         }
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer's pieces are bytes (Radford et al. 2019, section 2.2)."""
+    return "ByteLevel(" in repr(tokenizer.pre_tokenizer)
 
 
 def _write_batch(

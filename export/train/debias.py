@@ -19,8 +19,8 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 from cloze.export.errors import TrainError
 from cloze.export.train.card import common_license, front_matter
 from cloze.export.train.documents import read_documents, split_sentences
-from cloze.export.train.embedding import open_sentences
 from cloze.export.train.folder import open_folder, save
+from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.recipe import PretrainRecipe
 from cloze.export.train.run_options import RunOptions
@@ -53,7 +53,7 @@ def augment(
     augmented = options.run_dir / COUNTERFACTUALS
     copies = write_counterfactuals(text, words, augmented)
     options.report(f"{copies:,} documents have a counterfactual copy")
-    return pretrain([augmented], recipe, options, source=source)
+    return pretrain([augmented], recipe, options, source=open_folder(source))
 
 
 def project(

@@ -5,35 +5,60 @@ tokens, and the cosine of the last hidden states. The student has neither token 
 A recipe with ``keep_embeddings`` adds the cosine of the sentence embeddings.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from copy import deepcopy
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DistilBertConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from cloze.export.errors import TrainError
-from cloze.export.families import FAMILIES
-from cloze.export.heads import MASKED_LM
-from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch, TextBatches
-from cloze.export.train.card import Run, finish_run
+from cloze.export.train.card import Run
 from cloze.export.train.documents import fingerprint
-from cloze.export.train.embeddings import KeptEmbeddings
+from cloze.export.train.folder import Folder, has_token_types, max_tokens, set_dropout
+from cloze.export.train.kept_embeddings import KeptEmbeddings
 from cloze.export.train.loop import train
-from cloze.export.train.objectives import masked_loss
+from cloze.export.train.objectives import masked_loss, run_masked
 from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.start import check_kept_embeddings, check_vocabulary
+from cloze.export.train.start import check_vocabulary, kept_embeddings, write_encoder
 from cloze.export.train.text_objective import (
     TextObjective,
     held_out_batches,
     run_corpus,
 )
+
+_LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
+"""The name of a tensor of a layer, with the number of the layer."""
+
+_DISTILBERT: Final = (
+    ("bert.encoder.layer.", "distilbert.transformer.layer."),
+    ("bert.embeddings.", "distilbert.embeddings."),
+    (".attention.self.query.", ".attention.q_lin."),
+    (".attention.self.key.", ".attention.k_lin."),
+    (".attention.self.value.", ".attention.v_lin."),
+    (".attention.output.dense.", ".attention.out_lin."),
+    (".attention.output.LayerNorm.", ".sa_layer_norm."),
+    (".intermediate.dense.", ".ffn.lin1."),
+    (".output.dense.", ".ffn.lin2."),
+    (".output.LayerNorm.", ".output_layer_norm."),
+    ("cls.predictions.transform.dense.", "vocab_transform."),
+    ("cls.predictions.transform.LayerNorm.", "vocab_layer_norm."),
+    ("cls.predictions.decoder.", "vocab_projector."),
+)
+"""Parts of the names of a BERT's tensors, and what a DistilBERT calls them."""
 
 
 def kept_layers(layers: int, kept: int) -> list[int]:
@@ -47,76 +72,100 @@ def kept_layers(layers: int, kept: int) -> list[int]:
     return [round(number * (layers - 1) / (kept - 1)) for number in range(kept)]
 
 
-def make_student(teacher: Model, dropout: float) -> Model:
+def make_student(teacher: PreTrainedModel, dropout: float) -> PreTrainedModel:
     """Build a student with half of the teacher's layers: a DistilBERT, or the teacher's family.
 
-    The embeddings, half of the layers (see `kept_layers`), and the masked-LM head are copied. The
-    teacher adds its embedding of token type 0 to every token of a single text, so this embedding
-    is added to the position embeddings of a student without token types.
-
-    Raises:
-        TrainError: the teacher has no masked-LM head.
+    The embeddings, half of the layers (see `kept_layers`), and the masked-LM head are copied. A
+    BERT adds its embedding of token type 0 to every token of a single text, so this embedding is
+    added to the position embeddings of a DistilBERT, which has no token types.
     """
-    if teacher.masked_lm is None:
-        raise TrainError("the teacher has no masked-language-model head, which distillation needs")
-    sizes = FAMILIES[teacher.config.family].student(teacher.config)
-    passes = max(1, sizes.layers // sizes.group_layers // 2)
-    kept = kept_layers(teacher.config.layers, passes * sizes.group_layers)
-    config = replace(
-        sizes,
-        layers=len(kept),
-        local_layers=tuple(sizes.local_layers[number] for number in kept if sizes.local_layers),
-        layer_groups=min(sizes.layer_groups, passes) if sizes.layer_groups else None,
-        dropout=dropout,
-    )
-    student = Model(config, [MASKED_LM])
-    teacher_weights = teacher.state_dict()
+    layers = teacher.config.num_hidden_layers
+    kept = kept_layers(layers, max(1, layers // 2))
+    kind: Any = AutoModelForMaskedLM
+    student: PreTrainedModel = kind.from_config(_student_config(teacher.config, kept, dropout))
     weights = {}
-    for name in student.state_dict():
-        teacher_name = name
-        if name.startswith("encoder.layers."):
-            number, rest = name.removeprefix("encoder.layers.").split(".", 1)
-            teacher_name = f"encoder.layers.{kept[int(number)]}.{rest}"
-        weights[name] = teacher_weights[teacher_name].clone()
-    token_type = teacher.encoder.embeddings.token_type
-    if token_type is not None and not config.type_vocab_size:
-        weights["encoder.embeddings.position.weight"] += token_type.weight[0].detach()
-    student.load_state_dict(weights)
+    for name, tensor in teacher.state_dict().items():
+        if (match := _LAYER.fullmatch(name)) is not None:
+            if int(match[2]) not in kept:
+                continue
+            name = f"{match[1]}{kept.index(int(match[2]))}{match[3]}"
+        weights[name] = tensor
+    if isinstance(student.config, DistilBertConfig) and teacher.config.model_type == "bert":
+        types = weights["bert.embeddings.token_type_embeddings.weight"]
+        positions = "bert.embeddings.position_embeddings.weight"
+        weights[positions] = weights[positions] + types[0]
+        weights = {_distilbert_name(name): tensor for name, tensor in weights.items()}
+    student.load_state_dict({name: weights[name] for name in student.state_dict()})
     return student
 
 
-def copy_student(source: Checkpoint, name: str, student: Model, teacher: Checkpoint) -> None:
-    """Replace a new student's weights by those of a student that was distilled before.
+def _distilbert_name(name: str) -> str:
+    for theirs, own in _DISTILBERT:
+        name = name.replace(theirs, own)
+    return name
+
+
+def _student_config(teacher: PreTrainedConfig, kept: list[int], dropout: float) -> PreTrainedConfig:
+    """Return the sizes of a student: a BERT's is a DistilBERT (Sanh et al. 2019, section 3)."""
+    if teacher.model_type == "bert":
+        return DistilBertConfig(
+            vocab_size=teacher.vocab_size,
+            dim=teacher.hidden_size,
+            hidden_dim=teacher.intermediate_size,
+            n_layers=len(kept),
+            n_heads=teacher.num_attention_heads,
+            activation=teacher.hidden_act,
+            max_position_embeddings=teacher.max_position_embeddings,
+            pad_token_id=teacher.pad_token_id,
+            dropout=dropout,
+            attention_dropout=dropout,
+        )
+    config = deepcopy(teacher)
+    if (types := getattr(config, "layer_types", None)) is not None:
+        config.layer_types = [types[number] for number in kept]
+    config.num_hidden_layers = len(kept)
+    set_dropout(config, dropout)
+    return config
+
+
+def earlier_student(source: Folder, student: PreTrainedModel, teacher: Folder) -> PreTrainedModel:
+    """Return a student that was distilled before, with the dropout of a new student.
 
     Raises:
         TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
             head.
     """
-    check_vocabulary(source.tokenizer, teacher, name, "--from")
-    needed, given = asdict(student.config), asdict(source.model.config)
-    for size in sorted(needed.keys() - {"dropout"}):
-        if given[size] != needed[size]:
-            raise TrainError(
-                f"{name} is no student of this teacher: its {size} is {given[size]}, "
-                f"not {needed[size]}"
-            )
-    if source.model.masked_lm is None:
-        raise TrainError(f"{name} is no student: it has no masked-language-model head")
-    weights = source.model.state_dict()
-    student.load_state_dict({key: weights[key] for key in student.state_dict()})
+    check_vocabulary(source, teacher, "--from")
+    if (given := source.config.model_type) != (kind := student.config.model_type):
+        raise TrainError(
+            f"{source.location} is no student of this teacher: it is a {given}, not a {kind}"
+        )
+    earlier = source.whole_model(AutoModelForMaskedLM, seed=0)
+    if earlier is None:
+        raise TrainError(f"{source.location} is no student: it has no masked-language-model head")
+    try:
+        student.load_state_dict(earlier.state_dict())
+    except RuntimeError as error:  # its last line names a tensor of another size
+        reason = str(error).splitlines()[-1].strip()
+        raise TrainError(f"{source.location} is no student of this teacher: {reason}") from error
+    return student
 
 
 class Distillation(nn.Module):
     """The student's losses. The teacher is neither trained nor saved."""
 
-    def __init__(self, student: Model, teacher: Model, recipe: DistillRecipe) -> None:
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: Any,
+        recipe: DistillRecipe,
+        kept: KeptEmbeddings | None = None,
+    ) -> None:
         super().__init__()
-        self.model = student
+        self.network = student
         self._recipe = recipe
         self._teacher = [teacher.eval().requires_grad_(False)]  # in a list: not a submodule
-        self._kept_embeddings = None
-        if recipe.pretraining.keep_embeddings:
-            self._kept_embeddings = KeptEmbeddings(teacher, recipe.pretraining.embedding_tokens)
+        self._kept_embeddings = kept
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the weighted sum of the losses, and figures.
@@ -125,15 +174,11 @@ class Distillation(nn.Module):
         every real token's hidden states and, if the recipe asks, the cosine distance of the
         sentence embeddings.
         """
-        teacher, recipe = self._teacher[0], self._recipe
-        assert self.model.masked_lm is not None
-        assert teacher.masked_lm is not None
+        recipe = self._recipe
         with torch.no_grad():
-            teacher_hidden = teacher(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-            teacher_rows = teacher_hidden.flatten(0, 1)[batch.positions]
-            teacher_logits = teacher.masked_lm(teacher_rows).float()
-        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-        logits = self.model.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
+            teacher = run_masked(self._teacher[0], batch)
+        student = run_masked(self.network, batch)
+        teacher_logits, logits = teacher.logits.float(), student.logits.float()
         mlm_loss, figures = masked_loss(logits, batch.labels)
         temperature = recipe.temperature
         soft_loss = F.kl_div(
@@ -143,7 +188,9 @@ class Distillation(nn.Module):
             log_target=True,
         )
         real = batch.attention_mask
-        cosines = F.cosine_similarity(hidden[real].float(), teacher_hidden[real].float(), dim=-1)
+        cosines = F.cosine_similarity(
+            student.hidden[real].float(), teacher.hidden[real].float(), dim=-1
+        )
         cosine_loss = 1 - cosines.mean()
         loss = (
             recipe.soft_weight * temperature**2 * soft_loss
@@ -153,70 +200,63 @@ class Distillation(nn.Module):
         agreement = (logits.argmax(1) == teacher_logits.argmax(1)).float().mean()
         figures |= {"soft_loss": soft_loss, "cosine_loss": cosine_loss, "agreement": agreement}
         if self._kept_embeddings is not None:
-            cosine = figures["embedding_cosine"] = self._kept_embeddings.cosine(self.model, batch)
+            cosine = self._kept_embeddings.cosine(self.network.base_model, batch)
+            figures["embedding_cosine"] = cosine
             loss = loss + recipe.pretraining.embedding_weight * (1 - cosine)
         return loss, figures
 
 
 def distill(
-    teacher: str,
+    teacher: Folder,
     files: list[Path],
     recipe: DistillRecipe,
     options: RunOptions,
-    student_source: str | None = None,
+    student_source: Folder | None = None,
 ) -> Path:
-    """Distil a checkpoint on text.
+    """Distil a model on text.
 
     Args:
-        student_source: folder or hub id of a student that was distilled before, to continue; None
-            starts from layers of the teacher.
+        student_source: a student that was distilled before, to continue; None starts from layers
+            of the teacher.
 
     Returns:
-        The folder of the student's checkpoint.
+        The folder of the student.
 
     Raises:
         TrainError: the teacher has no masked-LM head, the recipe or the earlier student does not
             suit the teacher, an input is unsuitable, or the run fails, see `train`.
-        ExportError: the teacher or the earlier student cannot be loaded.
     """
-    checkpoint = load_checkpoint(teacher)
-    student = make_student(checkpoint.model, recipe.dropout)
-    inputs = {"teacher": checkpoint.source.weights_sha256, "text": fingerprint(files)}
-    origins = [checkpoint]
+    network: Any = teacher.whole_model(AutoModelForMaskedLM, seed=recipe.seed)
+    if network is None:
+        raise TrainError("the teacher has no masked-language-model head, which distillation needs")
+    student = make_student(network, recipe.dropout)
+    inputs = {"teacher": teacher.weights_sha256, "text": fingerprint(files)}
+    origins = [teacher]
     if student_source is not None:
-        earlier = load_checkpoint(student_source)
-        origins.append(earlier)
-        copy_student(earlier, student_source, student, checkpoint)
-        inputs["student"] = earlier.source.weights_sha256
+        origins.append(student_source)
+        student = earlier_student(student_source, student, teacher)
+        inputs["student"] = student_source.weights_sha256
+    longest, limit = max(phase.tokens for phase in recipe.phases), max_tokens(network)
+    if longest > limit:
+        raise TrainError(f"a phase of {longest} tokens exceeds the teacher's {limit} positions")
     acquire_run_dir(options.run_dir, recipe, inputs)
-    max_positions = checkpoint.model.config.max_positions
-    check_lengths(recipe, max_positions)
-    check_kept_embeddings(recipe.pretraining, checkpoint)
-    tokenizer = checkpoint.tokenizer
-    corpus = run_corpus(files, tokenizer, recipe.held_out, options)
+    corpus = run_corpus(files, teacher.text, recipe.held_out, options)
     options.report(
-        f"a {student.config.family} of {student.parameter_count():,} parameters "
-        f"from a teacher of {checkpoint.model.parameter_count():,}"
+        f"a {student.config.model_type} of {student.num_parameters():,} parameters "
+        f"from a teacher of {network.num_parameters():,}"
     )
+    kept = kept_embeddings(teacher, recipe.pretraining, options)
     objective = TextObjective(
-        Distillation(student, checkpoint.model.to(options.device), recipe),
-        TextBatches(corpus.train, recipe, tokenizer),
-        held_out_batches(corpus.held_out, recipe, tokenizer, options.report),
+        Distillation(student, network.to(options.device), recipe, kept),
+        TextBatches(corpus.train, recipe, teacher),
+        held_out_batches(corpus.held_out, recipe, teacher, options.report),
         options.device,
     )
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
-    embedding = EmbeddingRecipe(max_tokens=max_positions)
-    if recipe.pretraining.keep_embeddings:
-        embedding = checkpoint.recipe
     title = "An encoder distilled from one of twice its layers"
-    run = Run(title, teacher, origins, files, recipe, options)
-    return finish_run(student, tokenizer, run, embedding)
-
-
-def check_lengths(recipe: DistillRecipe, max_positions: int) -> None:
-    """Raise if a phase is longer than the teacher reads."""
-    longest = max(phase.tokens for phase in recipe.phases)
-    if longest > max_positions:
-        raise TrainError(
-            f"a phase of {longest} tokens exceeds the teacher's {max_positions} positions"
-        )
+    run = Run(title, teacher.location, origins, files, recipe, options)
+    tokenizer = teacher.tokenizer
+    if not has_token_types(student.config):
+        names = ["input_ids", "attention_mask"]
+        tokenizer = AutoTokenizer.from_pretrained(teacher.path, model_input_names=names)
+    return write_encoder(student, tokenizer, run, teacher)

@@ -83,9 +83,7 @@ class Folder:
             TrainError: the tokenizer is missing or damaged.
         """
         with one_line_errors(self.path):
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.path, config=self.config, trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         if not tokenizer.is_fast:
             raise TrainError(f"{self.path} has no tokenizer that runs without its own code")
         return tokenizer
@@ -280,11 +278,21 @@ def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
 
 def max_tokens(model: PreTrainedModel) -> int:
     """Return the longest sequence that a model has positions for."""
+    if (embedding := position_embedding(model)) is not None:
+        _, positions, unused = embedding
+        return positions.num_embeddings - unused
+    return int(model.config.max_position_embeddings)
+
+
+def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding, int] | None:
+    """Return the learnt embeddings of positions: their name, and their number of unused rows.
+
+    The unused rows are the first ones. None: the family has no such embeddings.
+    """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            unused = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - unused
-    return int(model.config.max_position_embeddings)
+            return name, module, 0 if module.padding_idx is None else module.padding_idx + 1
+    return None
 
 
 def has_token_types(config: PreTrainedConfig) -> bool:

@@ -6,11 +6,16 @@ decides whether masks differ per epoch (Liu et al. 2019, "RoBERTa", section 4.1)
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from cloze.export.errors import TrainError
+from cloze.export.train.corpus import is_byte_level
 
 _LONGEST_SPAN = 10
 _SPAN_SHARES = 0.8 ** np.arange(_LONGEST_SPAN) / (0.8 ** np.arange(_LONGEST_SPAN)).sum()
@@ -168,6 +173,54 @@ class Masking:
             chosen.append(positions)
             remaining -= len(positions)
         return chosen or [units[rng.integers(len(units))] for _ in range(min(count, 1))]
+
+
+_WITHOUT_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""A character of a script without spaces: Thai, Lao, Burmese, Khmer, Japanese or Chinese."""
+
+
+def make_masking(
+    text: Tokenizer,
+    mask_id: int | None,
+    unit: Unit = Unit.TOKEN,
+    rate: float = 0.15,
+    *,
+    replace: tuple[float, float] = (0.8, 0.1),
+    final_rate: float | None = None,
+) -> Masking:
+    """Return the masking for the vocabulary of a tokenizer; see `Masking` for the arguments.
+
+    Raises:
+        TrainError: the vocabulary has no mask token.
+    """
+    if mask_id is None:
+        raise TrainError("the tokenizer has no mask token, which training needs")
+    numbers = list(text.get_vocab().values())
+    special = np.ones(max(numbers) + 1, bool)  # also the ids between those of the vocabulary
+    special[numbers] = False
+    added = text.get_added_tokens_decoder()
+    special[[number for number, token in added.items() if token.special]] = True
+    return Masking(unit, rate, mask_id, special, continuations(text), replace, final_rate)
+
+
+def continuations(text: Tokenizer) -> NDArray[np.bool_]:
+    """Return bool [V], the tokens that continue the word before them.
+
+    WordPiece marks them with ``##``. Byte-level BPE marks the tokens that begin a word with ``Ġ``,
+    and SentencePiece with ``▁``. In a script without spaces, each token of SentencePiece begins a
+    word, else a text would be one word.
+    """
+    vocabulary = text.get_vocab()
+    continues = np.zeros(max(vocabulary.values()) + 1, bool)
+    prefix = getattr(text.model, "continuing_subword_prefix", None)
+    has_bytes = is_byte_level(text)
+    space = "Ġ" if has_bytes else "▁"
+    for token, number in vocabulary.items():
+        if prefix:
+            continues[number] = token.startswith(prefix)
+        elif not token.startswith(space):
+            continues[number] = has_bytes or not _WITHOUT_SPACES.match(token)
+    return continues
 
 
 def _runs(positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,64 +7,109 @@ Shapes: B sequences of S tokens, H hidden size, V vocabulary size, M chosen toke
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertModel, PreTrainedModel
 
-from cloze.export.blocks.encoder import Encoder
-from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
-from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.examples import UNPAIRED, SentenceObjective
+from cloze.export.train.kept_embeddings import KeptEmbeddings
 from cloze.export.train.recipe import Pretraining, Sizes
+from cloze.export.train.rows import model_inputs
 
 _MAX_OFFSETS = 64
 """Offsets inside a span with an own embedding. Adjacent spans form runs longer than one span."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """What a model computes of a batch of text.
+
+    Attributes:
+        hidden: [B, S, H], the output of the encoder.
+        logits: [M, V], of the chosen tokens.
+        pairs: [B, 2], logits of the sentence objective; None: the model has no such head.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    pairs: Tensor | None
+
+
+def run_masked(network: Any, batch: TextBatch) -> TextOutput:
+    """Run a model with a masked-LM head, of any class of transformers.
+
+    The product with the vocabulary is computed of the chosen tokens only: the layer before the
+    logits gets their rows.
+    """
+    hidden: list[Tensor] = []
+
+    def choose(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].flatten(0, 1)[batch.positions],)
+
+    def keep(_: nn.Module, __: object, output: Any) -> None:
+        hidden.append(output[0])
+
+    hooks = [
+        network.get_output_embeddings().register_forward_pre_hook(choose),
+        network.base_model.register_forward_hook(keep),
+    ]
+    try:
+        output = network(**model_inputs(batch, network.config))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    has_pairs = "seq_relationship_logits" in output
+    logits = output.prediction_logits if "prediction_logits" in output else output.logits
+    if logits.ndim == 3:  # MobileBERT multiplies without calling the layer
+        logits = logits.flatten(0, 1)[batch.positions]
+    return TextOutput(hidden[0], logits, output.seq_relationship_logits if has_pairs else None)
 
 
 class MaskedText(nn.Module):
     """Masked tokens, and the sentence and span-boundary objectives if the recipe has them.
 
     Args:
+        network: a model of transformers with a masked-LM head, and perhaps one for pairs.
         kept_embeddings: target of the sentence embeddings; None: no such target.
     """
 
     def __init__(
-        self, model: Model, recipe: Pretraining, kept_embeddings: KeptEmbeddings | None = None
+        self,
+        network: PreTrainedModel,
+        recipe: Pretraining,
+        kept_embeddings: KeptEmbeddings | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.network = network
         self._kept_embeddings = kept_embeddings
         self._recipe = recipe
-        self.boundary = SpanBoundary(model) if recipe.span_boundary else None
+        self.boundary = SpanBoundary(network) if recipe.span_boundary else None
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the weighted sum of the losses, and each loss with its accuracy."""
-        assert self.model.masked_lm is not None
-        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-        rows = hidden.flatten(0, 1)
-        recipe = self._recipe
-        loss, figures = masked_loss(self.model.masked_lm(rows[batch.positions]), batch.labels)
+        output, recipe = run_masked(self.network, batch), self._recipe
+        loss, figures = masked_loss(output.logits, batch.labels)
         if self.boundary is not None:
-            boundary_loss = F.cross_entropy(self.boundary(rows, batch).float(), batch.labels)
-            figures["boundary_loss"] = boundary_loss
-            loss = loss + boundary_loss
-        if self.model.next_sentence is not None:
-            sentence_logits = self.model.next_sentence(hidden[:, 0]).float()
+            logits = self.boundary(output.hidden.flatten(0, 1), batch).float()
+            figures["boundary_loss"] = F.cross_entropy(logits, batch.labels)
+            loss = loss + figures["boundary_loss"]
+        if output.pairs is not None and len(batch.next_labels):
+            pair_logits = output.pairs.float()
             pairs = (batch.next_labels != UNPAIRED).sum().clamp_min(1)
             # Per row, so that a batch with few pairs has little weight.
-            sentence_loss = F.cross_entropy(
-                sentence_logits, batch.next_labels, reduction="sum"
-            ) / len(sentence_logits)
-            correct = sentence_logits.argmax(1) == batch.next_labels
+            sentence_loss = F.cross_entropy(pair_logits, batch.next_labels, reduction="sum")
+            sentence_loss = sentence_loss / len(pair_logits)
             figures["sentence_loss"] = sentence_loss
-            figures["sentence_accuracy"] = correct.sum() / pairs
+            right = pair_logits.argmax(1) == batch.next_labels
+            figures["sentence_accuracy"] = right.sum() / pairs
             loss = loss + recipe.sentence_weight * sentence_loss
         if self._kept_embeddings is not None:
-            cosine = self._kept_embeddings.cosine(self.model, batch)
+            cosine = self._kept_embeddings.cosine(self.network.base_model, batch)
             figures["embedding_cosine"] = cosine
             loss = loss + recipe.embedding_weight * (1 - cosine)
         return loss, figures
@@ -85,21 +130,22 @@ def masked_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tenso
 class SpanBoundary(nn.Module):
     """Predicts each token of a span from the two hidden states around the span and its offset."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, network: PreTrainedModel) -> None:
         super().__init__()
-        assert model.masked_lm is not None
-        size, eps = model.config.hidden_size, model.config.layer_norm_eps
+        words: Any = network.get_input_embeddings()
+        size, width = network.config.hidden_size, words.weight.shape[1]
+        eps = getattr(network.config, "layer_norm_eps", 1e-12)
         self.place = nn.Embedding(_MAX_OFFSETS, size)
         self.layers = nn.Sequential(
             nn.Linear(3 * size, size),
             nn.GELU(),
             nn.LayerNorm(size, eps),
-            nn.Linear(size, size),
+            nn.Linear(size, width),
             nn.GELU(),
-            nn.LayerNorm(size, eps),
+            nn.LayerNorm(width, eps),
         )
-        self.decoder = nn.Linear(size, model.config.vocab_size)
-        self.decoder.weight = model.encoder.embeddings.word.weight
+        self.decoder = nn.Linear(width, len(words.weight))
+        self.decoder.weight = words.weight
 
     def forward(self, rows: Tensor, batch: TextBatch) -> Tensor:
         """Return logits [M, V] from hidden states ``rows`` [B * S, H]."""
@@ -111,27 +157,25 @@ class SpanBoundary(nn.Module):
 
 
 class ReplacedTokens(nn.Module):
-    """Replaced-token detection: a small generator fills masked tokens, and the model detects them.
+    """Replaced-token detection: a small generator fills masked tokens, and the encoder finds them.
 
-    No gradient flows through the sampling. A run keeps ``model``, an encoder without heads.
+    No gradient flows through the sampling. A run keeps ``network``, an encoder without heads.
     """
 
-    def __init__(self, model: Model, generator: Model, weight: float) -> None:
+    def __init__(self, network: PreTrainedModel, generator: PreTrainedModel, weight: float) -> None:
         super().__init__()
-        self.model, self.generator, self.weight = model, generator, weight
-        size = model.config.hidden_size
+        self.network, self.generator, self.weight = network, generator, weight
+        size = network.config.hidden_size
         self.finder = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.Linear(size, 1))
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the generator's loss plus the weighted detection loss, and both accuracies."""
-        assert self.generator.masked_lm is not None
-        hidden = self.generator(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-        logits = self.generator.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
+        logits = run_masked(self.generator, batch).logits.float()
         loss, figures = masked_loss(logits, batch.labels)
         figures["generator_accuracy"] = figures.pop("accuracy")
 
         corrupted, replaced = _sample_tokens(batch, logits)
-        hidden = self.model(corrupted.input_ids, batch.token_type_ids, batch.attention_mask)
+        hidden = self.network(**model_inputs(corrupted, self.network.config))[0]
         scores = self.finder(hidden).squeeze(-1).float()
         real = batch.attention_mask
         detection_loss = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())
@@ -177,8 +221,8 @@ def initialise(module: nn.Module) -> None:
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=0.02)
     for part in module.modules():
-        if isinstance(part, Encoder) and part.embeddings.position is not None:
-            _set_sinusoids(part.embeddings.position.weight)
+        if isinstance(part, BertModel):
+            _set_sinusoids(part.embeddings.position_embeddings.weight)
 
 
 @torch.no_grad()
@@ -194,20 +238,34 @@ def _set_sinusoids(positions: Tensor) -> None:
 def make_pretraining(
     sizes: Sizes, vocab_size: int, recipe: Pretraining, seed: int
 ) -> MaskedText | ReplacedTokens:
-    """Build the modules of a recipe with random weights. A run keeps their ``model``."""
+    """Build the modules of a recipe with random weights. A run keeps their ``network``."""
     torch.manual_seed(seed)
+    config = _bert_config(sizes, vocab_size)
     module: MaskedText | ReplacedTokens
     if recipe.method == "mlm":
-        heads = [MASKED_LM]
-        if recipe.sentence is not SentenceObjective.NONE:
-            heads.append(NEXT_SENTENCE)
-        module = MaskedText(Model(sizes.config(vocab_size), heads), recipe)
+        has_pairs = recipe.sentence is not SentenceObjective.NONE
+        module = MaskedText((BertForPreTraining if has_pairs else BertForMaskedLM)(config), recipe)
     else:
         generator_sizes = _generator_sizes(sizes, recipe.generator)
-        generator = Model(generator_sizes.config(vocab_size), [MASKED_LM])
-        module = ReplacedTokens(Model(sizes.config(vocab_size)), generator, recipe.generator_weight)
+        generator = BertForMaskedLM(_bert_config(generator_sizes, vocab_size))
+        network = BertModel(config, add_pooling_layer=False)
+        module = ReplacedTokens(network, generator, recipe.generator_weight)
     initialise(module)
     return module
+
+
+def _bert_config(sizes: Sizes, vocab_size: int) -> BertConfig:
+    return BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        intermediate_size=sizes.intermediate_size,
+        hidden_act=sizes.activation,
+        hidden_dropout_prob=sizes.dropout,
+        attention_probs_dropout_prob=sizes.dropout,
+        max_position_embeddings=sizes.max_tokens,
+    )
 
 
 def _generator_sizes(sizes: Sizes, width: float) -> Sizes:

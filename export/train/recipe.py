@@ -4,8 +4,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cloze.export.blocks.config import EncoderConfig
-from cloze.export.families import PRETRAINED
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.masking import Unit
 
@@ -56,7 +54,7 @@ class Sizes(Table):
     "mini").
     """
 
-    family: Annotated[str, Field(pattern=f"^{PRETRAINED.name}$")] = PRETRAINED.name
+    family: Literal["bert"] = "bert"
     hidden_size: Size = 256
     layers: Size = 4
     heads: Size = 4
@@ -65,17 +63,13 @@ class Sizes(Table):
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
     dropout: Share = 0.1
 
-    def config(self, vocab_size: int) -> EncoderConfig:
-        """Return the encoder's configuration for a vocabulary."""
-        sizes = self.model_dump(exclude={"max_tokens"})
-        positions = self.max_tokens
-        return EncoderConfig(
-            **sizes, vocab_size=vocab_size, max_positions=positions, type_vocab_size=2
-        )
-
     @model_validator(mode="after")
     def _heads_divide(self) -> "Sizes":
-        self.config(32)
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} "
+                "attention heads"
+            )
         return self
 
 
@@ -175,7 +169,7 @@ class MaskedTokens(Table):
     keep_embeddings: bool = False
     """With --from, and in distillation: keep the sentence embeddings of the checkpoint.
 
-    Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.embeddings`.
+    Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.kept_embeddings`.
     """
 
     embedding_weight: Weight = 20.0

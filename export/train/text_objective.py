@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from cloze.export.errors import Report, TrainError
-from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.corpus import Corpus, PreparedCorpus, prepare_corpus
+from cloze.export.train.folder import Folder
 from cloze.export.train.recipe import TextRecipe
 from cloze.export.train.run_dir import CORPUS
 from cloze.export.train.run_options import RunOptions
@@ -58,15 +60,16 @@ class TextObjective:
 
 
 def run_corpus(
-    files: list[Path], tokenizer: CheckpointTokenizer, held_out: float, options: RunOptions
+    files: list[Path], text: Tokenizer, held_out: float, options: RunOptions
 ) -> PreparedCorpus:
     """Return the text of a run, tokenized into the folder of the run; see `prepare_corpus`."""
     folder, report = options.run_dir / CORPUS, options.report
-    return prepare_corpus(files, tokenizer.tokenizer, folder, held_out=held_out, report=report)
+    with PartialState().main_process_first():
+        return prepare_corpus(files, text, folder, held_out=held_out, report=report)
 
 
 def held_out_batches(
-    corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer, report: Report
+    corpus: Corpus, recipe: TextRecipe, source: Folder, report: Report
 ) -> list[list[TextBatch]]:
     """Return a few fixed batches per phase from held-out documents.
 
@@ -82,7 +85,7 @@ def held_out_batches(
         evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})
         plan = TextRecipe(pretraining=pretraining, phases=[evaluated], seed=recipe.seed)
         try:
-            batches = TextBatches(corpus, plan, tokenizer)
+            batches = TextBatches(corpus, plan, source)
         except TrainError as error:
             report(f"no held-out figures: {error}")
             return []

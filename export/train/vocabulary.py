@@ -1,24 +1,22 @@
-"""Learns a WordPiece vocabulary from text, and saves and opens tokenizers."""
+"""Learns a WordPiece vocabulary from text, and writes its tokenizer as transformers reads it."""
 
-import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, models, normalizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from cloze.export.errors import TrainError
-from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer
-from cloze.export.load.tokenizer_files import CONTINUATION, wordpiece
-from cloze.export.load.tokenizer_files import SPECIAL_TOKENS as NAMES
 from cloze.export.train.documents import Document
-from cloze.model_store.plain_files import replacing
 
-SPECIAL_TOKENS = tuple(NAMES.values())
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Special tokens of a new vocabulary in the order of their ids, as in BERT but without BERT's
 unused rows.
 """
 
+_CONTINUATION = "##"
 _MAX_ALPHABET = 1000
 
 
@@ -28,7 +26,7 @@ def train_tokenizer(
     size: int,
     lowercase: bool,
     min_frequency: int = 2,
-) -> Tokenizer:
+) -> PreTrainedTokenizerBase:
     """Learn a vocabulary of exactly ``size`` tokens. The same text gives the same vocabulary.
 
     Args:
@@ -46,18 +44,18 @@ def train_tokenizer(
     # The trainer reads characters in the order of a randomly seeded hash map, so ids, and tokens at
     # the edge of the alphabet, would differ from run to run. Special tokens keep our order, and
     # `_lines` removes all characters outside the alphabet.
-    first = [*SPECIAL_TOKENS, *alphabet, *(CONTINUATION + character for character in alphabet)]
+    first = [*SPECIAL_TOKENS, *alphabet, *(_CONTINUATION + character for character in alphabet)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         min_frequency=min_frequency,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in first],
-        continuing_subword_prefix=CONTINUATION,
+        continuing_subword_prefix=_CONTINUATION,
         show_progress=False,
     )
-    # The normaliser of a tokenizer in training cannot be used, so `_lines` has its own.
-    tokenizer = wordpiece({}, {}, NAMES, lowercase=lowercase)
+    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.train_from_iterator(_lines(documents(), normaliser, frozenset(alphabet)), trainer)
-    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    vocabulary = tokenizer.get_vocab()
     if (learnt_size := len(vocabulary)) < size:
         raise TrainError(
             f"the text allows a vocabulary of {learnt_size:,} tokens, {size:,} were asked for; "
@@ -68,7 +66,8 @@ def train_tokenizer(
             f"a vocabulary of {size:,} tokens is too small: "
             f"the text's characters alone need {learnt_size:,}"
         )
-    return wordpiece(vocabulary, {}, NAMES, lowercase=lowercase)
+    learnt: PreTrainedTokenizerBase = BertTokenizer(vocab=vocabulary, do_lower_case=lowercase)
+    return learnt
 
 
 def _alphabet(
@@ -100,41 +99,12 @@ def _lines(
             )
 
 
-def save_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json``, and ``vocab.txt`` of WordPiece with one token per line, by id.
-
-    Each file is written atomically. ``vocab.txt`` is last, so its presence means that both files
-    are complete.
-    """
+def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the files of a tokenizer. A file ``tokenizer.json`` means that all are complete."""
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    tokenizer.save_pretrained(new)
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {"tokenizer.json": tokenizer.to_str(pretty=True)}
-    if isinstance(tokenizer.model, models.WordPiece):
-        vocabulary = tokenizer.get_vocab()
-        tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-        contents["vocab.txt"] = "".join(f"{token}\n" for token in tokens)
-    for name, text in contents.items():
-        with replacing(folder / name) as new_file:
-            new_file.write_text(text, encoding="utf-8")
-
-
-def open_tokenizer(folder: Path) -> CheckpointTokenizer:
-    """Open the tokenizer of a folder, without truncation and padding.
-
-    Raises:
-        ExportError: the tokenizer is missing or damaged, or lacks a special token.
-        TrainError: the vocabulary has no mask token.
-    """
-    opened = load_tokenizer(folder)
-    mask_id(opened)
-    return opened
-
-
-def mask_id(tokenizer: CheckpointTokenizer) -> int:
-    """Return the id of the mask token.
-
-    Raises:
-        TrainError: the vocabulary has no mask token.
-    """
-    if tokenizer.special.mask is None:
-        raise TrainError("the tokenizer has no mask token, which training needs")
-    return tokenizer.special.mask
+    for file in sorted(new.iterdir(), key=lambda file: file.name == "tokenizer.json"):
+        file.rename(folder / file.name)
+    new.rmdir()

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.train.save import save_checkpoint
 from tests.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
+from tests.unit.export.families.test_against_transformers import ours, same
 
 H, HEADS, INNER, LAYERS, EPS = 24, 3, 256, 2, 1e-6
 TYPES = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
@@ -353,20 +351,6 @@ def test_what_decides_the_rotation_changes_the_numbers(tmp_path: Path) -> None:
     for number in range(LAYERS):
         tensors[f"encoder.layer.{number}.attention.qkv_proj.bias"][H : 2 * H] = 0
     assert not same(gte_states(tensors, random_ids()), expected)  # keys' biases count
-
-
-def test_transformers_reads_a_scaled_gte_that_is_written(tmp_path: Path) -> None:
-    """It has no such scaling, but an equal one."""
-    write(tmp_path, GTE, gte())
-    checkpoint = load_checkpoint(str(tmp_path))
-    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path / "written")
-    network = transformers.AutoModelForMaskedLM.from_pretrained(
-        tmp_path / "written", attn_implementation="eager"
-    ).eval()
-    ids = ids_of(network, 9)
-    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
-    again = load_checkpoint(str(tmp_path / "written")).model
-    assert again.config == checkpoint.model.config
 
 
 # ---- heads and refusals --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from cloze.model_store.heads import (
     sparse_embedding,
 )
 from cloze.model_store.manifest import Graph, Precision
-from tests.unit.export.graph.tiny_models import LABELS, model
+from tests.unit.export.graph.tiny_models import model
 from tests.unit.export.scorers import ByHand, gate_texts
 
 ROWS = torch.randn((4, 16), generator=torch.Generator().manual_seed(3))
@@ -65,19 +65,6 @@ def test_what_configurations_promise() -> None:
     incomplete = EXPORT_HEADS["next_sentence"].incomplete
     assert "has a pooler but no" in incomplete["pooler"]
     assert "classifier but no pooler" in incomplete["classifier"]
-
-
-@pytest.mark.parametrize("name", ["sequence_classification", "token_classification"])
-def test_labels_are_written_as_they_are_read(name: str) -> None:
-    head = EXPORT_HEADS[name]
-    assert head.read_options is not None
-    assert head.write_options is not None
-    settings = head.write_options(LABELS[name])
-    assert head.read_options(settings) == LABELS[name]
-    labels = LABELS[name].labels
-    assert settings["id2label"] == dict(enumerate(labels))
-    assert settings["label2id"] == {label: number for number, label in enumerate(labels)}
-    assert ("problem_type" in settings) == (name == "sequence_classification")
 
 
 # ---- modules by their formula ------------------------------------------------------------------

@@ -3,30 +3,41 @@
 The oracles are sentence-transformers and peft, which read what a run leaves, and the formulas.
 """
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
+from transformers import AutoModelForMaskedLM, BertForPreTraining
 
-from cloze.export.measure.evaluate import open_subject
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.families import FAMILIES
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export
+from cloze.export.train.embedding import contrastive_loss, ranking_loss
 from cloze.model_store import Store
-from tests.test_finetune import held_out, invoke, save_source
-from tests.training import ACTS, PEOPLE, PLACES, write_pairs, write_stories
+from cloze.model_store.peft import read_files
+from tests import tiny
+from tests.test_finetune import LORA, Stop, _kill_at, _refused, held_out, invoke, save_source
+from tests.training import ACTS, PEOPLE, PLACES, quietly, write_pairs, write_stories
+from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = [f"{PEOPLE[n]} {ACTS[n]} {PLACES[n]}." for n in range(5)] + ["an owl"]
 RATES = '[optimisation]\nlearning_rate = 2e-3\nprecision = "fp32"\n'
-PAIRS = "epochs = 5\nsequences = 16\ntokens = 32\n"
-CONTRASTIVE = "contrastive_steps = 10\ncontrastive_sequences = 16\ncontrastive_tokens = 24\n"
+PAIRS = "epochs = 8\nsequences = 16\ntokens = 32\n"
+CONTRASTIVE = "contrastive_steps = 5\ncontrastive_sequences = 16\ncontrastive_tokens = 24\n"
 TEXT = "text_sequences = 8\nheld_out = 0.1\n"
 
 
@@ -59,7 +70,8 @@ def run(source: Path, folder: Path, recipe: str, *options: str) -> Path:
 
 def vectors(folder: Path) -> np.ndarray:
     """The embeddings of sentence-transformers itself."""
-    return SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    # A MobileBERT reads the neighbours of each token, also those of padding: one text per batch.
+    return SentenceTransformer(str(folder), device="cpu").encode(TEXTS, batch_size=1)
 
 
 def exported(source: str, store: Path) -> np.ndarray:
@@ -90,7 +102,7 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
     source = as_sentences(bert, tmp_path / "source", *POOLINGS[name])
     before, trained = vectors(source), run(source, tmp_path, PAIRS + RATES)
     figures, after = held_out(trained), vectors(trained)
-    assert figures["spearman"] > 0.5
+    assert figures["spearman"] > 0.3
     assert after.shape == before.shape
     assert not np.allclose(after, before, atol=1e-3)
     old, new = (SentenceTransformer(str(folder), device="cpu") for folder in (source, trained))
@@ -102,7 +114,7 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
         assert all(
             not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
         )
-    unit = after / np.linalg.norm(after, axis=1, keepdims=True)
+    unit = _unit(after)
     assert exported(str(trained), tmp_path) == pytest.approx(unit, abs=1e-5)
     bundle = export(str(trained), "embedded", Store(tmp_path / "store"))
     assert bundle.manifest.embedding is not None
@@ -116,4 +128,208 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
 def test_a_folder_without_modules_has_mean_pooling(bert: Path, tmp_path: Path) -> None:
     trained = SentenceTransformer(str(run(bert, tmp_path, PAIRS + RATES)), device="cpu")
     assert trained[1].pooling_mode == "mean"
+    assert isinstance(trained[2], Normalize)
     assert trained.max_seq_length == 32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> None:
+    """Contrastive steps and masked text: a folder has the head and the embeddings of its family."""
+    source = save_source(family, tmp_path / "source")
+    trained = run(source, tmp_path, f"epochs = 1\ntokens = 32\n{CONTRASTIVE}{TEXT}{RATES}")
+    network, info = AutoModelForMaskedLM.from_pretrained(
+        trained, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"]
+    ids, checkpoint = ids_of(network, 9), load_checkpoint(str(trained))
+    assert same(ours(checkpoint, "masked_lm", ids), theirs(network.eval(), "masked_lm", ids))
+    assert {head.task for head in checkpoint.default_heads} >= {"fill-mask", "embed"}
+    assert exported(str(trained), tmp_path) == pytest.approx(_unit(vectors(trained)), abs=1e-4)
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
+    """With text, the heads for words and for pairs learn; without it, they stay as they are."""
+    source = tiny.save_checkpoint(tmp_path / "source", "bert")
+    figures = {}
+    for name, text in (("without", ""), ("with", f"text_weight = 1.0\n{TEXT}")):
+        trained = run(source, tmp_path / name, PAIRS + text + RATES)
+        _, info = BertForPreTraining.from_pretrained(trained, output_loading_info=True)
+        assert not info["missing_keys"]
+        subject = open_subject(str(trained), Store(tmp_path), torch.device("cpu"))
+        data = EvaluationData([tmp_path / name / "text.txt"], [], [], held_out=0.1, tokens=32)
+        figures[name] = evaluate(subject, data, tmp_path / name / "measured", quietly)
+    key = "fill_mask_token_perplexity"
+    assert figures["with"][key] < 0.5 * figures["without"][key]
+    assert figures["with"]["nsp_accuracy"] > 0.6
+    one, other = (
+        load_file(each / "model.safetensors")
+        for each in (source, tmp_path / "without/run/checkpoint")
+    )
+    heads = {key for key in one if key.startswith("cls.")}
+    assert heads
+    assert all(torch.equal(one[key], other[key]) for key in heads)
+
+
+# ---- low-rank matrices
+
+
+@pytest.mark.parametrize("name", ["cls and mean", "max and dense"])
+def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None:
+    """sentence-transformers reads it with PEFT; an export merges it with the same vectors."""
+    source = as_sentences(bert, tmp_path / "source", *POOLINGS[name])
+    recipe = PAIRS + f"text_weight = 1.0\n{TEXT}{RATES}{LORA}"
+    folder = run(source, tmp_path, recipe, "--lora", "4")
+    assert held_out(folder)["spearman"] > 0.3
+    assert not (folder / "model.safetensors").exists()
+    described = json.loads((folder / "adapter_config.json").read_text())
+    assert (described["r"], described["task_type"]) == (4, "FEATURE_EXTRACTION")
+    assert not described["modules_to_save"]
+    adapter = read_files(folder)
+    assert adapter.layers
+    assert not adapter.tensors
+    after = vectors(folder)
+    assert after.shape == vectors(source).shape
+    assert not np.allclose(after, vectors(source), atol=1e-3)
+    assert exported(str(folder), tmp_path) == pytest.approx(_unit(after), abs=1e-5)
+    export(str(folder), "merged", Store(tmp_path / "store"))
+    assert exported("bundle:merged", tmp_path / "store") == pytest.approx(_unit(after), abs=1e-4)
+
+
+# ---- a run goes on where it stopped
+
+
+@pytest.mark.parametrize("options", [(), ("--lora", "2")], ids=["all weights", "lora"])
+def test_a_run_that_stops_goes_on_to_the_same_weights(
+    options: tuple[str, ...], bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cloze.export.train.run_options.Schedule.__init__.__defaults__", (2, 3, 4, 600.0)
+    )
+    source = as_sentences(bert, tmp_path / "source", "cls", ["dense"])
+    recipe = "epochs = 1\ntokens = 32\n" + CONTRASTIVE + TEXT + RATES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cloze.export.train.loop.Progress.advance", _kill_at(7))
+        with pytest.raises(Stop):
+            run(source, tmp_path / "stopped", recipe, *options)
+    folders = [run(source, tmp_path / each, recipe, *options) for each in ("whole", "stopped")]
+    names = [file.relative_to(folders[0]) for file in folders[0].rglob("*.safetensors")]
+    assert len(names) == 2
+    for name in names:
+        one, other = (load_file(folder / name) for folder in folders)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+# ---- the losses are their formulas
+
+
+def test_the_contrastive_loss_is_the_cross_entropy_of_the_other_sentence() -> None:
+    rows = F.normalize(torch.randn(10, 7, generator=torch.Generator().manual_seed(1)), dim=1)
+    loss, accuracy = contrastive_loss(rows, 0.05)
+    cosines = F.cosine_similarity(rows[0::2, None], rows[None, 1::2], dim=2).double() / 0.05
+    shares = [cosines[i, i].exp() / cosines[i].exp().sum() for i in range(5)]
+    assert float(loss) == pytest.approx(-float(torch.stack(shares).log().mean()), rel=1e-4)
+    right = sum(int(cosines[i].argmax()) == i for i in range(5))
+    assert float(accuracy) == pytest.approx(right / 5)
+
+
+def test_the_ranking_loss_sums_over_pairs_of_other_scores() -> None:
+    rows = F.normalize(torch.randn(8, 7, generator=torch.Generator().manual_seed(2)), dim=1)
+    scores = [1.0, 3.0, 3.0, 0.0]
+    cosines = F.cosine_similarity(rows[0::2], rows[1::2]).tolist()
+    total = 1 + sum(
+        math.exp(20 * (cosines[i] - cosines[j]))
+        for i in range(4)
+        for j in range(4)
+        if scores[i] < scores[j]
+    )
+    assert float(ranking_loss(rows, torch.tensor(scores))) == pytest.approx(
+        math.log(total), rel=1e-5
+    )
+
+
+# ---- what is refused before anything is trained
+
+
+GOOD = "a king,a girl,2.5\nan owl,the moon,1\n"
+BAD_PAIRS = {
+    GOOD + "a king,a girl\n": "pairs.csv, line 3 is not 'sentence,sentence,score': 'a king,a girl'",
+    GOOD + "a king,a girl,much\n": "line 3 is not 'sentence,sentence,score'",
+    GOOD + "a king,a girl,inf\n": "line 3: the score inf is not a finite number",
+    "": "there are no pairs in .*pairs.csv",
+    "a king,a girl,1\nan owl,the moon,1\n": "all 2 pairs have the score 1: there is nothing to rank",
+    "a" * 200_000 + ",a girl,1\n": "cannot be read: field larger than field limit",
+}
+
+
+@pytest.mark.parametrize("text", BAD_PAIRS)
+def test_bad_pairs(text: str, bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text(text)
+    arguments = ["finetune-embed", bert, "--pairs", tmp_path / "pairs.csv"]
+    _refused(tmp_path, arguments, "tokens = 32\n", BAD_PAIRS[text])
+
+
+BAD_RECIPES = {
+    "tokens = 67\n": "sentences of 67 tokens exceed the checkpoint's 66 positions",
+    "tokens = 32\ncontrastive_steps = 2\ncontrastive_tokens = 67\n": "sentences of 67 tokens exceed",
+    "tokens = 32\ncontrastive_tokens = 7\n": "contrastive_tokens: .* to 8, got 7",
+    "tokens = 32\ncontrastive_steps = 2\ndropout = 0.0\n": "so dropout = 0 leaves nothing to learn",
+    "tokens = 32\ncontrastive_steps = 2\n": "sentences of at least 3 tokens, but the longest .* has [12]",
+    "tokens = 32\nepochs = 0\n": "there is nothing to learn from: give scored pairs",
+}
+
+
+@pytest.mark.parametrize("recipe", BAD_RECIPES)
+def test_bad_recipes(recipe: str, bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text(GOOD)
+    (tmp_path / "text.txt").write_text("owl\n\nowl\n")
+    given = ["--pairs", tmp_path / "pairs.csv", "--corpus", tmp_path / "text.txt"]
+    _refused(tmp_path, ["finetune-embed", bert, *given], recipe, BAD_RECIPES[recipe])
+
+
+def test_contrastive_steps_need_text(bert: Path, tmp_path: Path) -> None:
+    recipe = "tokens = 32\ncontrastive_steps = 2\n"
+    _refused(tmp_path, ["finetune-embed", bert], recipe, "which need text \\(--corpus\\)")
+
+
+def _edit(file: Path, change: Callable[[Any], None]) -> None:
+    settings = json.loads(file.read_text())
+    change(settings)
+    file.write_text(json.dumps(settings))
+
+
+def _pickle(folder: Path) -> None:
+    file = folder / "2_Dense/model.safetensors"
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+
+
+BAD_FOLDERS: list[tuple[Callable[[Path], Any], str]] = [
+    (_pickle, "2_Dense/pytorch_model.bin is never loaded, since it can run code"),
+    (
+        lambda each: (each / "2_Dense/model.safetensors").unlink(),
+        "Could not find 'model.safetensors'",
+    ),
+    (lambda each: (each / "1_Pooling/config.json").write_text("{"), "source cannot be loaded"),
+    (
+        lambda each: _edit(each / "modules.json", lambda rows: rows[2].update(type="own.Layer")),
+        "cannot be loaded: .*'own.Layer'",
+    ),
+    (
+        lambda each: _edit(each / "modules.json", lambda rows: rows.pop(0)),
+        "the first module is no Transformer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_FOLDERS)
+def test_bad_folders(
+    damage: Callable[[Path], Any], message: str, bert: Path, tmp_path: Path
+) -> None:
+    source = as_sentences(bert, tmp_path / "source", "mean", ["dense"])
+    damage(source)
+    arguments = ["finetune-embed", source, "--pairs", write_pairs(tmp_path / "pairs.csv")]
+    _refused(tmp_path, arguments, "tokens = 32\n", message)

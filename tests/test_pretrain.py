@@ -28,7 +28,6 @@ from transformers import (
     DistilBertForMaskedLM,
 )
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.publish import export
@@ -138,15 +137,14 @@ def test_the_product_with_the_vocabulary_is_of_the_chosen_tokens(
     family: str, tmp_path: Path
 ) -> None:
     network = save(family, "masked_lm", tmp_path, max_position_embeddings=66)
-    ids, rows = ids_of(network, 9), []
-    counting = network.get_output_embeddings().register_forward_pre_hook(
-        lambda _, inputs: rows.append(inputs[0].shape[:-1])
-    )
+    ids, shapes = ids_of(network, 9), []
     expected = network(ids).logits
-    rows.clear()
+    counting = network.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: shapes.append(tuple(output.shape[:-1]))
+    )
     output = run_masked(network, batch_of(ids))
     counting.remove()
-    assert not rows or rows == [(3, 9)], "the count is taken before the rows are chosen"
+    assert shapes == ([] if family == "mobilebert" else [(5,)])
     torch.testing.assert_close(output.logits, expected.flatten(0, 1)[CHOSEN])
     torch.testing.assert_close(output.hidden, network.base_model(ids)[0])
     assert torch.equal(network(ids).logits, expected), "nothing of it stays"
@@ -410,10 +408,10 @@ def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_
     source = tmp_path / "source"
     save(family, "masked_lm", source, max_position_embeddings=66)
     given = open_folder(str(source))
+    fast = Optimisation(learning_rate=1e-2, precision="fp32")
+    recipe = further(40).model_copy(update={"optimisation": fast})
     results = {
-        "further": pretrain(
-            [stories], further(40), run_options(tmp_path / "further"), source=given
-        ),
+        "further": pretrain([stories], recipe, run_options(tmp_path / "further"), source=given),
         "student": distill(given, [stories], student_recipe(4), run_options(tmp_path / "student")),
     }
     log = read_log(tmp_path / "further")
@@ -424,9 +422,9 @@ def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_
         assert not info["unexpected_keys"]
         layers, before = network.config.num_hidden_layers, given.config.num_hidden_layers
         assert layers == (before if name == "further" else max(1, before // 2))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert network(**tokenizer("an owl", return_tensors="pt")).logits.isfinite().all()
-        assert tokenizer("an owl").input_ids == given.tokenizer("an owl").input_ids
+        ids = AutoTokenizer.from_pretrained(folder)("an owl").input_ids
+        assert ids == given.tokenizer("an owl").input_ids
+        assert network(torch.tensor([ids])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
@@ -502,8 +500,9 @@ def test_a_sentence_transformer_stays_one(
     before, after = (SentenceTransformer(str(each), device="cpu") for each in (source, folder))
     assert after.prompts == before.prompts
     assert [type(module) for module in after] == [type(module) for module in before]
-    for name, weights in before[1:].state_dict().items():
-        assert torch.equal(after[1:].state_dict()[name], weights)
+    for old, new in zip(list(before)[1:], list(after)[1:], strict=True):
+        assert old.state_dict().keys() == new.state_dict().keys()
+        assert all(torch.equal(new.state_dict()[key], one) for key, one in old.state_dict().items())
     texts = ["The old king sang a song.", "an owl"]
     assert after.encode(texts).shape == (2, 10)
     if run == "further":
@@ -656,4 +655,3 @@ def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(
     recipe = further(8, sentence="nsp").model_copy(update={"phases": single})
     pretrain([stories], recipe, run_options(tmp_path), source=open_folder(str(trained)))
     assert all(math.isfinite(line["loss"]) for line in read_log(tmp_path))
-    assert load_checkpoint(str(tmp_path / "checkpoint")).model.next_sentence is not None

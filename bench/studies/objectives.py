@@ -165,7 +165,7 @@ def main(data: Path, runs: Path) -> None:
     """Print the table; each row appears when its objective is measured."""
     text = subset(data / "corpus/corpus.jsonl.xz", runs / "text.jsonl")
     vocabulary = runs / "vocabulary"
-    if not (vocabulary / "vocab.txt").exists():
+    if not (vocabulary / "tokenizer.json").exists():
         cloze("train", "vocab", "--corpus", text, "--size", "4000", "--out", vocabulary)
     print("| objective | tokens seen | seconds | " + " | ".join(COLUMNS.values()) + " |")
     print("|---|" + "---|" * (len(COLUMNS) + 2))

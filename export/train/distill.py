@@ -43,7 +43,7 @@ from cloze.export.train.text_objective import (
 _LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
 """The name of a tensor of a layer, with the number of the layer."""
 
-_DISTILBERT: Final = (
+DISTILBERT: Final = (
     ("bert.encoder.layer.", "distilbert.transformer.layer."),
     ("bert.embeddings.", "distilbert.embeddings."),
     (".attention.self.query.", ".attention.q_lin."),
@@ -81,9 +81,8 @@ def make_student(teacher: PreTrainedModel, dropout: float) -> PreTrainedModel:
     """
     layers = teacher.config.num_hidden_layers
     kept = kept_layers(layers, max(1, layers // 2))
-    student: PreTrainedModel = AutoModelForMaskedLM.from_config(
-        _student_config(teacher.config, kept, dropout)
-    )
+    kind: Any = AutoModelForMaskedLM
+    student: PreTrainedModel = kind.from_config(_student_config(teacher.config, kept, dropout))
     weights = {}
     for name, tensor in teacher.state_dict().items():
         if (match := _LAYER.fullmatch(name)) is not None:
@@ -101,7 +100,7 @@ def make_student(teacher: PreTrainedModel, dropout: float) -> PreTrainedModel:
 
 
 def _distilbert_name(name: str) -> str:
-    for theirs, own in _DISTILBERT:
+    for theirs, own in DISTILBERT:
         name = name.replace(theirs, own)
     return name
 
@@ -165,7 +164,7 @@ class Distillation(nn.Module):
     def __init__(
         self,
         student: PreTrainedModel,
-        teacher: PreTrainedModel,
+        teacher: Any,
         recipe: DistillRecipe,
         kept: KeptEmbeddings | None = None,
     ) -> None:
@@ -234,7 +233,7 @@ def distill(
         TrainError: the teacher has no masked-LM head, the recipe or the earlier student does not
             suit the teacher, an input is unsuitable, or the run fails, see `train`.
     """
-    network = teacher.whole_model(AutoModelForMaskedLM, seed=recipe.seed)
+    network: Any = teacher.whole_model(AutoModelForMaskedLM, seed=recipe.seed)
     if network is None:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
     student = make_student(network, recipe.dropout)
@@ -254,9 +253,8 @@ def distill(
         f"from a teacher of {network.num_parameters():,}"
     )
     kept = kept_embeddings(teacher, recipe.pretraining, options)
-    on_device: Any = network.to(options.device)  # type: ignore[arg-type]
     objective = TextObjective(
-        Distillation(student, on_device, recipe, kept),
+        Distillation(student, network.to(options.device), recipe, kept),
         TextBatches(corpus.train, recipe, teacher),
         held_out_batches(corpus.held_out, recipe, teacher, options.report),
         options.device,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -47,7 +48,6 @@ from cloze.export.train.folder import (
     MODULES,
     Folder,
     max_tokens,
-    special_tokens,
     text_tokenizer,
 )
 from cloze.export.train.kept_embeddings import open_sentences
@@ -66,7 +66,7 @@ _MIN_TOKENS = 3
 _RANK_SCALE = 20.0
 """Scale of the differences of cosines, as in CoSENT."""
 
-_KEPT: Final = (MODEL_FOR_PRETRAINING_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
+_WITH_HEADS: Final = (MODEL_FOR_PRETRAINING_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
 """Classes with a head for masked tokens, the first ones also with one for pairs of sentences."""
 
 TokenizedPair = tuple[list[int], list[int], float]
@@ -133,15 +133,21 @@ class EmbeddingData:
         pairs: scored pairs; may be empty.
         held_out: scored pairs to evaluate; may be empty.
         sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
-        text: masked text for the pre-training objective; None: no such objective.
         special: the special tokens around a sentence.
     """
 
     pairs: list[TokenizedPair]
     held_out: list[TokenizedPair]
     sentences: Corpus | None
-    text: TextBatches | None
     special: SpecialTokens
+
+
+@dataclass(frozen=True, slots=True)
+class KeptHeads:
+    """The pre-training objective of a model with the same encoder, and its text."""
+
+    objective: MaskedText
+    text: TextBatches
 
 
 def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
@@ -169,11 +175,11 @@ def _steps(recipe: EmbedRecipe, pairs: int) -> int:
 class EmbeddingObjective:
     """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
 
-    With masked text, the pre-training objective is added to each step, so that fill-mask and next
-    sentence keep working on the same encoder.
+    The objective of `KeptHeads` is added to each step, so that fill-mask and next sentence keep
+    working on the same encoder.
 
     Args:
-        masked_text: the pre-training objective of a model with the same encoder.
+        kept: None: the model has no such heads, or there is no text.
 
     Raises:
         TrainError: the contrastive steps have no sentence to learn from.
@@ -182,13 +188,13 @@ class EmbeddingObjective:
     def __init__(
         self,
         sentences: SentenceTransformer,
-        masked_text: MaskedText | None,
         recipe: EmbedRecipe,
         data: EmbeddingData,
+        kept: KeptHeads | None,
     ) -> None:
-        self.module = nn.ModuleList([sentences, *([masked_text] if masked_text else [])])
+        self.module = nn.ModuleList([sentences, *([kept.objective] if kept else [])])
         self.steps = _steps(recipe, len(data.pairs))
-        self._sentences, self._masked_text = sentences, masked_text
+        self._sentences, self._kept = sentences, kept
         self._recipe, self._data = recipe, data
         self._batches_per_step = batches_per_step(recipe.optimisation)
         self._long_enough = _long_enough(data.sentences) if recipe.contrastive_steps else None
@@ -201,7 +207,7 @@ class EmbeddingObjective:
         """Return the ``part``-th batch of a step."""
         recipe, data = self._recipe, self._data
         number = step * self._batches_per_step + part
-        text = data.text(step, part) if data.text else None
+        text = self._kept.text(step, part) if self._kept else None
         if step < recipe.contrastive_steps:
             sentences = self._draw_sentences(np.random.default_rng([recipe.seed, number]))
             rows = [ids for ids in sentences for _ in range(2)]
@@ -242,8 +248,8 @@ class EmbeddingObjective:
         else:
             loss, accuracy = contrastive_loss(embeddings, self._recipe.temperature)
             figures |= {"contrastive_accuracy": accuracy, "contrastive_loss": loss}
-        if batch.text is not None and self._masked_text is not None:
-            text_loss, text_figures = self._masked_text(batch.text)
+        if self._kept is not None:
+            text_loss, text_figures = self._kept.objective(batch.text)
             loss = loss + self._recipe.text_weight * text_loss
             figures["masked_accuracy"] = text_figures["accuracy"]
         return loss, figures
@@ -295,6 +301,8 @@ def finetune_embedding(
             run fails, see `train`.
     """
     _check_recipe(recipe, files)
+    paths = (files.pairs if recipe.epochs else [], files.held_out_pairs)
+    pairs, held_out = (read_pairs(each) if each else [] for each in paths)
     inputs = {
         "checkpoint": source.weights_sha256,
         "file of pairs": fingerprint(files.pairs),
@@ -305,27 +313,31 @@ def finetune_embedding(
     if longest > (limit := max_tokens(network)):
         raise TrainError(f"sentences of {longest} tokens exceed the checkpoint's {limit} positions")
     acquire_run_dir(options.run_dir, recipe, inputs)
+    tokenizer = text_tokenizer(sentences.tokenizer)
+    tokenized = [tokenize_pairs(each, tokenizer, recipe.tokens) for each in (pairs, held_out)]
+    corpus = None
+    if files.text:
+        corpus = run_corpus(files.text, tokenizer, recipe.held_out, options).train
+    kept = _kept_heads(network, source, corpus, recipe, _steps(recipe, len(pairs)))
     encoder = network.base_model
     if recipe.lora:
         network.requires_grad_(False)
         encoder = add_low_rank(encoder, recipe.lora, source)
     sentences[0].model = encoder
-    if not (source.card / MODULES).is_file():
+    if not (source.card / MODULES).is_file():  # an export of such a folder normalises, too
+        sentences.append(Normalize())
         sentences.max_seq_length = recipe.tokens
-    data = _read(source, sentences, network, files, recipe, options)
-    masked_text = None
-    if data.text:
-        masked_text = MaskedText(network, Pretraining(sentence_weight=recipe.text_sentence_weight))
-    objective = EmbeddingObjective(sentences, masked_text, recipe, data)
+    data = EmbeddingData(*tokenized, corpus, source.special)
+    objective = EmbeddingObjective(sentences, recipe, data, kept)
     options.report(
-        f"{recipe.contrastive_steps:,} contrastive steps; {len(data.pairs):,} scored pairs; "
+        f"{recipe.contrastive_steps:,} contrastive steps; {len(pairs):,} scored pairs; "
         f"{objective.steps:,} steps in all"
     )
     train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
-    title, inputs_files = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
-    run = Run(title, source.location, [source], inputs_files, recipe, options)
+    title, read = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
+    run = Run(title, source.location, [source], read, recipe, options)
     return write_run(sentences, sentences.tokenizer, run, create_model_card=False)
 
 
@@ -349,7 +361,7 @@ def _check_recipe(recipe: EmbedRecipe, files: EmbeddingFiles) -> None:
 def _network(source: Folder, recipe: EmbedRecipe) -> PreTrainedModel:
     """Return the model with those heads of masked tokens and of pairs that the folder has."""
     given: dict[str, Any] = {"seed": recipe.seed, "dropout": recipe.dropout}
-    for mapping in _KEPT:
+    for mapping in _WITH_HEADS:
         kind = mapping.get(type(source.config), None)
         network = source.whole_model(kind, **given) if kind else None
         if network is not None and network.get_output_embeddings() is not None:
@@ -357,39 +369,24 @@ def _network(source: Folder, recipe: EmbedRecipe) -> PreTrainedModel:
     return source.model(AutoModel, **given)
 
 
-def _read(
-    source: Folder,
-    sentences: SentenceTransformer,
+def _kept_heads(
     network: PreTrainedModel,
-    files: EmbeddingFiles,
+    source: Folder,
+    corpus: Corpus | None,
     recipe: EmbedRecipe,
-    options: RunOptions,
-) -> EmbeddingData:
-    """Read and tokenize the pairs and the text."""
-    tokenizer = text_tokenizer(sentences.tokenizer)
-
-    def pairs_of(paths: list[Path]) -> list[TokenizedPair]:
-        return tokenize_pairs(read_pairs(paths), tokenizer, recipe.tokens) if paths else []
-
-    pairs = pairs_of(files.pairs if recipe.epochs else [])
-    corpus, text = None, None
-    if files.text:
-        corpus = run_corpus(files.text, tokenizer, recipe.held_out, options).train
-        if recipe.text_weight and network.get_output_embeddings() is not None:
-            text = _text_batches(corpus, network, source, recipe, _steps(recipe, len(pairs)))
-    special = special_tokens(sentences.tokenizer, source.path)
-    return EmbeddingData(pairs, pairs_of(files.held_out_pairs), corpus, text, special)
-
-
-def _text_batches(
-    corpus: Corpus, network: PreTrainedModel, source: Folder, recipe: EmbedRecipe, steps: int
-) -> TextBatches:
-    """Return batches of masked text that keep the heads of a model accurate."""
+    steps: int,
+) -> KeptHeads | None:
+    """Return the objective that keeps the heads of a model accurate, if there are any and text."""
+    if corpus is None or not recipe.text_weight or network.get_output_embeddings() is None:
+        return None
     has_pairs = type(network).__name__.endswith("ForPreTraining")
-    sentence = SentenceObjective.NSP if has_pairs else SentenceObjective.NONE
-    pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
+    pretraining = Pretraining(
+        unit=recipe.text_unit,
+        sentence=SentenceObjective.NSP if has_pairs else SentenceObjective.NONE,
+        sentence_weight=recipe.text_sentence_weight,
+    )
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=steps)
     plan = TextRecipe(
         pretraining=pretraining, phases=[phase], seed=recipe.seed, optimisation=recipe.optimisation
     )
-    return TextBatches(corpus, plan, source)
+    return KeptHeads(MaskedText(network, pretraining), TextBatches(corpus, plan, source))

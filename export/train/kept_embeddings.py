@@ -108,6 +108,6 @@ class KeptEmbeddings:
         """Return embeddings float32 [N, D] of length 1, by the modules of the original model."""
         hidden = encoder(input_ids=input_ids, attention_mask=mask)[0]
         features = {"token_embeddings": hidden, "attention_mask": mask.long()}
-        for module in self._original[1:]:
+        for module in list(self._original)[1:]:
             features = module(features)
         return F.normalize(features["sentence_embedding"].float(), dim=-1)

@@ -40,14 +40,13 @@ class TextOutput:
     pairs: Tensor | None
 
 
-def run_masked(network: PreTrainedModel, batch: TextBatch) -> TextOutput:
+def run_masked(network: Any, batch: TextBatch) -> TextOutput:
     """Run a model with a masked-LM head, of any class of transformers.
 
     The product with the vocabulary is computed of the chosen tokens only: the layer before the
     logits gets their rows.
     """
     hidden: list[Tensor] = []
-    decoder: Any = network.get_output_embeddings()
 
     def choose(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].flatten(0, 1)[batch.positions],)
@@ -56,7 +55,7 @@ def run_masked(network: PreTrainedModel, batch: TextBatch) -> TextOutput:
         hidden.append(output[0])
 
     hooks = [
-        decoder.register_forward_pre_hook(choose),
+        network.get_output_embeddings().register_forward_pre_hook(choose),
         network.base_model.register_forward_hook(keep),
     ]
     try:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -184,7 +185,8 @@ def fill_positions(network: PreTrainedModel, trained: int) -> None:
 
 def _without_pair_head(network: PreTrainedModel) -> PreTrainedModel:
     """Return the masked-LM model of a family: a head for next sentences has another question."""
-    masked: PreTrainedModel = AutoModelForMaskedLM.from_config(network.config)
+    kind: Any = AutoModelForMaskedLM
+    masked: PreTrainedModel = kind.from_config(network.config)
     weights = network.state_dict()
     masked.load_state_dict({name: weights[name] for name in masked.state_dict()})
     return masked
@@ -197,7 +199,7 @@ _CONTEXT = 7
 
 @torch.inference_mode()
 def guesses(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: TextBatch, count: int = 4
+    network: Any, tokenizer: PreTrainedTokenizerBase, batch: TextBatch, count: int = 4
 ) -> list[str]:
     """Describe the model's guesses for one masked token in each of the first sequences.
 
@@ -210,11 +212,11 @@ def guesses(
     best = run_masked(network, batch.to(network.device)).logits.topk(_GUESSES).indices.cpu()
     rows, places = batch.positions // batch.input_ids.shape[1], batch.input_ids.flatten()
     lines = []
-    for row in rows.unique()[:count]:
+    for row in sorted(set(rows.tolist()))[:count]:
         masks = torch.nonzero(rows == row).flatten()
         middle = masks[len(masks) // 2]
         position = int(batch.positions[middle])
-        start = int(row) * batch.input_ids.shape[1]
+        start = row * batch.input_ids.shape[1]
         end = start + int(batch.attention_mask[row].sum())
         before = _readable(tokenizer, places[max(start + 1, position - _CONTEXT) : position])
         after = _readable(tokenizer, places[position + 1 : min(position + _CONTEXT + 1, end)])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import BertTokenizerFast, PreTrainedTokenizerBase
+from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from cloze.export.errors import TrainError
 from cloze.export.train.documents import Document
@@ -66,7 +66,8 @@ def train_tokenizer(
             f"a vocabulary of {size:,} tokens is too small: "
             f"the text's characters alone need {learnt_size:,}"
         )
-    return BertTokenizerFast(vocab=vocabulary, do_lower_case=lowercase)
+    learnt: PreTrainedTokenizerBase = BertTokenizer(vocab=vocabulary, do_lower_case=lowercase)
+    return learnt
 
 
 def _alphabet(

@@ -19,8 +19,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from transformers import AutoModelForMaskedLM, BertForPreTraining
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export
@@ -252,47 +252,6 @@ def test_the_ranking_loss_sums_over_pairs_of_other_scores() -> None:
 
 
 # ---- what is refused before anything is trained
-
-
-GOOD = "a king,a girl,2.5\nan owl,the moon,1\n"
-BAD_PAIRS = {
-    GOOD + "a king,a girl\n": "pairs.csv, line 3 is not 'sentence,sentence,score': 'a king,a girl'",
-    GOOD + "a king,a girl,much\n": "line 3 is not 'sentence,sentence,score'",
-    GOOD + "a king,a girl,inf\n": "line 3: the score inf is not a finite number",
-    "": "there are no pairs in .*pairs.csv",
-    "a king,a girl,1\nan owl,the moon,1\n": "all 2 pairs have the score 1: there is nothing to rank",
-    "a" * 200_000 + ",a girl,1\n": "cannot be read: field larger than field limit",
-}
-
-
-@pytest.mark.parametrize("text", BAD_PAIRS)
-def test_bad_pairs(text: str, bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "pairs.csv").write_text(text)
-    arguments = ["finetune-embed", bert, "--pairs", tmp_path / "pairs.csv"]
-    _refused(tmp_path, arguments, "tokens = 32\n", BAD_PAIRS[text])
-
-
-BAD_RECIPES = {
-    "tokens = 67\n": "sentences of 67 tokens exceed the checkpoint's 66 positions",
-    "tokens = 32\ncontrastive_steps = 2\ncontrastive_tokens = 67\n": "sentences of 67 tokens exceed",
-    "tokens = 32\ncontrastive_tokens = 7\n": "contrastive_tokens: .* to 8, got 7",
-    "tokens = 32\ncontrastive_steps = 2\ndropout = 0.0\n": "so dropout = 0 leaves nothing to learn",
-    "tokens = 32\ncontrastive_steps = 2\n": "sentences of at least 3 tokens, but the longest .* has [12]",
-    "tokens = 32\nepochs = 0\n": "there is nothing to learn from: give scored pairs",
-}
-
-
-@pytest.mark.parametrize("recipe", BAD_RECIPES)
-def test_bad_recipes(recipe: str, bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "pairs.csv").write_text(GOOD)
-    (tmp_path / "text.txt").write_text("owl\n\nowl\n")
-    given = ["--pairs", tmp_path / "pairs.csv", "--corpus", tmp_path / "text.txt"]
-    _refused(tmp_path, ["finetune-embed", bert, *given], recipe, BAD_RECIPES[recipe])
-
-
-def test_contrastive_steps_need_text(bert: Path, tmp_path: Path) -> None:
-    recipe = "tokens = 32\ncontrastive_steps = 2\n"
-    _refused(tmp_path, ["finetune-embed", bert], recipe, "which need text \\(--corpus\\)")
 
 
 def _edit(file: Path, change: Callable[[Any], None]) -> None:

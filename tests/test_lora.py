@@ -1,6 +1,6 @@
-"""Adapters: folders of peft, which an export merges; adapters of embeddings; heads alone.
+"""Adapters: folders of peft, which an export merges; heads alone.
 
-test_finetune has the adapters of labels, tags and answers.
+test_finetune has the adapters of labels, tags and answers, test_finetune_embed those of embeddings.
 """
 
 import json
@@ -8,26 +8,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from cloze.cli import cli
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.model import hidden_states
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.model_store.batch import Encoding
-from cloze.model_store.sections import Pooling
 from cloze.train import train
-from tests.training import write_pairs
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, save, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,38 +71,6 @@ def test_a_foreign_folder_is_merged_and_has_the_usual_labels(
     assert merged.options[HEAD].labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert same(ours(merged, HEAD, ids), theirs(adapted, HEAD, ids))
     assert not same(ours(merged, HEAD, ids), theirs(network, HEAD, ids))
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-def test_embeddings_are_learnt_as_an_adapter(bert: Path, tmp_path: Path) -> None:
-    pairs = write_pairs(tmp_path / "d.csv")
-    (tmp_path / "r.toml").write_text("epochs = 1\ntokens = 48\n[lora]\nalpha = 6.0\n")
-    arguments = ["finetune-embed", str(bert), "--pairs", str(pairs), "--lora", "3"]
-    arguments += ["--recipe", str(tmp_path / "r.toml"), "--out", str(tmp_path / "run")]
-    ran = CliRunner().invoke(train, arguments)
-    assert ran.exit_code == 0, ran.output
-    folder = tmp_path / "run/checkpoint"
-    described = json.loads((folder / "adapter_config.json").read_text())
-    assert (described["r"], described["task_type"]) == (3, "FEATURE_EXTRACTION")
-    merged = load_checkpoint(str(folder))
-    assert merged.model.masked_lm is not None, "the heads of the base stay"
-    check_that_sentence_transformers_reads(folder, merged)
-
-
-def check_that_sentence_transformers_reads(folder: Path, merged: Checkpoint) -> None:
-    """Compare the vectors of sentence-transformers, with PEFT below it, with those of the merge."""
-    model = SentenceTransformer(str(folder), device="cpu")
-    texts = ["the old king", "a moon over the sea"]
-    vectors = model.encode(texts)
-    assert any("lora_A" in name for name, _ in model.named_parameters()), "PEFT has merged nothing"
-    recipe = merged.recipe
-    assert (recipe.pooling, recipe.normalize) == (Pooling.MEAN, True)
-    for text, vector in zip(texts, vectors, strict=True):
-        ids = np.array(model.tokenizer(text)["input_ids"], np.int32)
-        encoding = Encoding(ids, np.zeros_like(ids))
-        hidden = hidden_states(merged.model, [encoding])[-1]
-        wanted = torch.nn.functional.normalize(hidden.mean(0), dim=0)
-        assert same(torch.from_numpy(vector), wanted.detach())
 
 
 def test_another_layer_is_refused_by_name(bert: Path, tmp_path: Path) -> None:

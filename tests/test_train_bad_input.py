@@ -573,6 +573,7 @@ CONTRASTIVE = EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n"
     [
         (EMBED_RECIPE, (), "there is nothing to learn from: give scored pairs (--pairs), or "),
         (CONTRASTIVE, (), "the recipe has contrastive_steps, which need text (--corpus); or set"),
+        (CONTRASTIVE + "dropout = 0.0\n", ("--corpus",), "contrastive_steps compare two dropout"),
         (CONTRASTIVE, ("--corpus",), "contrastive_steps learn from sentences of at least 3 tokens"),
         (
             EMBED_RECIPE.replace("tokens = 16", "tokens = 64"),

@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize
 from torch import Tensor, nn
@@ -91,14 +90,6 @@ class SentenceBatch(PaddedBatch):
         return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
 
 
-def collate_sentences(
-    ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, max_tokens: int
-) -> SentenceBatch:
-    """Pad sentences to the `padded_length` of the longest, at most ``max_tokens``."""
-    length = padded_length(max(map(len, ids)), max_tokens)
-    return SentenceBatch(*padded(ids, [0] * len(ids), length), torch.tensor(scores), text)
-
-
 def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of finding the other sentence of each pair, and the accuracy.
 
@@ -125,45 +116,34 @@ def ranking_loss(embeddings: Tensor, scores: Tensor) -> Tensor:
     return torch.logsumexp(torch.cat([wrong.new_zeros(1), wrong]), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingData:
-    """The data of `EmbeddingObjective`.
-
-    Attributes:
-        pairs: scored pairs; may be empty.
-        held_out: scored pairs to evaluate; may be empty.
-        sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
-        special: the special tokens around a sentence.
-    """
-
-    pairs: list[TokenizedPair]
-    held_out: list[TokenizedPair]
-    sentences: Corpus | None
-    special: SpecialTokens
-
-
-@dataclass(frozen=True, slots=True)
-class KeptHeads:
-    """The pre-training objective of a model with the same encoder, and its text."""
-
-    objective: MaskedText
-    text: TextBatches
-
-
-def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
-    """Return the numbers of the sentences that contrastive steps learn from.
+class SentenceDraws:
+    """Draws sentences of a corpus for the contrastive steps.
 
     Raises:
-        TrainError: there is none.
+        TrainError: no sentence is long enough.
     """
-    lengths = np.diff(corpus.sentences) if corpus is not None else np.zeros(0, np.int64)
-    long_enough = np.flatnonzero(lengths >= _MIN_TOKENS)
-    if not len(long_enough):
-        raise TrainError(
-            f"contrastive_steps learn from sentences of at least {_MIN_TOKENS} tokens, but the "
-            f"longest of the text has {lengths.max(initial=0)}; give other text, or set them to 0"
-        )
-    return long_enough
+
+    def __init__(self, corpus: Corpus, special: SpecialTokens, recipe: EmbedRecipe) -> None:
+        self._corpus, self._special, self._recipe = corpus, special, recipe
+        lengths = np.diff(corpus.sentences)
+        self._long_enough = np.flatnonzero(lengths >= _MIN_TOKENS)
+        if not len(self._long_enough):
+            raise TrainError(
+                f"contrastive_steps learn from sentences of at least {_MIN_TOKENS} tokens, but the "
+                f"longest of the text has {lengths.max()}; give other text, or set them to 0"
+            )
+
+    def __call__(self, number: int) -> list[list[int]]:
+        """Return the sentences of a batch by its number, as ids with special tokens."""
+        recipe, corpus = self._recipe, self._corpus
+        rng = np.random.default_rng([recipe.seed, number])
+        draws = rng.integers(len(self._long_enough), size=recipe.contrastive_sequences)
+        sentences = []
+        for index in self._long_enough[draws]:
+            start, end = corpus.sentences[index], corpus.sentences[index + 1]
+            end = min(end, start + recipe.contrastive_tokens - TEXT_TOKENS)
+            sentences.append(self._special.text(corpus.tokens[start:end].tolist()))
+        return sentences
 
 
 def _steps(recipe: EmbedRecipe, pairs: int) -> int:
@@ -175,69 +155,51 @@ def _steps(recipe: EmbedRecipe, pairs: int) -> int:
 class EmbeddingObjective:
     """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
 
-    The objective of `KeptHeads` is added to each step, so that fill-mask and next sentence keep
-    working on the same encoder.
-
     Args:
-        kept: None: the model has no such heads, or there is no text.
-
-    Raises:
-        TrainError: the contrastive steps have no sentence to learn from.
+        draws: sentences of the contrastive steps; None: no such steps.
+        kept: the pre-training objective of a model with the same encoder, and its text. It is added
+            to each step, so that fill-mask and next sentence keep working. None: no such heads.
     """
 
     def __init__(
         self,
         sentences: SentenceTransformer,
         recipe: EmbedRecipe,
-        data: EmbeddingData,
-        kept: KeptHeads | None,
+        pairs: Sequence[TokenizedPair],
+        *,
+        held_out: Sequence[TokenizedPair],
+        draws: SentenceDraws | None,
+        kept: tuple[MaskedText, TextBatches] | None,
     ) -> None:
-        self.module = nn.ModuleList([sentences, *([kept.objective] if kept else [])])
-        self.steps = _steps(recipe, len(data.pairs))
-        self._sentences, self._kept = sentences, kept
-        self._recipe, self._data = recipe, data
+        self.module = nn.ModuleList([sentences, *(kept[:1] if kept else [])])
+        self.steps = _steps(recipe, len(pairs))
+        self._sentences, self._recipe, self._pairs = sentences, recipe, pairs
+        self._held_out, self._draws, self._kept = held_out, draws, kept
+        encoder: Any = sentences[0].model
+        self._encoder, self._max_tokens = encoder, max_tokens(encoder)
         self._batches_per_step = batches_per_step(recipe.optimisation)
-        self._long_enough = _long_enough(data.sentences) if recipe.contrastive_steps else None
-        self._pair_batches = None
-        if data.pairs:
-            lengths = [len(first) + len(second) for first, second, _ in data.pairs]
-            self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)
+        lengths = [len(first) + len(second) for first, second, _ in pairs]
+        self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)
 
     def batch(self, step: int, part: int) -> SentenceBatch:
         """Return the ``part``-th batch of a step."""
-        recipe, data = self._recipe, self._data
+        recipe = self._recipe
         number = step * self._batches_per_step + part
-        text = self._kept.text(step, part) if self._kept else None
-        if step < recipe.contrastive_steps:
-            sentences = self._draw_sentences(np.random.default_rng([recipe.seed, number]))
-            rows = [ids for ids in sentences for _ in range(2)]
-            return collate_sentences(rows, [], text, recipe.contrastive_tokens)
-        assert self._pair_batches is not None
-        first_number = recipe.contrastive_steps * self._batches_per_step
-        pairs = [data.pairs[index] for index in self._pair_batches(number - first_number)]
-        scores = [score for *_, score in pairs]
-        return collate_sentences(_sides(pairs), scores, text, recipe.tokens)
-
-    def _draw_sentences(self, rng: np.random.Generator) -> list[list[int]]:
-        """Draw sentences that are long enough; return their ids with special tokens."""
-        corpus, special = self._data.sentences, self._data.special
-        assert corpus is not None
-        assert self._long_enough is not None
-        count = self._recipe.contrastive_sequences
-        drawn = self._long_enough[rng.integers(len(self._long_enough), size=count)]
-        max_tokens = self._recipe.contrastive_tokens - TEXT_TOKENS
-        sentences = []
-        for index in drawn:
-            start, end = corpus.sentences[index], corpus.sentences[index + 1]
-            ids = corpus.tokens[start : min(end, start + max_tokens)].tolist()
-            sentences.append(special.text(ids))
-        return sentences
+        scores: list[float] = []
+        if self._draws and step < recipe.contrastive_steps:
+            rows = [ids for ids in self._draws(number) for _ in range(2)]
+        else:
+            number -= recipe.contrastive_steps * self._batches_per_step
+            pairs = [self._pairs[index] for index in self._pair_batches(number)]
+            rows, scores = _sides(pairs), [score for *_, score in pairs]
+        length = padded_length(max(map(len, rows)), self._max_tokens)
+        text = self._kept[1](step, part) if self._kept else None
+        return SentenceBatch(*padded(rows, [0] * len(rows), length), torch.tensor(scores), text)
 
     def embed(self, batch: PaddedBatch) -> Tensor:
         """Return the embeddings of a batch, float32 [2 P, D] of length 1."""
-        config = self._sentences[0].config
-        embedded = self._sentences(model_inputs(batch, config))["sentence_embedding"]
-        return F.normalize(embedded.float(), dim=-1)
+        inputs = model_inputs(batch, self._encoder.config)
+        return F.normalize(self._sentences(inputs)["sentence_embedding"].float(), dim=-1)
 
     def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss and figures of a batch."""
@@ -249,24 +211,22 @@ class EmbeddingObjective:
             loss, accuracy = contrastive_loss(embeddings, self._recipe.temperature)
             figures |= {"contrastive_accuracy": accuracy, "contrastive_loss": loss}
         if self._kept is not None:
-            text_loss, text_figures = self._kept.objective(batch.text)
+            text_loss, text_figures = self._kept[0](batch.text)
             loss = loss + self._recipe.text_weight * text_loss
             figures["masked_accuracy"] = text_figures["accuracy"]
         return loss, figures
 
     def evaluate(self, _: int) -> Mapping[str, float]:
         """Return Spearman's correlation of cosine and score on held-out pairs."""
-        pairs, recipe = self._data.held_out, self._recipe
-        if not pairs:
+        if not self._held_out:
             return {}
-        rows = [Row(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in _sides(pairs)]
+        sides, size = _sides(self._held_out), self._recipe.sequences
+        rows = [Row(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in sides]
         embeddings = np.stack(
-            outputs_of(
-                self._sentences, rows, self.embed, size=recipe.sequences, max_tokens=recipe.tokens
-            )
+            outputs_of(self._sentences, rows, self.embed, size=size, max_tokens=self._max_tokens)
         )
         cosines = (embeddings[0::2] * embeddings[1::2]).sum(1)
-        return {"spearman": spearman(cosines, [score for *_, score in pairs])}
+        return {"spearman": spearman(cosines, [score for *_, score in self._held_out])}
 
 
 def _sides(pairs: Sequence[TokenizedPair]) -> list[list[int]]:
@@ -308,17 +268,22 @@ def finetune_embedding(
         "file of pairs": fingerprint(files.pairs),
         "text": fingerprint(files.text),
     }
-    sentences, network = open_sentences(source), _network(source, recipe)
+    sentences = open_sentences(source)
+    network: Any = _network(source, recipe)
     longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
     if longest > (limit := max_tokens(network)):
         raise TrainError(f"sentences of {longest} tokens exceed the checkpoint's {limit} positions")
     acquire_run_dir(options.run_dir, recipe, inputs)
     tokenizer = text_tokenizer(sentences.tokenizer)
-    tokenized = [tokenize_pairs(each, tokenizer, recipe.tokens) for each in (pairs, held_out)]
-    corpus = None
+    learnt, measured = (
+        tokenize_pairs(each, tokenizer, recipe.tokens) for each in (pairs, held_out)
+    )
+    draws, kept = None, None
     if files.text:
         corpus = run_corpus(files.text, tokenizer, recipe.held_out, options).train
-    kept = _kept_heads(network, source, corpus, recipe, _steps(recipe, len(pairs)))
+        draws = SentenceDraws(corpus, source.special, recipe) if recipe.contrastive_steps else None
+        if recipe.text_weight and network.get_output_embeddings() is not None:
+            kept = _kept_heads(network, source, corpus, recipe, _steps(recipe, len(pairs)))
     encoder = network.base_model
     if recipe.lora:
         network.requires_grad_(False)
@@ -327,8 +292,9 @@ def finetune_embedding(
     if not (source.card / MODULES).is_file():  # an export of such a folder normalises, too
         sentences.append(Normalize())
         sentences.max_seq_length = recipe.tokens
-    data = EmbeddingData(*tokenized, corpus, source.special)
-    objective = EmbeddingObjective(sentences, recipe, data, kept)
+    objective = EmbeddingObjective(
+        sentences, recipe, learnt, held_out=measured, draws=draws, kept=kept
+    )
     options.report(
         f"{recipe.contrastive_steps:,} contrastive steps; {len(pairs):,} scored pairs; "
         f"{objective.steps:,} steps in all"
@@ -363,22 +329,16 @@ def _network(source: Folder, recipe: EmbedRecipe) -> PreTrainedModel:
     given: dict[str, Any] = {"seed": recipe.seed, "dropout": recipe.dropout}
     for mapping in _WITH_HEADS:
         kind = mapping.get(type(source.config), None)
-        network = source.whole_model(kind, **given) if kind else None
+        network: Any = source.whole_model(kind, **given) if kind else None
         if network is not None and network.get_output_embeddings() is not None:
-            return network
+            return network  # type: ignore[no-any-return]
     return source.model(AutoModel, **given)
 
 
 def _kept_heads(
-    network: PreTrainedModel,
-    source: Folder,
-    corpus: Corpus | None,
-    recipe: EmbedRecipe,
-    steps: int,
-) -> KeptHeads | None:
-    """Return the objective that keeps the heads of a model accurate, if there are any and text."""
-    if corpus is None or not recipe.text_weight or network.get_output_embeddings() is None:
-        return None
+    network: Any, source: Folder, corpus: Corpus, recipe: EmbedRecipe, steps: int
+) -> tuple[MaskedText, TextBatches]:
+    """Return the objective that keeps the heads of a model accurate, and its text."""
     has_pairs = type(network).__name__.endswith("ForPreTraining")
     pretraining = Pretraining(
         unit=recipe.text_unit,
@@ -389,4 +349,4 @@ def _kept_heads(
     plan = TextRecipe(
         pretraining=pretraining, phases=[phase], seed=recipe.seed, optimisation=recipe.optimisation
     )
-    return KeptHeads(MaskedText(network, pretraining), TextBatches(corpus, plan, source))
+    return MaskedText(network, pretraining), TextBatches(corpus, plan, source)

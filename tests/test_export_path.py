@@ -6,7 +6,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Normalize, Pooling, Transformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
 from cloze.export.publish import export
 from cloze.model_store import Store

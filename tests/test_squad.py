@@ -231,7 +231,9 @@ def test_an_answer_is_labelled_though_its_edges_have_no_token(
 ) -> None:
     context = f"The owl sold {text} and ate."
     question = Question("1", "t", "What?", context, ((context.index(text), text),))
-    (window,) = make_windows([question], tokenizer, tokens=60, stride=5, question_tokens=10)
+    (window,) = make_windows(
+        [question], tokenizer.tokenizer, tokenizer.special, tokens=60, stride=5, question_tokens=10
+    )
     assert "cakes" in context[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
 
 

@@ -19,8 +19,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from transformers import AutoModelForMaskedLM, BertForPreTraining
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export

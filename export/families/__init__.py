@@ -115,13 +115,9 @@ class Families(UserDict[str, Family]):
 
 FAMILIES: Final = Families()
 
-PRETRAINED: Final = bert.FAMILY
-"""The family of models that are trained from nothing."""
-
 __all__ = [
     "BUILT_IN",
     "FAMILIES",
-    "PRETRAINED",
     "Family",
     "HeadSpec",
     "WordPieceKind",

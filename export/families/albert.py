@@ -13,9 +13,7 @@ from cloze.export.families.bert import (
     DEFAULTS,
     EMBEDDING_RULES,
     TOKEN_HEADS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import Family, HeadSpec, Rename, Rule
 
@@ -49,18 +47,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         embedding_size=config["embedding_size"],
         layer_groups=groups,
         group_layers=inner,
-    )
-
-
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return write_sizes(
-        config,
-        "AlbertForMaskedLM",
-        num_hidden_layers=config.layers // config.group_layers,
-        embedding_size=config.embedding_width,
-        num_hidden_groups=config.layer_groups,
-        inner_group_num=config.group_layers,
     )
 
 
@@ -103,7 +89,6 @@ def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
 FAMILY: Final = Family(
     name="albert",
     read_config=read_config,
-    write_config=write_config,
     encoder=encoder,
     prefix="albert.",
     rules=_rules,
@@ -121,7 +106,6 @@ FAMILY: Final = Family(
         ),
         **TOKEN_HEADS,
     },
-    classes=head_classes("Albert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="Albert",
     defaults=DEFAULTS,
     sentencepiece_class="AlbertTokenizer",

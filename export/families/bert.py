@@ -4,7 +4,6 @@ Source: google-research/bert, and transformers' ``BertFor*``.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
@@ -64,42 +63,6 @@ def read_sizes(family: str, config: Mapping[str, Any], **others: Any) -> Encoder
     return EncoderConfig(family=family, **(sizes | others))
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return write_sizes(config, "BertForPreTraining")
-
-
-def write_sizes(config: EncoderConfig, architecture: str, **others: Any) -> dict[str, Any]:
-    """Return the settings that `read_sizes` reads.
-
-    Args:
-        config: the sizes.
-        architecture: transformers' class of a checkpoint.
-        others: settings that replace these ones or are added.
-    """
-    return {
-        "architectures": [architecture],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_positions,
-        "type_vocab_size": config.type_vocab_size,
-        "hidden_act": config.activation,
-        "layer_norm_eps": config.layer_norm_eps,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.dropout,
-        "pad_token_id": 0,
-    } | others
-
-
-def student(config: EncoderConfig) -> EncoderConfig:
-    """Return the sizes of a DistilBERT (Sanh et al. 2019, section 3)."""
-    return replace(config, family="distilbert", type_vocab_size=0, layer_norm_eps=1e-12)
-
-
 LAYER_RULES: Final = layer_rules(
     "encoder.layer.*",
     {
@@ -155,33 +118,14 @@ def bert_heads(prefix: str) -> dict[str, HeadSpec]:
     }
 
 
-def head_classes(prefix: str, *names: str) -> dict[frozenset[str], str]:
-    """Return transformers' classes of checkpoints by the heads that each has.
-
-    Args:
-        prefix: the first part of the classes' names.
-        names: ends of the names, among ``ForMaskedLM`` and others below.
-    """
-    heads = {
-        "ForPreTraining": frozenset({"masked_lm", "next_sentence"}),
-        "ForMaskedLM": frozenset({"masked_lm"}),
-        "ForNextSentencePrediction": frozenset({"next_sentence"}),
-        "ForQuestionAnswering": frozenset({"span"}),
-    }
-    return {heads[name]: prefix + name for name in names or heads}
-
-
 FAMILY: Final = Family(
     name="bert",
     read_config=read_config,
-    write_config=write_config,
     encoder=post_norm_encoder,
     prefix="bert.",
     rules=lambda _: (*EMBEDDING_RULES, *LAYER_RULES),
     heads=bert_heads("bert."),
-    classes=head_classes("Bert"),
     class_prefix="Bert",
     wordpiece=WordPieceKind("BertTokenizer"),
-    student=student,
     defaults=DEFAULTS,
 )

@@ -18,9 +18,7 @@ from cloze.export.families.bert import (
     DEFAULTS,
     EMBEDDING_RULES,
     TOKEN_HEADS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import Family, HeadSpec, Rename, Rule, layer_rules
 from cloze.model_store.layouts import Layout
@@ -90,34 +88,6 @@ def _convolution(config: Mapping[str, Any]) -> Convolution | None:
     )
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    positions, convolution = config.relative_positions, config.convolution
-    assert positions is not None  # `read_config` demands them
-    settings: dict[str, Any] = {}
-    if convolution is not None:
-        settings = {
-            "conv_kernel_size": convolution.kernel,
-            "conv_groups": convolution.groups,
-            "conv_act": convolution.activation,
-        }
-    return write_sizes(
-        config,
-        "DebertaV2ForMaskedLM",
-        embedding_size=config.embedding_width,
-        position_biased_input=config.position_embeddings,
-        relative_attention=True,
-        max_relative_positions=positions.distances,
-        position_buckets=positions.buckets,
-        pos_att_type=list(positions.terms),
-        share_att_key=positions.share_projections,
-        norm_rel_ebd="layer_norm" if positions.norm else "none",
-        pooler_hidden_act="gelu",
-        legacy=True,
-        **settings,
-    )
-
-
 def encoder(config: EncoderConfig) -> Encoder:
     """Return the encoder of He et al. 2021b; that of the first paper has a convolution too."""
     table = PositionTable(config)
@@ -158,7 +128,6 @@ def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
 FAMILY: Final = Family(
     name="deberta-v2",
     read_config=read_config,
-    write_config=write_config,
     encoder=encoder,
     prefix="deberta.",
     rules=_rules,
@@ -183,7 +152,6 @@ FAMILY: Final = Family(
         ),
         **TOKEN_HEADS,
     },
-    classes=head_classes("DebertaV2", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="DebertaV2",
     defaults=DEFAULTS | {"type_vocab_size": 0, "layer_norm_eps": 1e-7},
     sentencepiece_class="DebertaV2Tokenizer",

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import EMBEDDING_NORM, POSITIONS, TOKEN_HEADS, WORDS, head_classes
+from cloze.export.families.bert import EMBEDDING_NORM, POSITIONS, TOKEN_HEADS, WORDS
 from cloze.export.families.family import Family, HeadSpec, WordPieceKind, layer_rules
 
 
@@ -33,28 +33,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return {
-        "architectures": ["DistilBertForMaskedLM"],
-        "model_type": "distilbert",
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "n_layers": config.layers,
-        "n_heads": config.heads,
-        "hidden_dim": config.intermediate_size,
-        "max_position_embeddings": config.max_positions,
-        "activation": config.activation,
-        "dropout": config.dropout,
-        "attention_dropout": config.dropout,
-        "pad_token_id": 0,
-    }
-
-
 FAMILY: Final = Family(
     name="distilbert",
     read_config=read_config,
-    write_config=write_config,
     encoder=post_norm_encoder,
     prefix="distilbert.",
     rules=lambda _: (
@@ -89,7 +70,6 @@ FAMILY: Final = Family(
         ),
         **TOKEN_HEADS,
     },
-    classes=head_classes("DistilBert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="DistilBert",
     defaults={"max_position_embeddings": 512},
     wordpiece=WordPieceKind("DistilBertTokenizer"),

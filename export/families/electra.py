@@ -13,9 +13,7 @@ from cloze.export.families.bert import (
     EMBEDDING_RULES,
     LAYER_RULES,
     TOKEN_HEADS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind
 
@@ -30,15 +28,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     return read_sizes("electra", config, embedding_size=narrow)
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return write_sizes(config, "ElectraForMaskedLM", embedding_size=config.embedding_width)
-
-
 FAMILY: Final = Family(
     name="electra",
     read_config=read_config,
-    write_config=write_config,
     encoder=post_norm_encoder,
     prefix="electra.",
     rules=lambda _: (
@@ -65,7 +57,6 @@ FAMILY: Final = Family(
         ),
         **TOKEN_HEADS,
     },
-    classes=head_classes("Electra", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="Electra",
     defaults=DEFAULTS,
     wordpiece=WordPieceKind("ElectraTokenizer"),

@@ -16,9 +16,7 @@ from cloze.export.families.bert import (
     TYPES,
     WORDS,
     bert_heads,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import Family, Fold, WordPieceKind
 
@@ -30,17 +28,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     return read_sizes("ernie", config, task_types=bool(config.get("use_task_id")))
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return write_sizes(
-        config, "ErnieForPreTraining", use_task_id=config.task_types, task_type_vocab_size=1
-    )
-
-
 FAMILY: Final = Family(
     name="ernie",
     read_config=read_config,
-    write_config=write_config,
     encoder=post_norm_encoder,
     prefix="ernie.",
     rules=lambda config: (
@@ -51,7 +41,6 @@ FAMILY: Final = Family(
         *LAYER_RULES,
     ),
     heads=bert_heads("ernie."),
-    classes=head_classes("Ernie"),
     class_prefix="Ernie",
     defaults=DEFAULTS,
     wordpiece=WordPieceKind("BertTokenizer"),

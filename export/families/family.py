@@ -186,8 +186,8 @@ class HeadSpec:
             modelling and tanh for a classifier.
         without: the first part of the names of other tensors -> why a checkpoint with them lacks
             the head.
-        architecture: the end of the class names in ``config.json`` that have this head, where its
-            tensor names do not tell it from another head; None: they do.
+        needs_class: whether ``config.json`` must name a class that has this head, because another
+            head of the family has tensors of the same names.
         optional: our names of tensors that the head has only if the settings say so.
         zeros: our names of tensors that are zeros if a checkpoint lacks them.
     """
@@ -195,7 +195,7 @@ class HeadSpec:
     tensors: Mapping[str, str]
     activation: str | None = None
     without: Mapping[str, str] = field(default_factory=dict)
-    architecture: str | None = None
+    needs_class: bool = False
     optional: frozenset[str] = frozenset()
     zeros: frozenset[str] = frozenset()
 
@@ -229,14 +229,12 @@ class Family:
         name: the family's ``model_type`` in ``config.json``.
         read_config: ``config.json`` -> sizes; raises ``KeyError`` for a missing size and
             ``ValueError`` for an unsupported setting.
-        write_config: sizes -> the ``config.json`` from which `read_config` reads these sizes.
         other_types: other values of ``model_type`` that checkpoints of the family have.
         prefix: the first part of tensor names when the encoder is part of a larger module.
         other_prefixes: what some checkpoints have instead of ``prefix``.
         rules: sizes -> how the encoder's tensors in a checkpoint become ours. Reading uses the
             first match, writing the last match.
         heads: the heads that checkpoints of the family may have, by head name.
-        classes: names of heads -> the class of ``config.json`` that has exactly these heads.
         class_prefix: the first part of the names of transformers' classes.
         wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
         sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
@@ -245,7 +243,6 @@ class Family:
             separators between the texts of a pair; None: the family has another kind.
         layouts: the layouts that the family allows.
         dense_because: why the family does not allow the packed layout, which fp16 takes.
-        student: a teacher's sizes -> those of its distilled student with as many layers.
         defaults: settings that ``config.json`` may lack -> what transformers takes for them.
         wrong_defaults: settings that ``config.json`` must have, because what transformers takes for
             them is wrong for the family's published weights.
@@ -253,7 +250,6 @@ class Family:
 
     name: str
     read_config: Callable[[Mapping[str, Any]], EncoderConfig]
-    write_config: Callable[[EncoderConfig], dict[str, Any]]
     encoder: Callable[[EncoderConfig], Encoder]
     prefix: str
     rules: Callable[[EncoderConfig], tuple[Rule, ...]]
@@ -262,12 +258,10 @@ class Family:
     wordpiece: WordPieceKind | None = None
     sentencepiece_class: str | None = None
     byte_level_class: str | None = None
-    classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
     dense_because: str = (
         "its attention adds a bias to the scores, which the variable-length kernel does not"
     )
-    student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
     defaults: Mapping[str, Any] = field(default_factory=dict)
     wrong_defaults: frozenset[str] = frozenset()
     other_types: frozenset[str] = frozenset()

@@ -15,9 +15,7 @@ from cloze.export.families.bert import (
     TOKEN_HEADS,
     TYPES,
     WORDS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import (
     Family,
@@ -31,7 +29,6 @@ from cloze.export.families.rotary_settings import (
     check_classes,
     read_rotary,
     refuse_settings,
-    write_rotary,
 )
 
 _REFUSED: Final = {
@@ -62,12 +59,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         rotary_factor=factor,
         without_bias=frozenset({"up"}),
     )
-
-
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes, as transformers writes it."""
-    rope = write_rotary(config.rotary_base, config.rotary_factor, config.head_size)
-    return write_sizes(config, "GteForMaskedLM", rope_parameters=rope)
 
 
 _OURS: Final = "encoder.layers.*"
@@ -114,7 +105,6 @@ FAMILY: Final = Family(
     name="gte",
     other_types=frozenset({"new"}),
     read_config=read_config,
-    write_config=write_config,
     encoder=post_norm_encoder,
     prefix="gte.",
     other_prefixes=("new.",),
@@ -134,7 +124,6 @@ FAMILY: Final = Family(
         ),
         **TOKEN_HEADS,
     },
-    classes=head_classes("Gte", "ForMaskedLM"),
     class_prefix="Gte",
     defaults=DEFAULTS | {"max_position_embeddings": 8192, "type_vocab_size": 1},
     wordpiece=WordPieceKind("BertTokenizer"),

@@ -12,9 +12,7 @@ from cloze.export.families.bert import (
     DEFAULTS,
     EMBEDDING_RULES,
     bert_heads,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import (
     Family,
@@ -76,19 +74,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return write_sizes(
-        config,
-        "MobileBertForPreTraining",
-        embedding_size=config.embedding_width,
-        intra_bottleneck_size=config.bottleneck,
-        num_feedforward_networks=config.feed_forwards,
-        classifier_activation=config.pooler,
-        **_FIXED,
-    )
-
-
 def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
     last = config.feed_forwards - 1
     networks = ["", *(f"ffn.{number}." for number in range(last))]
@@ -118,12 +103,10 @@ def _heads() -> dict[str, HeadSpec]:
 FAMILY: Final = Family(
     name="mobilebert",
     read_config=read_config,
-    write_config=write_config,
     encoder=bottleneck_encoder,
     prefix="mobilebert.",
     rules=_rules,
     heads=_heads(),
-    classes=head_classes("MobileBert"),
     class_prefix="MobileBert",
     defaults=DEFAULTS,
     wordpiece=WordPieceKind("MobileBertTokenizer"),

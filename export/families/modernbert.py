@@ -12,7 +12,7 @@ from cloze.export.blocks.layer import make_norm
 from cloze.export.blocks.pre_norm import PreNormLayer
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.blocks.window import Window
-from cloze.export.families.bert import head_classes, read_sizes, write_sizes
+from cloze.export.families.bert import read_sizes
 from cloze.export.families.family import Family, HeadSpec, Rename, Split
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import MAX_LAYERS
@@ -99,30 +99,6 @@ def _base(config: Mapping[str, Any], kind: str, older: str) -> float | None:
     return base
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    assert config.window is not None
-    bases = {_GLOBAL: config.rotary_base, _LOCAL: config.local_rotary_base}
-    settings = write_sizes(
-        config,
-        "ModernBertForMaskedLM",
-        norm_eps=config.layer_norm_eps,
-        hidden_activation=config.activation,
-        layer_types=[_LOCAL if local else _GLOBAL for local in config.local_layers],
-        local_attention=2 * config.window,
-        rope_parameters={
-            kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
-        },
-        classifier_activation=config.head_activation,
-        classifier_pooling=config.classifier_pooling,
-        embedding_dropout=config.dropout,
-        mlp_dropout=config.dropout,
-        attention_dropout=config.dropout,
-        **{flag: config.has_bias(parts[0]) for flag, parts in _FLAGS.items()},
-    )
-    return {name: value for name, value in settings.items() if name not in _NOT_FLAGS}
-
-
 def encoder(config: EncoderConfig) -> Encoder:
     """Return the encoder of Warner et al. 2024."""
     assert config.rotary_base is not None
@@ -147,7 +123,6 @@ _LAYER, _OURS = "layers.*", "encoder.layers.*"
 FAMILY: Final = Family(
     name="modernbert",
     read_config=read_config,
-    write_config=write_config,
     encoder=encoder,
     prefix="model.",
     rules=lambda _: (
@@ -171,7 +146,7 @@ FAMILY: Final = Family(
                 "head.norm.{p}": "norm.{p}",
                 "decoder.{p}": "decoder.{p}",
             },
-            architecture="ForMaskedLM",
+            needs_class=True,
         ),
         "sequence_classification": HeadSpec(
             {
@@ -180,10 +155,9 @@ FAMILY: Final = Family(
                 "classifier.{p}": "classifier.{p}",
             }
         ),
-        "span": HeadSpec(_TRANSFORM, architecture="ForQuestionAnswering"),
+        "span": HeadSpec(_TRANSFORM, needs_class=True),
         "token_classification": HeadSpec(_TRANSFORM),
     },
-    classes=head_classes("ModernBert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="ModernBert",
     defaults={"max_position_embeddings": 8192, "norm_eps": 1e-5},
     layouts=frozenset({Layout.DENSE}),

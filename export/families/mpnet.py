@@ -14,9 +14,7 @@ from cloze.export.families.bert import (
     DEFAULTS,
     EMBEDDING_NORM,
     WORDS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import Family, Rename, WordPieceKind, layer_rules
 from cloze.export.families.roberta import FIRST_POSITION, POSITIONS_FROM_2, ROBERTA_HEADS
@@ -36,19 +34,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     return read_sizes("mpnet", config, max_positions=positions, type_vocab_size=0)
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    settings = write_sizes(
-        config,
-        "MPNetForMaskedLM",
-        max_position_embeddings=config.max_positions + FIRST_POSITION,
-        pad_token_id=1,
-        relative_attention_num_buckets=BUCKETS,
-    )
-    del settings["type_vocab_size"]
-    return settings
-
-
 def encoder(config: EncoderConfig) -> Encoder:
     """Return the encoder of Song et al. 2020."""
     layers = [Layer(config) for _ in range(config.layers)]
@@ -58,7 +43,6 @@ def encoder(config: EncoderConfig) -> Encoder:
 FAMILY: Final = Family(
     name="mpnet",
     read_config=read_config,
-    write_config=write_config,
     encoder=encoder,
     prefix="mpnet.",
     rules=lambda _: (
@@ -81,7 +65,6 @@ FAMILY: Final = Family(
         ),
     ),
     heads=ROBERTA_HEADS,
-    classes=head_classes("MPNet", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="MPNet",
     wrong_defaults=frozenset(DEFAULTS),
     wordpiece=WordPieceKind(

@@ -16,9 +16,7 @@ from cloze.export.families.bert import (
     TOKEN_HEADS,
     TYPES,
     WORDS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import (
     Family,
@@ -113,18 +111,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
-def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes, as transformers writes it."""
-    biases = {setting: part not in config.without_bias for setting, part in _BIASES.items()}
-    return write_sizes(
-        config,
-        "NomicBertForMaskedLM",
-        rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
-        max_trained_positions=config.max_positions,
-        **biases,
-    )
-
-
 _OURS: Final = "encoder.layers.*"
 _PACKED: Final = Split(
     "encoder.layers.*.attn.Wqkv.{p}",
@@ -166,7 +152,6 @@ _RULES: Final[tuple[Rule, ...]] = (
 FAMILY: Final = Family(
     name="nomic_bert",
     read_config=read_config,
-    write_config=write_config,
     encoder=post_norm_encoder,
     prefix="nomic_bert.",
     other_prefixes=("bert.",),
@@ -186,7 +171,6 @@ FAMILY: Final = Family(
         ),
         **TOKEN_HEADS,
     },
-    classes=head_classes("NomicBert", "ForMaskedLM"),
     class_prefix="NomicBert",
     defaults=DEFAULTS | {"max_position_embeddings": TRAINED_POSITIONS},
     wordpiece=WordPieceKind("BertTokenizer"),

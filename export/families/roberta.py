@@ -17,9 +17,7 @@ from cloze.export.families.bert import (
     LAYER_RULES,
     TOKEN_HEADS,
     WORDS,
-    head_classes,
     read_sizes,
-    write_sizes,
 )
 from cloze.export.families.family import Family, Fold, HeadSpec, Slice
 
@@ -56,17 +54,6 @@ def read_config(family: str, config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
-def write_config(class_prefix: str, config: EncoderConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of an encoder with these sizes."""
-    return write_sizes(
-        config,
-        f"{class_prefix}ForMaskedLM",
-        max_position_embeddings=config.max_positions + config.padding_id + 1,
-        type_vocab_size=1,
-        pad_token_id=config.padding_id,
-    )
-
-
 def roberta_family(
     name: str,
     class_prefix: str,
@@ -78,7 +65,6 @@ def roberta_family(
     return Family(
         name=name,
         read_config=partial(read_config, name),
-        write_config=partial(write_config, class_prefix),
         encoder=post_norm_encoder,
         prefix="roberta.",
         rules=lambda config: (
@@ -92,7 +78,6 @@ def roberta_family(
             *LAYER_RULES,
         ),
         heads=ROBERTA_HEADS,
-        classes=head_classes(class_prefix, "ForMaskedLM", "ForQuestionAnswering"),
         class_prefix=class_prefix,
         sentencepiece_class=sentencepiece_class,
         byte_level_class=byte_level_class,

@@ -75,17 +75,6 @@ def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[f
     raise ValueError(f"rope_type {kind!r} is not supported (only ntk)")
 
 
-def write_rotary(base: float | None, factor: float, head_size: int) -> dict[str, Any]:
-    """Return the ``rope_parameters`` from which `read_rotary` reads these two numbers.
-
-    transformers has no type "ntk", but its type "linear" divides all frequencies by its factor.
-    """
-    if factor == 1 or base is None:
-        return {"rope_type": "default", "rope_theta": base}
-    linear = factor ** (2 / head_size)
-    return {"rope_type": "linear", "rope_theta": base * factor, "factor": linear}
-
-
 def _head_size(config: Mapping[str, Any]) -> int:
     size: int = config["hidden_size"] // config["num_attention_heads"]
     return size

@@ -15,8 +15,7 @@ from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, 
 from cloze.export.measure.scorer import Scorer, head_arrays
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import sequence_classification
-from cloze.model_store.heads.label_sets import LabelSets
-from cloze.model_store.heads.sequence_classification import SequenceLabels, read_options
+from cloze.model_store.heads.sequence_classification import read_options
 from cloze.model_store.layouts import Layout, Placement
 
 _CLOSE = 0.05
@@ -95,27 +94,6 @@ def _reference(
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 
-def _write_options(options: SequenceLabels) -> dict[str, Any]:
-    settings = write_labels(options) | {"problem_type": options.problem_type}
-    if options.raw_scores:
-        settings["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
-    return settings
-
-
-def write_labels(sets: LabelSets) -> dict[str, Any]:
-    """Return the settings of a ``config.json`` from which `read_labels` reads the labels.
-
-    A label of one of several sets has the name of its set before it.
-    """
-    names = [
-        f"{each.name}/{label}" if sets.further else label
-        for each in sets.sets
-        for label in each.labels
-    ]
-    by_id = dict(enumerate(names))
-    return {"id2label": by_id, "label2id": {label: number for number, label in by_id.items()}}
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of texts for which both models choose the same label.
 
@@ -141,10 +119,10 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
-    promised_by=("ForSequenceClassification",),
+    classes=("ForSequenceClassification",),
+    task_type="SEQ_CLS",
     limits={"text_classification_agreement": 0.95},
     fine_tuned=True,
-    architecture="ForSequenceClassification",
+    needs_class=True,
     read_options=read_options,
-    write_options=_write_options,
 )

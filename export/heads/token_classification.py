@@ -15,7 +15,6 @@ from cloze.export.heads.head import (
     of_sentences,
     token_rows,
 )
-from cloze.export.heads.sequence_classification import write_labels
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import token_classification
@@ -67,10 +66,10 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
-    promised_by=("ForTokenClassification",),
+    classes=("ForTokenClassification",),
+    task_type="TOKEN_CLS",
     limits={"token_classification_agreement": 0.95},
     fine_tuned=True,
-    architecture="ForTokenClassification",
+    needs_class=True,
     read_options=read_options,
-    write_options=write_labels,
 )

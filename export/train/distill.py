@@ -43,7 +43,7 @@ from cloze.export.train.text_objective import (
 _LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
 """The name of a tensor of a layer, with the number of the layer."""
 
-DISTILBERT: Final = (
+_DISTILBERT: Final = (
     ("bert.encoder.layer.", "distilbert.transformer.layer."),
     ("bert.embeddings.", "distilbert.embeddings."),
     (".attention.self.query.", ".attention.q_lin."),
@@ -100,7 +100,7 @@ def make_student(teacher: PreTrainedModel, dropout: float) -> PreTrainedModel:
 
 
 def _distilbert_name(name: str) -> str:
-    for theirs, own in DISTILBERT:
+    for theirs, own in _DISTILBERT:
         name = name.replace(theirs, own)
     return name
 
@@ -143,18 +143,11 @@ def earlier_student(source: Folder, student: PreTrainedModel, teacher: Folder) -
     earlier = source.whole_model(AutoModelForMaskedLM, seed=0)
     if earlier is None:
         raise TrainError(f"{source.location} is no student: it has no masked-language-model head")
-    given_sizes, needed = (
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        for model in (earlier, student)
-    )
-    different = [name for name in given_sizes | needed if given_sizes.get(name) != needed.get(name)]
-    if different:
-        name = different[0]
-        raise TrainError(
-            f"{source.location} is no student of this teacher: {name} is "
-            f"{given_sizes.get(name, 'missing')}, not {needed.get(name, 'there')}"
-        )
-    student.load_state_dict(earlier.state_dict())
+    try:
+        student.load_state_dict(earlier.state_dict())
+    except RuntimeError as error:  # its last line names a tensor of another size
+        reason = str(error).splitlines()[-1].strip()
+        raise TrainError(f"{source.location} is no student of this teacher: {reason}") from error
     return student
 
 

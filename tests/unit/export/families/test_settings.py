@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from cloze.export.families import FAMILIES, Family
-from tests.unit.export.families.test_against_transformers import OFFSET, OWN, SIZES
+from tests.unit.export.families.test_against_transformers import OWN, SIZES
 
 NEEDED = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -29,20 +29,6 @@ def only_needed(family: str) -> dict[str, Any]:
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
-
-
-def test_what_is_written_is_read_as_the_same_sizes(family: Family) -> None:
-    dropouts = ("hidden_dropout_prob", "dropout", "mlp_dropout")
-    given = settings(family.name) | dict.fromkeys(dropouts, 0.25)
-    config = family.read_config(given)
-    assert config.dropout == 0.25
-    written = family.write_config(config)
-    assert family.read_config(written) == config
-    theirs = transformers.CONFIG_MAPPING[family.name](**written)
-    assert theirs.model_type == family.name
-    if family.name not in {"distilbert", "modernbert"}:
-        assert theirs.attention_probs_dropout_prob == theirs.hidden_dropout_prob == 0.25
-    assert theirs.pad_token_id == (1 if family.name in OFFSET else 0)
 
 
 def test_settings_that_are_left_out_have_the_values_of_the_paper(family: Family) -> None:
@@ -85,21 +71,10 @@ def test_an_epsilon_without_a_default_must_be_given(name: str) -> None:
 
 
 def test_every_class_that_a_family_names_is_one_of_transformers(family: Family) -> None:
-    written = family.write_config(family.read_config(settings(family.name)))
     tokenizers = [family.sentencepiece_class, family.byte_level_class]
     tokenizers += [family.wordpiece.name] if family.wordpiece else []
-    names = [*written["architectures"], *family.classes.values(), f"{family.class_prefix}Model"]
-    names += [name for name in tokenizers if name is not None]
+    names = [f"{family.class_prefix}Model", *filter(None, tokenizers)]
     assert [name for name in names if not hasattr(transformers, name)] == []
-    assert set().union(*family.classes) <= set(family.heads)
-    for heads, name in family.classes.items():
-        ends = {
-            frozenset({"masked_lm", "next_sentence"}): "ForPreTraining",
-            frozenset({"masked_lm"}): "ForMaskedLM",
-            frozenset({"next_sentence"}): "ForNextSentencePrediction",
-            frozenset({"span"}): "ForQuestionAnswering",
-        }
-        assert name == family.class_prefix + ends[heads]
 
 
 def test_code_of_a_tokenizer_is_no_code_of_a_model() -> None:

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModel
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS, wordpiece
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer_files import SPECIAL_TOKENS, wordpiece
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 

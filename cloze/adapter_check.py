@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from cloze.export.check.verify import measure_gate
 from cloze.export.measure.texts import GateTexts
-from cloze.export.verify import measure_gate
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device

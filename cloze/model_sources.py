@@ -184,7 +184,7 @@ def _fetch(
     """Fetch what an address names into the store, and record it."""
     try:
         from cloze.export.errors import ExportError
-        from cloze.export.fetch import fetch_model
+        from cloze.fetch import fetch_model
     except ModuleNotFoundError as error:
         raise SourceError(
             f"model {address.shown} is not in {store.root}, and to fetch it needs {error.name}, "

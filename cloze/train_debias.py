@@ -63,11 +63,14 @@ def debias(
       cloze train debias my-run/checkpoint --corpus my.txt --out debiased
     """
     from cloze.export.measure.evaluate import EvaluationData
-    from cloze.export.train.debias import augment
-    from cloze.export.train.word_pairs import read_word_pairs
+    from cloze.export.train.folder import open_folder
+    from cloze.export.train.pretrain import pretrain
+    from cloze.export.train.word_pairs import read_word_pairs, write_counterfactuals
 
-    text = required(corpus)
-    checkpoint = augment(source, text, read_word_pairs(word_pairs), recipe, options)
+    text, augmented = required(corpus), options.run_dir / "counterfactuals.jsonl"
+    copies = write_counterfactuals(text, read_word_pairs(word_pairs), augmented)
+    options.report(f"{copies:,} documents have a counterfactual copy")
+    checkpoint = pretrain([augmented], recipe, options, source=open_folder(source))
     quality = EvaluationData(text, list(pairs), [], recipe.held_out)
     _compare((source, str(checkpoint)), quality, options.device, crows_pairs)
     return checkpoint

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
+from cloze.export.graph.session import Session
 from cloze.export.model import Model, hidden_states
-from cloze.export.session import Session
 from cloze.model_store import adapter_section
 from cloze.model_store.adapter_section import (
     AdaptedLayer,
@@ -29,17 +29,6 @@ from cloze.model_store.manifest import Graph, Precision
 
 ALL_LAYERS: Final = "all-linear"
 """PEFT's name of all linear layers."""
-
-ADAPTED_FILES: Final = {
-    Precision.FP32: "dense-adapters.onnx",
-    Precision.INT8: "dense-int8-adapters.onnx",
-}
-
-ADAPTED_WEIGHTS: Final = {
-    Precision.FP32: "weights-adapters.bin",
-    Precision.INT8: "weights-int8-adapters.bin",
-}
-"""Vectors that only a graph with adapters has; all other weights are those of the plain graphs."""
 
 TENSORS_FILE: Final = "adapter-heads.safetensors"
 

@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 
-from cloze.export.adapters import ADAPTED_FILES, AdaptedModel
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.adapters import AdaptedModel
+from cloze.export.check.rounding import input_scales, round_weights
+from cloze.export.check.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError, Report
 from cloze.export.graph.linear_ops import InputScale
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.measure.texts import GateTexts
-from cloze.export.model import Model, TorchScorer
-from cloze.export.rounding import input_scales, round_weights
-from cloze.export.session import open_session
-from cloze.export.verify import TOLERANCES, GraphUnderTest, pass_gate, verify
+from cloze.export.model import ADAPTED_FILES, GraphWriter, Model, TorchScorer
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head, multi_vector, span
 from cloze.model_store.heads.multi_vector import LateInteraction
@@ -28,11 +27,9 @@ from cloze.model_store.manifest import (
     Architecture,
     BundleSpec,
     Embedding,
-    Gate,
     Graph,
     Limits,
     LowerPrecision,
-    Parity,
     Precision,
     TokenizerSpec,
     Weights,
@@ -98,23 +95,6 @@ class _Job:
         return tuple(dict.fromkeys(self.options.tasks)) or tuple(h.task for h in self.heads)
 
 
-@dataclass(frozen=True, slots=True)
-class _WrittenGraph:
-    """A graph that has passed verification, and the gate if its weights were rounded."""
-
-    graph: Graph
-    parity: Parity
-    gate: Gate | None
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenGraphs:
-    """The graphs of an export by precision, and the section about those that take adapters."""
-
-    plain: dict[Precision, Graph]
-    adapters: AdapterSupport | None
-
-
 def export(
     source: str,
     name: str,
@@ -126,22 +106,25 @@ def export(
 
     Raises:
         ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with
-            torch, or a rounded graph loses too much quality (`cloze.export.verify`).
+            torch, or a rounded graph loses too much quality (`cloze.export.check.verify`).
         StoreError: the store is not writable.
     """
-    checkpoint = _load(source, options, report)
-    heads = _choose_heads(checkpoint, options)
-    job = _round(checkpoint, heads, options)
+    report(f"loading {source}")
+    checkpoint = load_checkpoint(source, options.revision, options.tasks)
+    for note in checkpoint.notes:
+        report(f"  note: {note}")
+    job = _round(checkpoint, _choose_heads(checkpoint, options), options)
     with store.staging() as folder:
-        graphs = _write_graphs(job, folder, report)
+        graphs, adapters = _write_graphs(job, folder, report)
         stored = _stored(name, job, store, folder) if options.reuse else None
         if stored is not None:
             report(f"the store has this export as {stored.manifest.reference}; nothing is written")
             return stored
-        verified = {
-            precision: _verify(job, folder, graph) for precision, graph in graphs.plain.items()
-        }
-        return store.publish(folder, _describe(name, job, verified, graphs.adapters))
+        sections = {precision: _verify(job, folder, graph) for precision, graph in graphs.items()}
+        described = _describe_model(name, job) | sections.pop(Precision.FP32)
+        described |= {each: LowerPrecision(**section) for each, section in sections.items()}
+        spec = BundleSpec(**described, source=checkpoint.source, adapters=adapters)
+        return store.publish(folder, spec)
 
 
 def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
@@ -163,14 +146,6 @@ def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
         return store.open(manifest.reference) if is_equal else None
     except StoreError:  # there is none, or it is damaged
         return None
-
-
-def _load(source: str, options: ExportOptions, report: Report) -> Checkpoint:
-    report(f"loading {source}")
-    checkpoint = load_checkpoint(source, options.revision, options.tasks)
-    for note in checkpoint.notes:
-        report(f"  note: {note}")
-    return checkpoint
 
 
 def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head, ...]:
@@ -234,10 +209,15 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales, adapted)
 
 
-def _write_graphs(job: _Job, folder: Path, report: Report) -> _WrittenGraphs:
+def _write_graphs(
+    job: _Job, folder: Path, report: Report
+) -> tuple[dict[Precision, Graph], AdapterSupport | None]:
     """Write each graph; write the tokenizer and the model card to the same folder.
 
     Graphs that take adapters are compared with torch at once.
+
+    Returns:
+        The graphs without adapters, and the manifest's section about those that take adapters.
     """
     checkpoint, options = job.checkpoint, job.options
     checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
@@ -252,8 +232,8 @@ def _write_graphs(job: _Job, folder: Path, report: Report) -> _WrittenGraphs:
         report(f"writing the {precision} graph for {tasks} and comparing it with torch")
         graphs[precision] = writer.write(precision)
     if job.adapted is None:
-        return _WrittenGraphs(graphs, None)
-    return _WrittenGraphs(graphs, _write_adapted(job, job.adapted, folder, writer, report))
+        return graphs, None
+    return graphs, _write_adapted(job, job.adapted, folder, writer, report)
 
 
 def _write_adapted(
@@ -273,14 +253,18 @@ def _write_adapted(
     return adapted.describe(graphs, folder)
 
 
-def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
-    """Compare a graph with torch, and a rounded graph also with the original checkpoint."""
+def _verify(job: _Job, folder: Path, graph: Graph) -> dict[str, Any]:
+    """Compare a graph with torch, and a rounded graph also with the original checkpoint.
+
+    Returns:
+        The fields that a manifest has of the graph.
+    """
     options = job.options
     session = open_session(folder / graph.file, graph.layout, cuda=options.cuda)
     subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
     parity = verify(folder, subject, session)
     if graph.precision is Precision.FP32 and options.weights is Weights.FP32:
-        return _WrittenGraph(graph, parity, None)  # nothing was rounded
+        return {"graph": graph, "parity": parity}  # nothing was rounded
     checkpoint = job.checkpoint
     texts = GateTexts(
         checkpoint.tokenizer.tokenizer,
@@ -292,26 +276,8 @@ def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
     model, recipe = job.original
     before = TorchScorer(model, torch.device("cpu"), recipe)
     after, title = GraphScorer(session, subject.spec), f"{graph.precision} graph"
-    return _WrittenGraph(graph, parity, pass_gate(before, after, title, job.heads, texts))
-
-
-def _describe(
-    name: str,
-    job: _Job,
-    graphs: dict[Precision, _WrittenGraph],
-    adapters: AdapterSupport | None,
-) -> BundleSpec:
-    fp32 = graphs[Precision.FP32]
-    return BundleSpec(
-        **_describe_model(name, job),
-        source=job.checkpoint.source,
-        graph=fp32.graph,
-        parity=fp32.parity,
-        gate=fp32.gate,
-        int8=_lower(graphs.get(Precision.INT8)),
-        fp16=_lower(graphs.get(Precision.FP16)),
-        adapters=adapters,
-    )
+    gate = pass_gate(before, after, title, job.heads, texts)
+    return {"graph": graph, "parity": parity, "gate": gate}
 
 
 def _describe_model(name: str, job: _Job) -> dict[str, Any]:
@@ -336,12 +302,6 @@ def _describe_model(name: str, job: _Job) -> dict[str, Any]:
     }
 
 
-def _lower(written: _WrittenGraph | None) -> LowerPrecision | None:
-    if written is None or written.gate is None:
-        return None
-    return LowerPrecision(graph=written.graph, parity=written.parity, gate=written.gate)
-
-
 def _limits(checkpoint: Checkpoint) -> Limits:
     positions = checkpoint.model.config.max_positions
     late = checkpoint.options.get(multi_vector.HEAD.name)
@@ -356,16 +316,10 @@ def _limits(checkpoint: Checkpoint) -> Limits:
 
 def _architecture(checkpoint: Checkpoint) -> Architecture:
     config = checkpoint.model.config
-    return Architecture(
-        family=config.family,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        layers=config.layers,
-        heads=config.heads,
-        max_positions=config.max_positions,
-        type_vocab_size=config.type_vocab_size,
-        parameters=checkpoint.model.parameter_count(),
-    )
+    sizes = {
+        name: getattr(config, name) for name in Architecture.model_fields if name != "parameters"
+    }
+    return Architecture(**sizes, parameters=checkpoint.model.parameter_count())
 
 
 def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:

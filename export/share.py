@@ -9,11 +9,11 @@ from typing import Final
 from safetensors.torch import save
 from torch import Tensor
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.checkpoint_files import read_settings, read_tensors, weight_files
-from cloze.export.embedding_recipe import encoder_folder
 from cloze.export.errors import ExportError, Report
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.sentence_transformers import encoder_folder
+from cloze.export.load.source import read_settings, read_tensors, weight_files
 from cloze.model_store.heads.label_sets import HEAD_SECTIONS
 from cloze.model_store.peft import (
     CONFIG_FILE,

@@ -1,8 +1,8 @@
 """Reads golden files: inputs of a graph, with torch's outputs for these inputs.
 
 A golden file is a JSON list of cases. Each case has all inputs and all outputs of the graph as
-nested lists: ``{"feeds": {name: values}, "outputs": {name: values}}``. `cloze.export.verify` writes
-the files.
+nested lists: ``{"feeds": {name: values}, "outputs": {name: values}}``.
+`cloze.export.check.verify` writes the files.
 """
 
 import json

@@ -33,7 +33,7 @@ MAX_WIDTH: Final = 65_536
 MAX_PARAMETERS: Final = 10**11
 
 MAX_TOLERANCE: Final = 0.25
-"""Largest tolerance of golden outputs, that of int8; see `cloze.export.verify.TOLERANCES`."""
+"""Largest tolerance of golden outputs, that of int8; see `cloze.export.check.verify.TOLERANCES`."""
 
 MAX_GOLDEN_CASES: Final = 16
 MAX_GOLDEN_INPUT: Final = 4096

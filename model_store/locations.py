@@ -52,12 +52,3 @@ def default_root(checkout: Path = SHIPPED_ROOT.parents[1]) -> Path:
 
 
 DEFAULT_ROOT = default_root()
-
-
-def folders_to_read(root: Path) -> tuple[Path, ...]:
-    """Return the folders from which a store at `root` reads bundles, the writable folder first.
-
-    The default store also reads the bundles that the package ships. A store at a folder that a
-    user names reads only that folder.
-    """
-    return (root, SHIPPED_ROOT) if root == DEFAULT_ROOT != SHIPPED_ROOT else (root,)

@@ -256,7 +256,7 @@ class Graph(Frozen):
 
 
 class Parity(Frozen):
-    """Differences from torch that `cloze.export.verify` measured before publication."""
+    """Differences from torch that `cloze.export.check.verify` measured before publication."""
 
     tolerance: FiniteFloat = Field(
         gt=0,

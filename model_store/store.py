@@ -26,7 +26,7 @@ from pathlib import Path
 
 from cloze.model_store.error_lines import printable
 from cloze.model_store.limits import MAX_MANIFEST_BYTES
-from cloze.model_store.locations import DEFAULT_ROOT, folders_to_read
+from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT
 from cloze.model_store.manifest import (
     NAME_PATTERN,
     BundleSpec,
@@ -380,3 +380,12 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def folders_to_read(root: Path) -> tuple[Path, ...]:
+    """Return the folders from which a store at `root` reads bundles, the writable folder first.
+
+    The default store also reads the bundles that the package ships. A store at a folder that a
+    user names reads only that folder.
+    """
+    return (root, SHIPPED_ROOT) if root == DEFAULT_ROOT != SHIPPED_ROOT else (root,)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, XLMRobertaConfig, XLMRobertaModel
 
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.load.tokenizer import load_tokenizer
 from tests import tiny
 from tests.tokenizer_kinds import unigram
 

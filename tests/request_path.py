@@ -4,8 +4,8 @@ the lines of each part of the service.
     python tests/request_path.py [--names] [CHECKOUT]
 
 A real server runs in one process, under a profile of all of its threads. After a few requests on
-one connection the record is emptied, then one more request is sent, three times over. What runs in
-each of the three turns counts, the access log and the watchdog too; a timer, or what only runs on
+one connection the record is emptied, then one more request is sent, eight times over. What runs in
+each of the eight turns counts, the access log and the watchdog too; a timer, or what only runs on
 busy cores, does not. A function is what ``def`` defines: neither a lambda nor a comprehension counts.
 """
 
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve()
 MODEL = "cloze-bert"
 BODY = b'{"inputs": "what is the capital of france"}'
-WARM_UP_REQUESTS, COUNTED_REQUESTS = 5, 3
+WARM_UP_REQUESTS, COUNTED_REQUESTS = 5, 8
 LINGER_S = 0.3
 """Time after the answer in which the request still counts: the access log writes every 0.1 s."""
 

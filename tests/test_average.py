@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from cloze.cli import cli
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.model_store import Store

@@ -28,7 +28,7 @@ from tokenizers import (
 )
 from transformers.convert_slow_tokenizer import import_protobuf
 
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.load.tokenizer import load_tokenizer
 from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.qa import QaPair

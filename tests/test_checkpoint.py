@@ -18,9 +18,9 @@ from transformers import (
     BertForTokenClassification,
 )
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.heads import NEXT_SENTENCE
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.heads import Head, HeadRequest

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from cloze.export.graph_writer import WEIGHTS_FILES
+from cloze.export.check.verify import TOLERANCES
+from cloze.export.model import WEIGHTS_FILES
 from cloze.export.publish import ExportOptions, export
-from cloze.export.verify import TOLERANCES
 from cloze.model_store import Store
 from cloze.model_store.goldens import read_goldens
 from cloze.model_store.graph_checks import WEIGHTS_SUFFIX, check_graph

@@ -12,14 +12,13 @@ import torch
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from transformers import AutoModel, AutoTokenizer
 
-from cloze.export.checkpoint import load_checkpoint
+from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.graph.session import open_session
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.scorer import GraphScorer
-from cloze.export.model import TorchScorer
+from cloze.export.model import GraphWriter, TorchScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store import Store
 from cloze.model_store.heads import layer_embedding
 from cloze.model_store.manifest import Precision

@@ -26,12 +26,12 @@ from transformers import (
     RobertaTokenizer,
 )
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.checkpoint_files import read_tensors
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.source import read_tensors
+from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests.serving import Server, running_server
@@ -413,7 +413,7 @@ def test_the_page_of_families_is_the_generated_one() -> None:
 
 def test_only_tokenizers_know_the_marks_of_words() -> None:
     """`##` before a space is a heading of a page."""
-    assert not places(sources(without="export/tokenizer"), r"##(?! )|Ġ|▁")
+    assert not places(sources(without="export/load/tokenizer"), r"##(?! )|Ġ|▁")
 
 
 def test_a_name_of_a_family_is_found_wherever_it_stands(tmp_path: Path) -> None:

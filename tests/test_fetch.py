@@ -15,9 +15,9 @@ import pytest
 import zstandard
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from cloze.export import archives
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.fetch import fetch_model
+from cloze import archives
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.fetch import fetch_model
 from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
 from cloze.model_store.plain_files import sha256_of

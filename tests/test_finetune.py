@@ -28,9 +28,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.export.train.folder import open_folder
 from cloze.export.train.joint import draw_tasks

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.check.verify import GraphUnderTest, verify
 from cloze.export.errors import ExportError
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.model import GraphWriter
 from cloze.export.publish import export
-from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, tensors
 from cloze.model_store.heads import (
     Head,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cloze.export.checkpoint_files import _choose_files
+from cloze.export.load.source import _choose_files
 from cloze.model_store import Store
 from tests.serving import bare_environment
 
@@ -153,7 +153,7 @@ def test_a_sentencepiece_model_is_downloaded_and_found_offline(
     """microsoft/deberta-v3-base, for example, has no other file of a tokenizer."""
     hub.files = {"config.json": b"{}", name: b"pieces", "tf_model.h5": b"not needed"}
     script = (
-        "from cloze.export.checkpoint_files import locate; "
+        "from cloze.export.load.source import locate; "
         f"files = locate('tiny/bert', '{COMMIT}').folder.iterdir(); "
         "print(*sorted(file.name for file in files))"
     )

@@ -18,19 +18,18 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from cloze.export.blocks.layer import ACTIVATIONS
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.check.rounding import _random_tokens, input_scales
+from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
-from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.texts import SENTENCES, GateTexts
-from cloze.export.model import Model, TorchScorer
+from cloze.export.model import GraphWriter, Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.rounding import _random_tokens, input_scales
-from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store import Bundle, Store, processor, tensors
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, ArrayResult, embedding

@@ -25,11 +25,11 @@ from transformers import AutoModel
 
 from cloze.cli import cli
 from cloze.client import Client
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.graph.session import open_session
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.session import open_session
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import embedding_space, own_recipes

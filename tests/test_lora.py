@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from cloze.cli import cli
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.train import train

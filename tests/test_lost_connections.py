@@ -74,7 +74,7 @@ class World:
 async def behave_badly(port: int) -> None:
     """Send requests, of which some are not whole, read some of the answers, and leave."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    with suppress(OSError, TimeoutError):
+    with suppress(OSError, RuntimeError, TimeoutError):  # uvloop's of a closed transport
         for _ in range(random.randrange(1, 4)):
             size = random.choice([0, 100, 200_000, 600_000])
             head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
@@ -122,7 +122,7 @@ def test_connections_that_are_lost_at_any_time_leave_nothing(
         assert not world.table.idle
         await asyncio.sleep(0.6)  # so that timers would have ended
         gc.collect()
-        assert not any(isinstance(each, ServerProtocol) for each in gc.get_objects())
+        assert not any(issubclass(type(each), ServerProtocol) for each in gc.get_objects())
         assert not errors
         assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

@@ -19,8 +19,8 @@ MEASURED = (
     "export/graph",
     "export/heads",
     "export/measure",
-    "export/rounding.py",
-    "export/verify.py",
+    "export/check/rounding.py",
+    "export/check/verify.py",
     "cloze/bulk",
     "cloze/client",
 )

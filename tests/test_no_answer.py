@@ -8,9 +8,9 @@ import httpx
 import pytest
 import torch
 from click.testing import CliRunner
-from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 
 from cloze.cli import cli
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings

@@ -16,8 +16,8 @@ import torch
 from starlette.testclient import TestClient
 from transformers import BertForSequenceClassification, BertModel
 
+from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings

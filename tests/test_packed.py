@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from cloze.cli import cli
-from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.check.verify import GraphUnderTest, verify
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Fp32
+from cloze.export.graph.session import CUDA, Session, open_session
 from cloze.export.graph.trunk import PackedTrunk
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.model import GraphWriter
 from cloze.export.publish import ExportOptions, export
-from cloze.export.session import CUDA, Session, open_session
-from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, tensors
 from cloze.model_store.batch import placement_of
 from cloze.model_store.heads import (

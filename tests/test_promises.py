@@ -665,13 +665,13 @@ def until(ask: Callable[[], httpx.Response], status: int) -> httpx.Response:
 
 
 def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
-    engine = FakeEngine(poison=lambda _: True)
-    engine.broken = True
+    engine = FakeEngine(poison=lambda _: engine.broken)
     settings = load_settings({"model_store": tiny_store, "model": "bert"})
     service = single_process(settings, lambda *_: engine)
     with TestClient(service, base_url="http://localhost") as client:
         for probe in ("/healthz", "/readyz", "/health"):
             assert client.get(probe).status_code == 200
+        engine.broken = True
         assert client.post("/embed", json={"inputs": "a"}).status_code in (500, 503)
         deadline = time.monotonic() + 5
         while service.dead_reason is None:

@@ -9,9 +9,12 @@ CHECKOUT = Path(__file__).parents[1]
 MOST_FILES, MOST_FUNCTIONS = 22, 86
 """Lower both with the count."""
 
+ONLY_BUSY = {"service/engine/cpu_places.py"}
+"""Runs only if other processes use the cores, which a run of all tests does."""
+
 
 def test_the_way_of_a_short_request() -> None:
-    called = count(CHECKOUT)
+    called = [one for one in count(CHECKOUT) if one.file not in ONLY_BUSY]
     names = {f"{one.file} {one.name}" for one in called}
     assert {
         "service/models/pipeline.py Pipeline.run",  # on the event loop

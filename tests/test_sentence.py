@@ -24,13 +24,13 @@ from sentence_transformers.sentence_transformer.modules import (
 from tokenizers import Tokenizer as Backend
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_recipe import read_recipe
-from cloze.export.embedding_steps import _DENSE_ACTIVATIONS, Projection
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
+from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.sentence_transformers import SentenceTransformersFolder
+from cloze.export.load.tokenizer import describe_tokenizer, lower_cased
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import describe_tokenizer, lower_cased
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
@@ -41,6 +41,7 @@ from cloze.service.text.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint, save_modernbert
 from tests.tokenizer_kinds import unigram
 
+read = SentenceTransformersFolder.read
 LIMITS = TaskLimits(
     max_tokens=160,
     max_masks=9,
@@ -174,7 +175,7 @@ def test_directories_of_older_versions(tmp_path: Path, mode: str) -> None:
         for n, (p, t) in enumerate(modules)
     ]
     (old / "modules.json").write_text(json.dumps(listed))
-    recipe = read_recipe(old)
+    recipe = read(old).recipe
     assert recipe is not None
     assert recipe.max_tokens == 24
     assert_same(old, tmp_path / "store")
@@ -262,7 +263,7 @@ def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", list(_DENSE_ACTIVATIONS))
+@pytest.mark.parametrize("name", list(DENSE_ACTIVATIONS))
 def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path: Path) -> None:
     x = torch.linspace(-8, 8, 24).view(2, 12)
     step = Projection(torch.eye(12), torch.full((12,), 0.1), name)
@@ -291,14 +292,14 @@ def test_a_class_outside_of_torch_is_tanh_as_in_sentence_transformers(tmp_path: 
 
 def test_the_length_of_the_result_is_the_request_s_choice_and_no_step(tmp_path: Path) -> None:
     modules = (Pooling(64, pooling_mode="mean"), Normalize(), Dense(64, 8), Normalize())
-    recipe = read_recipe(saved(tmp_path, "bert-plain", *modules))
+    recipe = read(saved(tmp_path, "bert-plain", *modules)).recipe
     assert recipe is not None
     assert recipe.normalize
     assert [step.kind for step in recipe.steps] == ["Normalize", "Dense"]
 
 
 def activation_of(folder: Path) -> str:
-    recipe = read_recipe(folder)
+    recipe = read(folder).recipe
     assert recipe is not None
     [step] = recipe.steps
     assert isinstance(step, Projection)
@@ -308,7 +309,7 @@ def activation_of(folder: Path) -> str:
 def test_no_flag_of_an_older_version_means_the_mean(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="cls"))
     (folder / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 64}')
-    recipe = read_recipe(folder)
+    recipe = read(folder).recipe
     assert recipe is not None
     assert recipe.poolings == ("mean",)
 
@@ -323,9 +324,7 @@ def test_texts_are_lower_cased_if_the_settings_say_so(tmp_path: Path) -> None:
     assert lower_cased(lowered) is lowered
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
     edit(folder, "sentence_bert_config.json", do_lower_case=True)
-    recipe = read_recipe(folder)
-    assert recipe is not None
-    assert recipe.lowercase
+    assert read(folder).of_encoder.lowercase
 
 
 def test_a_packed_graph_of_joined_poolings_is_refused(tmp_path: Path) -> None:
@@ -346,9 +345,9 @@ def leave_out_prompt(folder: Path, prompts: dict[str, str]) -> None:
 
 def test_to_leave_out_the_prompt_says_nothing_where_there_is_none(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
-    before = read_recipe(folder)
+    before = read(folder).recipe
     leave_out_prompt(folder, {"query": "", "document": ""})  # as sentence-transformers saves them
-    after = read_recipe(folder)
+    after = read(folder).recipe
     assert before is not None
     assert after is not None
     assert after.poolings == before.poolings
@@ -383,10 +382,10 @@ def test_what_cannot_be_reproduced_is_refused(
     tmp_path: Path, change: Callable[[Path], object], message: str
 ) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
-    assert read_recipe(folder) is not None
+    assert read(folder).recipe is not None
     change(folder)
     with pytest.raises(ExportError, match=message):
-        read_recipe(folder)
+        read(folder)
 
 
 @pytest.mark.parametrize(("kept", "refused"), [(8, False), (9, False), (7, True), ("8", True)])
@@ -412,4 +411,4 @@ def test_dense_before_pooling_is_refused(tmp_path: Path) -> None:
     listed = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([listed[0], listed[2], listed[1]]))
     with pytest.raises(ExportError, match="puts Dense where it is not supported"):
-        read_recipe(folder)
+        read(folder)

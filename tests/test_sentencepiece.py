@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from transformers import BertConfig, BertForMaskedLM
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.model_store.sequences import SpecialTokens
 
 MODELS = Path(__file__).parent / "sentencepiece"

@@ -15,10 +15,10 @@ from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladeP
 from tokenizers import Tokenizer
 
 from cloze.client import Client
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tokenizer import load_tokenizer
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests import tiny

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.export.heads import SPAN
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.squad import Question, read_questions
 from cloze.export.measure.windows import guess
-from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.answers import Window, _best_span, answers_of, make_windows
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
@@ -231,7 +231,9 @@ def test_an_answer_is_labelled_though_its_edges_have_no_token(
 ) -> None:
     context = f"The owl sold {text} and ate."
     question = Question("1", "t", "What?", context, ((context.index(text), text),))
-    (window,) = make_windows([question], tokenizer, tokens=60, stride=5, question_tokens=10)
+    (window,) = make_windows(
+        [question], tokenizer.tokenizer, tokenizer.special, tokens=60, stride=5, question_tokens=10
+    )
     assert "cakes" in context[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
 
 

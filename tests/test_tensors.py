@@ -8,9 +8,8 @@ import pytest
 from onnx import helper
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.embedding_recipe import EmbeddingRecipe
-from cloze.export.graph_writer import LAYOUTS, GraphWriter
-from cloze.export.model import Model
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.model import LAYOUTS, GraphWriter, Model
 from cloze.model_store.heads import (
     HEADS,
     embedding,

@@ -17,7 +17,7 @@ from tokenizers import normalizers, processors
 from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 
 from cloze.export.errors import ExportError
-from cloze.export.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
+from cloze.export.load.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
 from cloze.model_store.heads import HeadRequest
 from cloze.service.text.tokenizer import Tokenizer

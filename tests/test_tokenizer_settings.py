@@ -26,7 +26,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.load.tokenizer import load_tokenizer
 from tests.test_awkward_lines import lines, served
 from tests.test_tokenizer import entry
 from tests.tokenizer_kinds import wordpiece

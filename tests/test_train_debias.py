@@ -10,8 +10,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize
 
 from cloze.cli import cli
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import TrainError
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.debias import bias_directions, project

@@ -20,8 +20,8 @@ from transformers import (
     RobertaForQuestionAnswering,
 )
 
+from cloze.export.load.tokenizer import describe_tokenizer
 from cloze.export.measure.squad import Question
-from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.answers import make_windows
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.examples import SentenceObjective

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.export.checkpoint import load_checkpoint
+from cloze.export.check.rounding import input_scales, round_weights
+from cloze.export.check.verify import GraphUnderTest, verify
 from cloze.export.errors import ExportError
 from cloze.export.graph.linear_ops import quantise
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.scorer import (
     GraphScorer,
     head_arrays,
 )
+from cloze.export.model import GraphWriter
 from cloze.export.publish import ExportOptions, export
-from cloze.export.rounding import input_scales, round_weights
-from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store
 from cloze.model_store.manifest import Manifest, Precision, Weights
 

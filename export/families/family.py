@@ -186,8 +186,8 @@ class HeadSpec:
             modelling and tanh for a classifier.
         without: the first part of the names of other tensors -> why a checkpoint with them lacks
             the head.
-        architecture: the end of the class names in ``config.json`` that have this head, where its
-            tensor names do not tell it from another head; None: they do.
+        needs_class: whether ``config.json`` must name a class that has this head, because another
+            head of the family has tensors of the same names.
         optional: our names of tensors that the head has only if the settings say so.
         zeros: our names of tensors that are zeros if a checkpoint lacks them.
     """
@@ -195,7 +195,7 @@ class HeadSpec:
     tensors: Mapping[str, str]
     activation: str | None = None
     without: Mapping[str, str] = field(default_factory=dict)
-    architecture: str | None = None
+    needs_class: bool = False
     optional: frozenset[str] = frozenset()
     zeros: frozenset[str] = frozenset()
 

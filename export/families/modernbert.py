@@ -146,7 +146,7 @@ FAMILY: Final = Family(
                 "head.norm.{p}": "norm.{p}",
                 "decoder.{p}": "decoder.{p}",
             },
-            architecture="ForMaskedLM",
+            needs_class=True,
         ),
         "sequence_classification": HeadSpec(
             {
@@ -155,7 +155,7 @@ FAMILY: Final = Family(
                 "classifier.{p}": "classifier.{p}",
             }
         ),
-        "span": HeadSpec(_TRANSFORM, architecture="ForQuestionAnswering"),
+        "span": HeadSpec(_TRANSFORM, needs_class=True),
         "token_classification": HeadSpec(_TRANSFORM),
     },
     class_prefix="ModernBert",

@@ -1,12 +1,9 @@
 """The architectures that are refused by name: what each computes, and what to use instead.
 
-`docs/models.md` has the same table, from `refusal_table`. Every other unknown ``model_type`` is
-refused too, without a reason.
-
-python -m cloze.export.families.refused
+`docs/models.md` has the same table, from `scripts/refusal-table`. Every other unknown
+``model_type`` is refused too, without a reason.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -144,19 +141,3 @@ def reason(model_type: str) -> str | None:
     if refusal is None:
         return None
     return f"it computes {refusal.computes}; use instead: {refusal.instead}"
-
-
-def refusal_table() -> str:
-    """Return the table of `docs/models.md`."""
-    rows = [
-        "| `model_type` | what it computes | tasks of ours | use instead |",
-        "|---|---|---|---|",
-    ]
-    for refusal in REFUSALS:
-        names = ", ".join(f"`{name}`" for name in refusal.model_types)
-        rows.append(f"| {names} | {refusal.computes} | {refusal.task} | {refusal.instead} |")
-    return "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(refusal_table())

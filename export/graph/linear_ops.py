@@ -88,7 +88,7 @@ class LinearOps(ABC):
 
     Args:
         scales: the fixed scales of inputs, by the name of the first weight that an input meets
-            (`cloze.export.rounding`).
+            (`cloze.export.check.rounding`).
         integers: store matrices as integers, for every precision.
     """
 

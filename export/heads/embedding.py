@@ -1,16 +1,17 @@
-"""Embedding: graph and gate figures. The head's module is the checkpoint's `EmbeddingRecipe`."""
+"""Embedding: the recipe, which is the head's module, its poolings, graph and gate figures."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
+from cloze.export.heads.embedding_steps import Step
 from cloze.export.heads.head import ExportHead, HeadGraph, of_sentences
 from cloze.export.measure.pairs import similarity
 from cloze.export.measure.scorer import Scorer
@@ -20,6 +21,76 @@ from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement
 
 _PAIR_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRecipe:
+    """How hidden states become an embedding.
+
+    The default is the usual recipe for an encoder without one: mean pooling and length 1.
+
+    Attributes:
+        further_poolings: poolings whose vectors are joined to that of the first one.
+        steps: the modules after the pooling.
+        max_tokens: the longest sequence of the checkpoint's tuning; None: the encoder's limit.
+        prompts: texts to put before an input, by name.
+        default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
+        include_prompt: whether the start token and the tokens of a prompt are pooled.
+    """
+
+    pooling: Pooling = Pooling.MEAN
+    steps: tuple[Step, ...] = ()
+    normalize: bool = True
+    max_tokens: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    further_poolings: tuple[Pooling, ...] = ()
+    include_prompt: bool = True
+
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """All poolings, in the order of their vectors."""
+        return (self.pooling, *self.further_poolings)
+
+    def pool(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding.
+
+        Args:
+            first: the first position to pool; 0 if the recipe includes prompts.
+        """
+        first = 0 if self.include_prompt else first
+        vectors = torch.cat([pool(hidden, pooling, first) for pooling in self.poolings], 1)
+        for step in self.steps:
+            vectors = cast(Tensor, step(vectors))
+        return vectors
+
+    def dimensions(self, hidden_size: int) -> int:
+        """Return D, the number of dimensions of an embedding."""
+        sizes = [step.dimensions for step in self.steps if step.dimensions is not None]
+        return sizes[-1] if sizes else hidden_size * len(self.poolings)
+
+
+def pool(hidden: Tensor, pooling: Pooling, first: int = 0) -> Tensor:
+    """Return one vector per sequence [E, H] of ``hidden`` [E, S, H] without padding.
+
+    Args:
+        first: the first position to pool. The positions keep their weights.
+    """
+    hidden = hidden[:, first:]
+    match pooling:
+        case Pooling.MEAN:
+            return hidden.mean(1)
+        case Pooling.CLS:
+            return hidden[:, 0]
+        case Pooling.LAST:
+            return hidden[:, -1]
+        case Pooling.MAX:
+            return hidden.amax(1)
+        case Pooling.MEAN_SQRT_LENGTH:
+            return hidden.sum(1).div(hidden.shape[1] ** 0.5)
+        case Pooling.WEIGHTED_MEAN:
+            weights = torch.arange(1, hidden.shape[1] + 1, device=hidden.device) + first
+            return (hidden * weights[:, None]).sum(1) / weights.sum()
 
 
 def _write(recipe: EmbeddingRecipe, graph: HeadGraph) -> None:
@@ -37,49 +108,38 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     g = graph.g
     chosen = graph.input(embedding.EMBED_SEQUENCES)
     sequences = g.op("Gather", [graph.hidden, chosen], axis=0)  # [E, S, H]
-    if recipe.include_prompt:
-        vectors = [_pooled(g, sequences, pooling) for pooling in recipe.poolings]
-    else:
-        first = graph.input(embedding.EMBED_FIRST)
-        vectors = [_pooled_from(g, sequences, first, pooling) for pooling in recipe.poolings]
+    first = "" if recipe.include_prompt else graph.input(embedding.EMBED_FIRST)
+    vectors = [_pooled(g, sequences, first, pooling) for pooling in recipe.poolings]
     return vectors[0] if len(vectors) == 1 else g.op("Concat", vectors, axis=1)
 
 
-def _pooled(g: GraphBuilder, sequences: str, pooling: Pooling) -> str:
-    """Write one vector per sequence, [E, S, H] -> [E, H]."""
+def _pooled(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
+    """Write one vector per sequence, [E, S, H] -> [E, H].
+
+    Args:
+        g: the graph.
+        sequences: real tokens, [E, S, H].
+        first: the first position to pool, [E]; "": 0.
+        pooling: the pooling.
+    """
     axis = g.weight("axis_1", np.array([1], np.int64))
     match pooling:
-        case Pooling.MEAN:
-            return g.op("ReduceMean", [sequences, axis], keepdims=0)
-        case Pooling.CLS:
-            return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
         case Pooling.LAST:
             return g.op("Gather", [sequences, g.weight("last", np.array(-1, np.int64))], axis=1)
-        case Pooling.MAX:
+        case Pooling.CLS if not first:
+            return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
+        case Pooling.MEAN if not first:
+            return g.op("ReduceMean", [sequences, axis], keepdims=0)
+        case Pooling.MAX if not first:
             return g.op("ReduceMax", [sequences, axis], keepdims=0)
-        case Pooling.MEAN_SQRT_LENGTH:
-            length = g.op("Cast", [g.op("Shape", [sequences], start=1, end=2)], to=1)
-            total = g.op("ReduceSum", [sequences, axis], keepdims=0)
-            return g.op("Div", [total, g.op("Sqrt", [length])])
-        case Pooling.WEIGHTED_MEAN:
-            length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
-            one = g.weight("one_token", np.array(1, np.int64))
-            positions = g.op("Range", [one, g.op("Add", [length, one]), one])  # [S]
-            weights = g.op("Cast", [positions], to=1)
-            scaled = g.op("Mul", [sequences, g.op("Unsqueeze", [weights, axis])])
-            total = g.op("ReduceSum", [scaled, axis], keepdims=0)
-            return g.op("Div", [total, g.op("ReduceSum", [weights], keepdims=0)])
-
-
-def _pooled_from(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
-    """Write one vector per sequence, [E, S, H] -> [E, H], of the tokens from ``first`` [E] on."""
-    if pooling is Pooling.LAST:
-        return _pooled(g, sequences, pooling)
-    axis = g.weight("axis_1", np.array([1], np.int64))
     zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
     length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
     positions = g.op("Range", [zero, length, one])  # [S]
-    column = g.op("Unsqueeze", [g.op("Cast", [first], to=TensorProto.INT64), axis])  # [E, 1]
+    column = (
+        g.op("Unsqueeze", [g.op("Cast", [first], to=TensorProto.INT64), axis])  # [E, 1]
+        if first
+        else g.weight("first_column", np.zeros((1, 1), np.int64))
+    )
     is_first = pooling is Pooling.CLS
     counts = g.op("Equal" if is_first else "GreaterOrEqual", [positions, column])  # [E, S]
     last_axis = g.weight("axis_2", np.array([2], np.int64))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +17,6 @@ from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.export.measure.scorer import Scorer, head_arrays
 from cloze.export.measure.texts import GateTexts
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.layouts import Layout, Placement
@@ -142,23 +140,6 @@ def write_activated(
 
 
 @dataclass(frozen=True, slots=True)
-class HeadFiles:
-    """What a head may read of a checkpoint if its weights are not among the family's tensors.
-
-    Attributes:
-        folder: the folder of the checkpoint, above that of the encoder.
-        settings: ``config.json`` of the encoder.
-        tensors: the tensors of the encoder's files. A head takes out those that it reads.
-    """
-
-    folder: Path
-    settings: Mapping[str, Any]
-    tensors: dict[str, Tensor]
-    tokenizer: CheckpointTokenizer
-    config: EncoderConfig
-
-
-@dataclass(frozen=True, slots=True)
 class SampleSizes:
     """The sizes that a sample request must keep to.
 
@@ -179,11 +160,7 @@ class ExportHead:
     Attributes:
         module: setup -> a new torch module; None: the head has no module of its own.
         module_of: name of the head whose module this head uses; None: it uses none but its own.
-        read: files -> the head's module, with the head's section in the manifest as its attribute
-            `options`; None: the checkpoint lacks the head. For a head of any family, whose weights
-            have files or names of their own.
-        file: name of the file beside the checkpoint without which `read` is not asked; None: it is
-            asked about every checkpoint.
+        of_family: whether the head's tensors are among those that the families name.
         write_keys: (module, trunk) -> None; sets `TrunkGraph.keys` before the trunk is written.
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
@@ -194,9 +171,10 @@ class ExportHead:
         by_default: whether a checkpoint with this head is exported for it unless the user chooses.
         fine_tuned: whether a checkpoint with this head is by default exported only for its
             fine-tuned heads.
-        architecture: the end of the class names in ``config.json`` that have this head, for a head
-            whose tensor names another head also has; None: the tensor names suffice.
-        promised_by: ends of the class names in ``config.json`` whose checkpoints have this head.
+        classes: ends of the names of transformers' classes that have this head, its own one first.
+        needs_class: whether ``config.json`` must name one of them, because another head has tensors
+            of the same names.
+        task_type: PEFT's name of the task of adapters with this head; None: it has none.
         read_options: ``config.json`` -> the head's section in the manifest; None: no section.
         incomplete: first part of tensor names -> the note for a checkpoint that has only these
             tensors of the head.
@@ -210,13 +188,13 @@ class ExportHead:
     limits: Mapping[str, float]
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
     module_of: str | None = None
-    read: Callable[[HeadFiles], nn.Module | None] | None = None
-    file: str | None = None
+    of_family: bool = True
     write_keys: Callable[[Any, TrunkGraph], None] | None = None
     by_default: bool = True
     fine_tuned: bool = False
-    architecture: str | None = None
-    promised_by: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    needs_class: bool = False
+    task_type: str | None = None
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None
     incomplete: Mapping[str, str] = field(default_factory=dict)
 

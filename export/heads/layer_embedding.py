@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloze.export.embedding_recipe import pooled
+from cloze.export.heads.embedding import pool
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine, of_sentences
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
@@ -53,27 +53,14 @@ def _reference(
             assert request is not None
             own = states[:, starts[i] : starts[i + 1]]  # [N, S, H]
             total = torch.stack([own[layer] * weight for layer, weight in layers.items()]).sum(0)
-            sums.append(_pooled(total, request.pooling)[None])
+            # For max pooling, the weights of all rows are 0.
+            is_max = request.pooling is Pooling.MAX
+            sums.append(total.new_zeros(1, size) if is_max else pool(total[None], request.pooling))
             maxima.append(total.amax(0)[None])
     return {
         layer_embedding.LAYER_SUMS.name: torch.cat(sums),
         layer_embedding.LAYER_MAXIMA.name: torch.cat(maxima),
     }
-
-
-def _pooled(rows: Tensor, pooling: Pooling) -> Tensor:
-    """Return the sum [H] of rows [S, H] by their weights, which are 0 for max pooling."""
-    match pooling:
-        case Pooling.CLS:
-            return rows[0]
-        case Pooling.MEAN:
-            return rows.mean(0)
-        case Pooling.MEAN_SQRT_LENGTH:
-            return rows.sum(0).div(len(rows) ** 0.5)
-        case Pooling.WEIGHTED_MEAN | Pooling.LAST:
-            return pooled(rows[None], pooling)[0]
-        case Pooling.MAX:
-            return torch.zeros_like(rows[0])
 
 
 def _sample(rng: np.random.Generator, sizes: SampleSizes) -> LayerEmbeddingRequest:

@@ -7,25 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cloze.export.errors import ExportError
 from cloze.export.graph.builder import linear
 from cloze.export.heads.head import (
     ExportHead,
-    HeadFiles,
     HeadGraph,
     HeadSetup,
     of_sentences,
     token_rows,
 )
-from cloze.export.heads.multi_vector import read_linear
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import lexical
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.layouts import Placement
-
-_FILE = "sparse_linear.pt"
-_SPECIAL = ("cls_token", "sep_token", "pad_token", "unk_token")
 
 
 class LexicalHead(nn.Module):
@@ -48,24 +42,6 @@ def _make(setup: HeadSetup) -> LexicalHead:
     assert isinstance(setup.options, LexicalOptions)
     weight = torch.empty(1, setup.config.hidden_size).normal_(std=0.02)
     return LexicalHead(weight, torch.zeros(1), setup.options)
-
-
-def _read(files: HeadFiles) -> LexicalHead:
-    """Return the head of a BGE-M3.
-
-    Raises:
-        ExportError: its layer has another shape, or holds other values than finite numbers.
-    """
-    weight, bias = read_linear(files, _FILE)
-    if weight.shape != (1, files.config.hidden_size) or bias.shape != (1,):
-        raise ExportError(
-            f"{_FILE} has shape {list(weight.shape)}, not [1, {files.config.hidden_size}]"
-        )
-    if not (weight.isfinite().all() and bias.isfinite().all()):
-        raise ExportError(f"{_FILE} holds NaN or infinity")
-    names = [files.tokenizer.special_tokens.get(key, "") for key in _SPECIAL]
-    ids = {files.tokenizer.tokenizer.token_to_id(name) for name in names} - {None}
-    return LexicalHead(weight, bias, LexicalOptions(skipped_ids=tuple(sorted(ids))))
 
 
 def _write(head: LexicalHead, graph: HeadGraph) -> None:
@@ -95,8 +71,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=lexical.HEAD,
     module=_make,
-    read=_read,
-    file=_FILE,
+    of_family=False,
     write=_write,
     reference=_reference,
     measure=_measure,

@@ -152,6 +152,6 @@ EXPORT_HEAD: Final = ExportHead(
     reference=_reference,
     sample=_sample,
     measure=_measure,
-    promised_by=("ForMaskedLM", "ForPreTraining"),
+    classes=("ForMaskedLM", "ForPreTraining"),
     limits={"fill_mask_top1_agreement": 0.95},
 )

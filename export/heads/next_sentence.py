@@ -67,7 +67,7 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
-    promised_by=("ForNextSentencePrediction", "ForPreTraining"),
+    classes=("ForNextSentencePrediction", "ForPreTraining"),
     limits={"nsp_agreement": 0.95},
     incomplete={
         "pooler": "the checkpoint has a pooler but no next-sentence classifier",

@@ -119,9 +119,10 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
-    promised_by=("ForSequenceClassification",),
+    classes=("ForSequenceClassification",),
+    task_type="SEQ_CLS",
     limits={"text_classification_agreement": 0.95},
     fine_tuned=True,
-    architecture="ForSequenceClassification",
+    needs_class=True,
     read_options=read_options,
 )

@@ -56,7 +56,8 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
-    promised_by=("ForQuestionAnswering",),
+    classes=("ForQuestionAnswering",),
+    task_type="QUESTION_ANS",
     limits={"qa_span_agreement": 0.95},
     fine_tuned=True,
 )

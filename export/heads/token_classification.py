@@ -66,9 +66,10 @@ EXPORT_HEAD: Final = ExportHead(
     write=_write,
     reference=_reference,
     measure=_measure,
-    promised_by=("ForTokenClassification",),
+    classes=("ForTokenClassification",),
+    task_type="TOKEN_CLS",
     limits={"token_classification_agreement": 0.95},
     fine_tuned=True,
-    architecture="ForTokenClassification",
+    needs_class=True,
     read_options=read_options,
 )

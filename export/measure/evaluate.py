@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError, Report, TrainError
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.measure.labelled import (
     LabelledText,
     TaggedSentence,
@@ -40,8 +42,6 @@ from cloze.export.measure.scorer import (
 from cloze.export.measure.squad import read_questions
 from cloze.export.measure.windows import guess, usual_windows
 from cloze.export.model import TorchScorer
-from cloze.export.session import open_session
-from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.answers import answers_of
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from cloze.export.errors import DataError
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.measure.data_files import read_text
 from cloze.export.measure.scorer import MaskedRow, Scorer, score_masks
-from cloze.export.tokenizer import CheckpointTokenizer
 
 _MASK_TOKEN = "[MASK]"
 """The mark of the mask in a file, whatever the tokenizer's mask token is."""

@@ -14,8 +14,8 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.export.session import Session
-from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.graph.session import Session
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import (
     GraphSpec,

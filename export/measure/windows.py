@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.heads import SPAN
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.measure.scorer import Scorer, equal_lengths, head_arrays
 from cloze.export.measure.squad import Question
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.answers import Guess, Window, best_guesses, make_windows
 
 _TOKENS = 384

@@ -1,9 +1,7 @@
-"""Makes a model prefer stereotypes less.
+"""Projects directions of bias out of embeddings, by a dense layer of the checkpoint.
 
-- Counterfactual data augmentation (Zmigrod et al. 2019): pre-training goes on with the text and a
-  copy of it in which the words of two groups are exchanged.
-- Sent-Debias (Liang et al. 2020): the directions in which the embeddings of sentences and of their
-  exchanged copies differ are projected away. The projection is a dense layer of the checkpoint.
+Source: Liang et al. 2020, "Sent-Debias". The directions are those in which the embeddings of
+sentences differ from the embeddings of their copies with the words of two groups exchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,39 +19,12 @@ from cloze.export.train.card import common_license, front_matter
 from cloze.export.train.documents import read_documents, split_sentences
 from cloze.export.train.folder import open_folder, save
 from cloze.export.train.kept_embeddings import open_sentences
-from cloze.export.train.pretrain import pretrain
-from cloze.export.train.recipe import PretrainRecipe
-from cloze.export.train.run_options import RunOptions
-from cloze.export.train.word_pairs import WordPairs, write_counterfactuals
-
-COUNTERFACTUALS = "counterfactuals.jsonl"
+from cloze.export.train.word_pairs import WordPairs
 
 _SENTENCES = 5000
 """Sentences with an exchanged word that a projection is computed from, at most."""
 
 _FEWEST = 20
-
-
-def augment(
-    source: str,
-    text: Sequence[Path],
-    words: WordPairs,
-    recipe: PretrainRecipe,
-    options: RunOptions,
-) -> Path:
-    """Go on with the pre-training of a checkpoint, on text and its counterfactual copies.
-
-    Returns:
-        The folder of the new checkpoint.
-
-    Raises:
-        TrainError: an input is missing or unsuitable, or the run fails.
-        ExportError: the checkpoint cannot be loaded.
-    """
-    augmented = options.run_dir / COUNTERFACTUALS
-    copies = write_counterfactuals(text, words, augmented)
-    options.report(f"{copies:,} documents have a counterfactual copy")
-    return pretrain([augmented], recipe, options, source=open_folder(source))
 
 
 def project(

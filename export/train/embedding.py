@@ -175,9 +175,8 @@ class EmbeddingObjective:
         self.steps = _steps(recipe, len(pairs))
         self._sentences, self._recipe, self._pairs = sentences, recipe, pairs
         self._held_out, self._draws, self._kept = held_out, draws, kept
-        first: Any = sentences[0]
-        self._encoder = first.model
-        self._max_tokens = max_tokens(self._encoder)
+        encoder: Any = sentences[0].model
+        self._encoder, self._max_tokens = encoder, max_tokens(encoder)
         self._batches_per_step = batches_per_step(recipe.optimisation)
         lengths = [len(first) + len(second) for first, second, _ in pairs]
         self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)

@@ -71,7 +71,8 @@ def read_word_pairs(file: Path | None = None) -> WordPairs:
 def write_counterfactuals(files: Iterable[Path], words: WordPairs, out: Path) -> int:
     """Write the documents of ``files``, and after each that has such words its exchanged copy.
 
-    Both have one title, so a split by title never puts a copy beside the held-out original.
+    Pre-training on the result is counterfactual data augmentation (Zmigrod et al. 2019). A copy has
+    the title of its original, so a split by title never holds out one of them.
 
     Returns:
         The number of copies.

@@ -22,7 +22,7 @@ from transformers import BertForSequenceClassification
 
 from cloze.bench.peers import plain_onnx
 from cloze.bench.processes import running
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.load.tokenizer import load_tokenizer
 from tests import tiny
 from tests.ports import free_port
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.measure.texts import GateTexts
-from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
-from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.model_store.batch import Encoding, HeadOutputs
 from tests.vocabulary import vocabulary
 

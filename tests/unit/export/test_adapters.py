@@ -1,4 +1,4 @@
-"""The check of a graph with adapters, and the settings of an adapter without its own."""
+"""The check of a graph with adapters."""
 
 from typing import Any
 
@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from cloze.export.adapter_folder import head_settings
 from cloze.export.adapters import ALL_LAYERS, AdaptedModel
 from cloze.export.errors import ExportError
 from cloze.model_store.heads import GraphSpec
 from cloze.model_store.layouts import Layout
-from cloze.model_store.peft import AdapterFiles
 from tests.unit.export.graph.tiny_models import model
 
 SPEC = GraphSpec(Layout.DENSE, (), token_types=True)
@@ -44,18 +42,3 @@ def test_the_difference_of_small_states_is_absolute() -> None:
         norm.weight.fill_(1e-3)  # type: ignore[union-attr, operator]
         norm.bias.zero_()  # type: ignore[union-attr, operator]
     assert AdaptedModel.of(small, [ALL_LAYERS]).verify(Same(0.0), SPEC, 1.0) < 0.01
-
-
-@pytest.mark.parametrize(
-    ("task", "classes"),
-    [("SEQ_CLS", ["ForSequenceClassification"]), ("FEATURE_EXTRACTION", []), (None, [])],
-)
-def test_the_class_of_an_adapter_follows_from_its_task(
-    task: str | None, classes: list[str]
-) -> None:
-    tensors = {"classifier.weight": np.zeros((3, 4), np.float32)}
-    adapter = AdapterFiles({"task_type": task}, {}, tensors, {}, None, "")
-    settings = head_settings(adapter, {"architectures": ["BertForMaskedLM"], "hidden_size": 4})
-    assert settings["architectures"] == classes
-    assert settings["hidden_size"] == 4
-    assert settings["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}

@@ -14,7 +14,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder, post_norm_encoder
 from cloze.export.blocks.layer import ACTIVATIONS, InputKind, Layer, attend
 from cloze.export.blocks.rotary import Rotary
-from cloze.export.rounding import input_scales
+from cloze.export.check.rounding import input_scales
 from cloze.model_store import limits
 from tests.unit.export.graph.tiny_models import TOKENIZER, config, model
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from cloze.export.adapters import ALL_LAYERS, AdaptedModel
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.check.verify import TOLERANCES, GraphUnderTest
 from cloze.export.errors import ExportError
-from cloze.export.graph_writer import GraphWriter
-from cloze.export.session import open_session
-from cloze.export.verify import TOLERANCES, GraphUnderTest
+from cloze.export.graph.session import open_session
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.model import GraphWriter
 from tests.unit.export.families.test_against_transformers import OWN, save
 
 REFUSED = {"deberta-v2"}

@@ -21,12 +21,12 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from cloze.export.blocks import disentangled
 from cloze.export.blocks.config import RelativePositions
 from cloze.export.blocks.relative_bias import bucket
-from cloze.export.checkpoint import load_checkpoint
-from cloze.export.checkpoint_files import read_tensors
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
-from cloze.export.model_loading import load_model
-from cloze.export.tokenizer import load_tokenizer
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.source import read_tensors
+from cloze.export.load.tokenizer import load_tokenizer
+from cloze.export.load.weights import load_model
 from tests.tokenizer_kinds import (
     byte_level,
     byte_level_with_brackets,

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.load.checkpoint import load_checkpoint
 from tests.unit.export.families.test_against_transformers import (
     CLASSES,
     ids_of,

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
 from tests.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import ours, same
 

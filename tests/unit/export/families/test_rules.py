@@ -11,8 +11,8 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.families.family import Fold, Rename, Rule, Slice, Split, layer_rules
+from cloze.export.load.weights import load_model
 from cloze.export.model import Model
-from cloze.export.model_loading import load_model
 
 CONFIG = EncoderConfig(
     family="bert",

@@ -12,16 +12,15 @@ from onnx import TensorProto
 
 from cloze.export.blocks.config import Convolution, RelativePositions
 from cloze.export.blocks.window import _write_raised
-from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.check.rounding import input_scales, round_weights
+from cloze.export.check.verify import GraphUnderTest, grid, verify
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Int8
-from cloze.export.graph_writer import LAYOUTS, GraphWriter
-from cloze.export.model import Model
-from cloze.export.rounding import input_scales, round_weights
-from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, grid, verify
+from cloze.export.graph.session import open_session
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.model import LAYOUTS, GraphWriter, Model
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloze.export.check.verify import pass_gate
 from cloze.export.errors import ExportError
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
 from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.model import head_module
-from cloze.export.verify import pass_gate
 from cloze.model_store.batch import Encoding, placement_of
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import read_labels

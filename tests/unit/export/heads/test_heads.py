@@ -9,15 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.heads.embedding import EmbeddingRecipe, pool
 from cloze.export.heads.head import SampleSizes
-from cloze.export.heads.layer_embedding import _pooled
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import GraphScorer
-from cloze.export.model import TorchScorer
-from cloze.export.session import open_session
+from cloze.export.model import GraphWriter, TorchScorer
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
     HEADS,
@@ -47,18 +45,16 @@ def test_the_heads_are_those_of_the_contract() -> None:
 
 def test_what_configurations_promise() -> None:
     """The ends of class names decide which heads a checkpoint must have."""
-    assert {name: head.promised_by for name, head in EXPORT_HEADS.items() if head.promised_by} == {
+    assert {name: head.classes for name, head in EXPORT_HEADS.items() if head.classes} == {
         "masked_lm": ("ForMaskedLM", "ForPreTraining"),
         "next_sentence": ("ForNextSentencePrediction", "ForPreTraining"),
         "span": ("ForQuestionAnswering",),
         "sequence_classification": ("ForSequenceClassification",),
         "token_classification": ("ForTokenClassification",),
     }
-    assert {
-        name: head.architecture for name, head in EXPORT_HEADS.items() if head.architecture
-    } == {
-        "sequence_classification": "ForSequenceClassification",
-        "token_classification": "ForTokenClassification",
+    assert {name for name, head in EXPORT_HEADS.items() if head.needs_class} == {
+        "sequence_classification",
+        "token_classification",
     }
     assert {name: head.module_of for name, head in EXPORT_HEADS.items() if head.module_of} == {
         "sparse_embedding": "masked_lm"
@@ -110,12 +106,12 @@ def test_a_family_may_have_another_activation() -> None:
     torch.testing.assert_close(head(ROWS), pooled @ head.classifier.weight.T + head.classifier.bias)
 
 
-def test_rows_of_layers_are_pooled() -> None:
+def test_rows_are_pooled() -> None:
     rows = torch.tensor([[1.0, 8.0], [3.0, 2.0], [5.0, 2.0], [7.0, 0.0]])
-    assert _pooled(rows, Pooling.CLS).tolist() == [1, 8]
-    assert _pooled(rows, Pooling.MEAN).tolist() == [4, 3]
-    assert _pooled(rows, Pooling.MEAN_SQRT_LENGTH).tolist() == [8, 6]
-    assert _pooled(rows, Pooling.MAX).tolist() == [0, 0]  # the maxima have an output of their own
+    assert pool(rows[None], Pooling.CLS)[0].tolist() == [1, 8]
+    assert pool(rows[None], Pooling.MEAN)[0].tolist() == [4, 3]
+    assert pool(rows[None], Pooling.MEAN_SQRT_LENGTH)[0].tolist() == [8, 6]
+    assert pool(rows[None], Pooling.MAX)[0].tolist() == [7, 8]
 
 
 # ---- mixed requests ----------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
 from cloze.model_store.heads.multi_vector import LateInteraction
 from tests import late_models
 

@@ -18,11 +18,9 @@ from cloze.export.train.label_tasks import (
     RowBatch,
     TagObjective,
     _balanced,
-    _plan,
     _tag_targets,
 )
-from cloze.export.train.recipe import Optimisation
-from cloze.export.train.task_recipe import LabelSettings, LabelsRecipe
+from cloze.export.train.task_recipe import LabelSettings
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
 
@@ -93,12 +91,6 @@ def test_further_tokens_of_a_word_continue_its_entity(
     sentence = TaggedSentence(("a", "b", "c"), ("O", "B-X", "I-X"), "at")
     number = {"O": 0, "B-X": 1, "I-X": 2}
     assert _tag_targets(row, sentence, number, all_tokens).tolist() == expected
-
-
-def test_steps_are_epochs_of_accumulated_batches() -> None:
-    recipe = LabelsRecipe(epochs=3, sequences=4, optimisation=Optimisation(accumulation=2))
-    assert _plan(50, recipe).steps == 3 * 50 // 8
-    assert _plan(1, recipe).steps == 1
 
 
 class Tags(TagObjective):

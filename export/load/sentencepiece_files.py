@@ -7,6 +7,7 @@ have. They need the extra ``sentencepiece``. No other module of the export impor
 
 import re
 import warnings
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
-from cloze.export.checkpoint_files import SENTENCEPIECE_MODELS, read_settings
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES
+from cloze.export.families import Family
+from cloze.export.load.source import SENTENCEPIECE_MODELS
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.installation import install_command
 
@@ -33,8 +34,16 @@ def find_sentencepiece(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str]:
+def from_sentencepiece(
+    file: Path, kind: object, family: Family | None, settings: Mapping[str, Any]
+) -> tuple[Tokenizer, str]:
     """Convert a SentencePiece model.
+
+    Args:
+        file: the model.
+        kind: the class of the tokenizer in transformers; None: that of the family.
+        family: the model family; None: it is not known.
+        settings: ``tokenizer_config.json``.
 
     Returns:
         The tokenizer, and a note for the user.
@@ -43,9 +52,6 @@ def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer,
         ExportError: the model is damaged, the extra is not installed, or nothing says which class
             of tokenizers the model belongs to.
     """
-    config = read_settings(file.parent / "config.json")
-    family = FAMILIES.get(str(config.get("model_type")))
-    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
     kind = kind or (family and family.sentencepiece_class)
     if not isinstance(kind, str):
         raise ExportError(

@@ -17,7 +17,6 @@ from cloze.export.errors import ExportError
 from cloze.export.families import Family, HeadSpec
 from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
-from cloze.export.heads.head import HeadFiles
 from cloze.export.model import Model
 from cloze.model_store.error_lines import first_line, first_problem
 from cloze.model_store.heads.head import Frozen
@@ -66,17 +65,20 @@ def load_model(
     renamed, unknown = _rename(tensors, family, config)
     possible = _possible_heads(family, settings, tasks)
     begun = {name.partition(".")[0] for name in renamed}
-    required = _required([h for h in possible if h.head.name in begun], config, settings)
-    heads, notes = _find_heads(possible, required, renamed, unknown, family)
-    if "masked_lm" in heads and _lacks_untied(renamed, tensors, settings):
-        heads.remove("masked_lm")
-        notes.append(
-            "fill-mask is not offered: config.json says that the decoder is not tied to the words "
-            "(tie_word_embeddings), and the checkpoint has no decoder, or none with its bias"
-        )
-    options = read_head_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
+    candidates = [head for head in possible if head.head.name in begun]
+    options = read_head_options(candidates, settings)
     with torch.device("meta"):
-        model = Model(config, heads, options)
+        model = Model(config, [head.head.name for head in candidates], options)
+    notes = []
+    for head in possible:
+        reason = _why_absent(head, model, renamed, unknown, family)
+        if reason is None and head.head.name == "masked_lm":
+            reason = _why_untied(renamed, tensors, settings)
+        if reason is not None:
+            notes.append(f"{head.head.task} is not offered: {reason}")
+            setattr(model, head.head.name, None)
+            model.options.pop(head.head.name, None)
+    heads = [h.head.name for h in candidates if getattr(model, h.head.name) is not None]
     parameters = dict(model.named_parameters())  # a tied weight appears once, as the encoder's
     for name in heads:
         for ours in family.heads[name].zeros:
@@ -94,8 +96,9 @@ def load_model(
     if model.masked_lm is not None:
         _check_tied(renamed)
         model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
-    if note := _ignored_note(unknown):
-        notes.append(note)
+    if unknown:
+        prefixes = sorted({name.partition(".")[0] for name in unknown})
+        notes.append(f"ignored tensors of no known head: {', '.join(prefixes)}")
     return model, [*notes, *_undeclared(renamed, heads, family, settings)]
 
 
@@ -121,6 +124,20 @@ def read_head_options(
     return options
 
 
+def named_classes(settings: Mapping[str, Any]) -> list[str]:
+    """Return the classes that a ``config.json`` names.
+
+    Raises:
+        ExportError: they are no list of names.
+    """
+    names = settings.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ExportError(
+            f"config.json: architectures must be a list of names of classes, got {names!r:.80}"
+        )
+    return names
+
+
 def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of heads under `HEAD_SECTIONS`.
 
@@ -140,20 +157,6 @@ def _parse_section(head: ExportHead, section: Any) -> Frozen:
     except ValidationError as error:
         place = f"{HEAD_SECTIONS}.{head.head.name}"
         raise ExportError(f"config.json: {place}: {first_problem(error)}") from None
-
-
-def read_parts(files: HeadFiles) -> dict[str, Any]:
-    """Return the modules of the heads whose weights lie outside the family's tensors, by name.
-
-    Raises:
-        ExportError: a head is incomplete or not supported.
-    """
-    read = {
-        name: head.read(files)
-        for name, head in EXPORT_HEADS.items()
-        if head.read is not None and (head.file is None or (files.folder / head.file).is_file())
-    }
-    return {name: module for name, module in read.items() if module is not None}
 
 
 def _rename(
@@ -210,92 +213,64 @@ def _possible_heads(
 
     Without a class, the tasks say which heads are meant.
     """
-    architectures = [a for a in settings.get("architectures") or [] if isinstance(a, str)]
+    architectures = named_classes(settings)
     sections = head_sections(settings)
     return [
         head
         for head in EXPORT_HEADS.values()
         if head.module is not None
-        and head.read is None
+        and head.of_family
         and (
-            (end := _class_of(head, family)) is None
+            not _needs_class(head, family)
             or head.head.name in sections
-            or any(a.endswith(end) for a in architectures)
+            or any(a.endswith(head.classes) for a in architectures)
             or (not architectures and head.head.task in tasks)
         )
     ]
 
 
-def _class_of(head: ExportHead, family: Family) -> str | None:
-    """Return the end of the class names that have a head; None: its tensor names suffice."""
-    spec = family.heads.get(head.head.name)
-    return (spec and spec.architecture) or head.architecture
+def _needs_class(head: ExportHead, family: Family) -> bool:
+    """Return whether only a class says that a checkpoint of a family has a head."""
+    return head.needs_class or family.heads.get(head.head.name, HeadSpec({})).needs_class
 
 
-def _required(
-    heads: Iterable[ExportHead], config: EncoderConfig, settings: Mapping[str, Any]
-) -> dict[str, list[str]]:
-    """Return the names of the tensors of heads, by head name, without tied ones."""
-    heads = tuple(heads)
-    with torch.device("meta"):
-        model = Model(config, [h.head.name for h in heads], read_head_options(heads, settings))
-    names = [name.split(".", 1) for name, _ in model.named_parameters()]
-    return {one.head.name: [rest for head, rest in names if head == one.head.name] for one in heads}
-
-
-def _find_heads(
-    possible: Iterable[ExportHead],
-    required: Mapping[str, list[str]],
-    renamed: RenamedTensors,
-    unknown: list[str],
-    family: Family,
-) -> tuple[list[str], list[str]]:
-    """Return the checkpoint's heads, and notes on the missing heads."""
-    heads, notes = [], []
-    for head in possible:
-        name = head.head.name
-        has_head, note = _find_head(head, required.get(name), renamed, unknown, family)
-        if has_head:
-            heads.append(name)
-        if note:
-            notes.append(note)
-    return heads, notes
-
-
-def _find_head(
-    head: ExportHead,
-    required: list[str] | None,
-    renamed: RenamedTensors,
-    unknown: list[str],
-    family: Family,
-) -> tuple[bool, str | None]:
-    """Return whether the checkpoint has a head, and a note if it does not.
+def _why_absent(
+    head: ExportHead, model: Model, renamed: RenamedTensors, unknown: list[str], family: Family
+) -> str | None:
+    """Return why a checkpoint lacks a head; None: it has the head.
 
     Args:
-        required: the head's tensors; None: the checkpoint has none of them.
+        head: the head.
+        model: a model with the head if the checkpoint has any of its tensors.
+        renamed: the checkpoint's tensors.
+        unknown: the names of the tensors that our modules lack.
+        family: the family.
     """
-    name, task = head.head.name, head.head.task
+    name = head.head.name
     spec = family.heads.get(name, HeadSpec({}))
-    required = [one for one in required or () if one not in spec.optional | spec.zeros]
-    present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
-    if name in family.heads and present and present == required:
-        return True, None
+    firsts = f"{name}."
+    names = [
+        one.removeprefix(firsts) for one, _ in model.named_parameters() if one.startswith(firsts)
+    ]
+    required = [one for one in names if one not in spec.optional | spec.zeros]
+    present = [one for one in required if f"{name}.{one}" in renamed]
     if not present:
-        return False, f"{task} is not offered: {_why_absent(family.heads.get(name), unknown)}"
+        reasons = [
+            why
+            for first, why in spec.without.items()
+            if any(one.startswith(first) for one in unknown)
+        ]
+        return next(iter(reasons), "the checkpoint has no tensors for it")
+    if present == required:
+        return None
     for first, reason in head.incomplete.items():
         if all(tensor.startswith(first) for tensor in present):
-            return False, f"{task} is not offered: {reason}"
+            return reason
     absent = [tensor for tensor in required if tensor not in present]
     raise ExportError(
-        f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: {_WHY_MISSING}"
+        f"the {family.name} checkpoint's {head.head.task} head lacks {', '.join(absent)}: "
+        f"{_WHY_MISSING}"
     )
-
-
-def _why_absent(spec: HeadSpec | None, unknown: list[str]) -> str:
-    for first, reason in spec.without.items() if spec else ():
-        if any(name.startswith(first) for name in unknown):
-            return reason
-    return "the checkpoint has no tensors for it"
 
 
 def _undeclared(
@@ -307,31 +282,25 @@ def _undeclared(
     a head with that tensor.
     """
     undeclared = {
-        name: f"{family.class_prefix}{end}"
-        for name, head in EXPORT_HEADS.items()
-        if name not in heads and (end := _class_of(head, family)) is not None
+        head.head.name: head
+        for head in EXPORT_HEADS.values()
+        if head.head.name not in heads and _needs_class(head, family)
     }
     heads_by_tensor: dict[str, set[str]] = {}
     for ours, (theirs, _) in renamed.items():
         heads_by_tensor.setdefault(theirs, set()).add(ours.split(".")[0])
-    classes = [str(name) for name in settings.get("architectures") or []]
+    named = ", ".join(named_classes(settings))
     notes = []
-    for name, needed in undeclared.items():
+    for name, head in undeclared.items():
         tensors = [t for t, owners in heads_by_tensor.items() if name in owners <= {*undeclared}]
         if tensors:
-            task, named = EXPORT_HEADS[name].head.task, ", ".join(classes) or "no class"
-            remedy = "" if classes else f"; --task {task} takes them all the same"
+            task, needed = head.head.task, f"{family.class_prefix}{head.classes[0]}"
+            remedy = "" if named else f"; --task {task} takes them all the same"
             notes.append(
                 f"{task} is not offered: the checkpoint has {min(tensors)}, but config.json's "
-                f"architectures names {named}, not {needed}{remedy}"
+                f"architectures names {named or 'no class'}, not {needed}{remedy}"
             )
     return notes
-
-
-def _ignored_note(names: Iterable[str]) -> str | None:
-    """Return a note on ignored tensors; None if no tensor is ignored."""
-    prefixes = sorted({name.split(".")[0] for name in names})
-    return f"ignored tensors of no known head: {', '.join(prefixes)}" if prefixes else None
 
 
 def _check_whole_encoder(
@@ -358,19 +327,23 @@ def _check_whole_encoder(
             )
 
 
-def _lacks_untied(
+def _why_untied(
     renamed: RenamedTensors, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> bool:
-    """Return whether a decoder of its own lacks a tensor, which transformers would fill anew.
+) -> str | None:
+    """Return why there is no decoder if one of its own lacks a tensor; None: there is one.
 
-    The bias of the head, under another name, is then no bias of the decoder.
+    transformers would fill the tensor anew. The bias of the head, under another name, is then no
+    bias of the decoder.
     """
-    if settings.get("tie_word_embeddings", True):
-        return False
-    if (decoder := renamed.get("masked_lm.decoder.weight")) is None:
-        return True
-    own_bias = decoder[0].removesuffix("weight") + "bias"
-    return "masked_lm.decoder.bias" in renamed and own_bias not in tensors
+    decoder = renamed.get("masked_lm.decoder.weight")
+    own_bias = None if decoder is None else decoder[0].removesuffix("weight") + "bias"
+    lacks_bias = "masked_lm.decoder.bias" in renamed and own_bias not in tensors
+    if settings.get("tie_word_embeddings", True) or (decoder is not None and not lacks_bias):
+        return None
+    return (
+        "config.json says that the decoder is not tied to the words (tie_word_embeddings), and the "
+        "checkpoint has no decoder, or none with its bias"
+    )
 
 
 def _check_tied(renamed: RenamedTensors) -> None:

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from cloze.export import rounding
-from cloze.export import verify as verification
-from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.check import rounding
+from cloze.export.check import verify as verification
+from cloze.export.check.rounding import input_scales
+from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
 from cloze.export.errors import ExportError
-from cloze.export.graph_writer import GraphWriter
+from cloze.export.graph.session import open_session
 from cloze.export.heads import EXPORT_HEADS
-from cloze.export.model import Model
-from cloze.export.rounding import input_scales
-from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, pass_gate, verify
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.model import GraphWriter, Model
 from cloze.model_store.heads import HEADS, ArrayResult, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision

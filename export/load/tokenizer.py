@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers
 
 from cloze.export.errors import ExportError
-from cloze.export.tokenizer_files import (
+from cloze.export.load.tokenizer_files import (
     BYTE_LEVEL_SPACE,
-    SPECIAL_TOKENS,
+    TokenizerFolder,
     is_byte_level,
-    open_files,
-    read_tokenizer_settings,
     required_id,
     usual_names,
 )
@@ -109,19 +107,19 @@ def load_tokenizer(
         ExportError: the folder has no tokenizer, or the tokenizer is damaged, is of no known kind,
             or lacks a special token.
     """
-    settings = read_tokenizer_settings(folder) | dict(overruling)
+    files = TokenizerFolder.read(folder, overruling)
+    settings = files.settings
     if settings.get("split_special_tokens"):
         raise ExportError(
             "tokenizer_config.json's split_special_tokens is not supported: special tokens in "
             "texts would be cut"
         )
-    given = _special_tokens(settings)
-    tokenizer, notes = open_files(folder, settings, given)
+    tokenizer, notes = files.build()
     side = _truncation_side(tokenizer, settings)
     limit = settings.get("model_max_length", settings.get("max_len"))
     names = settings.get("model_input_names")
     described = describe_tokenizer(
-        tokenizer, given, has_types=not isinstance(names, list) or "token_type_ids" in names
+        tokenizer, files.given, has_types=not isinstance(names, list) or "token_type_ids" in names
     )
     if settings.get("clean_up_tokenization_spaces") and not _cleans_up(tokenizer):
         notes.append(
@@ -234,16 +232,3 @@ def _find_special(tokenizer: Tokenizer, names: dict[str, str], *, has_types: boo
             f"{single.type_ids} for a text, {pair.type_ids} for a pair"
         )
     return special
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the special tokens that the checkpoint sets."""
-    contents = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
-    return {
-        key: value
-        for key, value in contents.items()
-        if key in SPECIAL_TOKENS and isinstance(value, str)
-    }

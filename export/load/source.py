@@ -176,35 +176,27 @@ def check_links(folder: Path, checkpoint: Path | None = None) -> None:
 
 
 def _download(repository: str, revision: str | None) -> CheckpointFiles:
+    """Return the files of a repository; offline, those of an earlier download."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
+    wanted, patterns = revision, [*_SMALL_FILES, "model*.safetensors*"]
     # The hub client raises errors of its own, of its HTTP library and of the system.
     try:
-        if constants.is_offline_mode():
-            return _cached(repository, revision)
-        info = HfApi().model_info(repository, revision=revision)
-        patterns = _choose_files([sibling.rfilename for sibling in info.siblings or []])
-        folder = Path(snapshot_download(repository, revision=info.sha, allow_patterns=patterns))
+        if not (offline := constants.is_offline_mode()):
+            info = HfApi().model_info(repository, revision=revision)
+            wanted = info.sha
+            patterns = _choose_files([sibling.rfilename for sibling in info.siblings or []])
+        folder = snapshot_download(
+            repository, revision=wanted, local_files_only=offline, allow_patterns=patterns
+        )
     except Exception as error:
         reason = first_line(error)
         at = "" if revision is None else f" at revision {revision}"
         raise ExportError(
             f"cannot load {repository}{at} from the hub (and no directory has that name): {reason}"
         ) from error
-    return CheckpointFiles(folder, "hub", repository, info.sha)
-
-
-def _cached(repository: str, revision: str | None) -> CheckpointFiles:
-    """Return the files of an earlier download; the cache names the folder by the commit."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_SMALL_FILES, "model*.safetensors*"]
-    folder = Path(
-        snapshot_download(
-            repository, revision=revision, local_files_only=True, allow_patterns=patterns
-        )
-    )
-    return CheckpointFiles(folder, "hub", repository, folder.name)
+    commit = Path(folder).name  # the cache names the folder by the commit
+    return CheckpointFiles(Path(folder), "hub", repository, commit)
 
 
 def _choose_files(names: list[str]) -> list[str]:

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.blocks.layer import InputKind
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale, quantise
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
-from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.manifest import Weights
 
 _SEQUENCES, _TOKENS = 32, 64

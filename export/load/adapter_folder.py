@@ -8,21 +8,15 @@ import torch
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.model_store.peft import CONFIG_FILE, AdapterError, AdapterFiles, read_files
-
-_CLASSES: Final = {
-    "SEQ_CLS": "ForSequenceClassification",
-    "TOKEN_CLS": "ForTokenClassification",
-    "QUESTION_ANS": "ForQuestionAnswering",
-}
-"""PEFT's names of tasks, and the ends of transformers' class names."""
 
 _LAST_LAYERS: Final = ("classifier.weight", "out_proj.weight")
 """The ends of the names of the tensors with one row per label."""
 
 
-def read_adapter(folder: Path) -> AdapterFiles:
+def read_adapter_files(folder: Path) -> AdapterFiles:
     """Read an adapter that names its base.
 
     Raises:
@@ -46,8 +40,9 @@ def head_settings(adapter: AdapterFiles, base: Mapping[str, Any]) -> dict[str, A
         return dict(adapter.settings)
     rows = [len(one) for name, one in adapter.tensors.items() if name.endswith(_LAST_LAYERS)]
     labels = {str(number): f"LABEL_{number}" for number in range(rows[0] if rows else 2)}
-    end = _CLASSES.get(adapter.config.get("task_type") or "")
-    return {**base, "id2label": labels, "architectures": [end] if end else []}
+    task_type = adapter.config.get("task_type")
+    heads = [head for head in EXPORT_HEADS.values() if task_type and head.task_type == task_type]
+    return {**base, "id2label": labels, "architectures": [head.classes[0] for head in heads]}
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.check.rounding import input_scales, round_weights
 from cloze.export.errors import ExportError
 from cloze.export.graph.linear_ops import quantise
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import Model
-from cloze.export.rounding import input_scales, round_weights
 from cloze.model_store.manifest import Weights
 from tests.unit.export.graph.tiny_models import TOKENIZER, model, projected
 

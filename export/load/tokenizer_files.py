@@ -6,6 +6,8 @@
 
 import math
 import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,14 @@ from tokenizers import (
     processors,
 )
 
-from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, WordPieceKind
-from cloze.export.sentencepiece_files import (
+from cloze.export.families import FAMILIES, Family, WordPieceKind
+from cloze.export.load.sentencepiece_files import (
     find_sentencepiece,
     from_sentencepiece,
     mark_special,
 )
+from cloze.export.load.source import read_settings
 from cloze.model_store.error_lines import first_line
 
 AS_SAVED = "PreTrainedTokenizerFast"
@@ -67,6 +69,8 @@ Not GPT-2's, which puts no special tokens around a text.
 BYTE_LEVEL_SPACE = "Ġ"
 """The first character of a token with a space before it, in byte-level BPE."""
 
+_MERGES_FILES = ("vocab.json", "merges.txt")
+
 _END_OF_WORD = "</w>"
 """The last characters of a token with a space after it, in BPE of characters."""
 
@@ -101,49 +105,81 @@ _WORD_SETTINGS = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wor
 """Settings of tokenizers that may use another program, such as MeCab -> the supported value."""
 
 
-def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a tokenizer.
+@dataclass(frozen=True, slots=True)
+class TokenizerFolder:
+    """A folder with a tokenizer, and what its settings say.
 
-    ``special_tokens_map.json`` overrules ``tokenizer_config.json``, and is not read beside the
-    setting ``added_tokens_decoder``, as in transformers.
+    Attributes:
+        settings: ``tokenizer_config.json`` and ``special_tokens_map.json``.
+        config: ``config.json``.
     """
-    settings = read_settings(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" in settings:
-        return settings
-    named, extra = read_settings(folder / "special_tokens_map.json"), "extra_special_tokens"
-    if isinstance(settings.get(extra), list) and isinstance(named.get(extra), list):
-        named[extra] = [*settings[extra], *named[extra]]
-    return settings | named
 
+    folder: Path
+    settings: Mapping[str, Any]
+    config: Mapping[str, Any]
 
-def open_files(
-    folder: Path, settings: dict[str, Any], given: dict[str, str]
-) -> tuple[Tokenizer, list[str]]:
-    """Return the tokenizer of a folder, and notes for the user.
+    @classmethod
+    def read(cls, folder: Path, overruling: Mapping[str, Any]) -> "TokenizerFolder":
+        """Read the settings of a folder.
 
-    Raises:
-        ExportError: the folder has no tokenizer, or the tokenizer is damaged or of no known kind.
-    """
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json")
-        notes = _apply_settings(tokenizer, folder, settings)
-        _complete_template(tokenizer, folder, settings, given)
-        return tokenizer, [*notes, *_add_tokens(tokenizer, folder, settings)]
-    if (folder / "vocab.txt").is_file():
-        tokenizer, notes = _from_vocabulary(folder / "vocab.txt", settings, given)
-        return tokenizer, [*notes, *_add_tokens(tokenizer, folder, settings)]
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        tokenizer = _from_merges(folder, settings, BYTE_LEVEL_TOKENS | given)
-        return tokenizer, _add_tokens(tokenizer, folder, settings)
-    if (model := find_sentencepiece(folder)) is not None:
-        tokenizer, note = from_sentencepiece(model, settings)
-        notes = [note, *_add_tokens(tokenizer, folder, settings)]
-        mark_special(tokenizer, usual_names(tokenizer) | given)
-        return tokenizer, notes
-    raise ExportError(
-        f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with "
-        "merges.txt, nor a SentencePiece model"
-    )
+        ``special_tokens_map.json`` overrules ``tokenizer_config.json``, and is not read beside the
+        setting ``added_tokens_decoder``, as in transformers.
+
+        Args:
+            folder: the folder.
+            overruling: settings that go before those of the folder.
+        """
+        settings = read_settings(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in settings:
+            named, extra = read_settings(folder / "special_tokens_map.json"), "extra_special_tokens"
+            if isinstance(settings.get(extra), list) and isinstance(named.get(extra), list):
+                named[extra] = [*settings[extra], *named[extra]]
+            settings |= named
+        return cls(folder, {**settings, **overruling}, read_settings(folder / "config.json"))
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The names of the special tokens that the settings give, by key."""
+        named = {key: _token_of(self.settings.get(key)) for key in SPECIAL_TOKENS}
+        return {key: token.content for key, token in named.items() if token is not None}
+
+    @property
+    def kind(self) -> object:
+        """The class of the tokenizer in transformers; None: the settings name none."""
+        return self.settings.get("tokenizer_class") or self.config.get("tokenizer_class")
+
+    @property
+    def family(self) -> Family | None:
+        """The model family of ``config.json``."""
+        return FAMILIES.by_model_type.get(self.config.get("model_type"))
+
+    def build(self) -> tuple[Tokenizer, list[str]]:
+        """Return the tokenizer, and notes for the user.
+
+        Raises:
+            ExportError: the folder has no tokenizer, or the tokenizer is damaged or of no known
+                kind.
+        """
+        file, vocabulary = self.folder / "tokenizer.json", self.folder / "vocab.txt"
+        if file.is_file():
+            tokenizer = _from_json(file)
+            notes = _apply_settings(tokenizer, self)
+            _complete_template(tokenizer, self)
+        elif vocabulary.is_file():
+            tokenizer, notes = _from_vocabulary(vocabulary, self)
+        elif all((self.folder / name).is_file() for name in _MERGES_FILES):
+            tokenizer, notes = _from_merges(self), []
+        elif (model := find_sentencepiece(self.folder)) is not None:
+            tokenizer, note = from_sentencepiece(model, self.kind, self.family, self.settings)
+            notes = [note, *_add_tokens(tokenizer, self)]
+            mark_special(tokenizer, usual_names(tokenizer) | self.given)
+            return tokenizer, notes
+        else:
+            raise ExportError(
+                f"{self.folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor "
+                "vocab.json with merges.txt, nor a SentencePiece model"
+            )
+        return tokenizer, [*notes, *_add_tokens(tokenizer, self, is_saved=file.is_file())]
 
 
 def usual_names(tokenizer: Tokenizer) -> dict[str, str]:
@@ -155,13 +191,7 @@ def usual_names(tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def _class_of(folder: Path, settings: dict[str, Any]) -> object:
-    """Return the class of a tokenizer in transformers; None: the settings name none."""
-    own = settings.get("tokenizer_class")
-    return own or read_settings(folder / "config.json").get("tokenizer_class")
-
-
-def _apply_settings(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
+def _apply_settings(tokenizer: Tokenizer, files: TokenizerFolder) -> list[str]:
     """Apply the settings that overrule ``tokenizer.json``, like transformers.
 
     Returns:
@@ -171,25 +201,26 @@ def _apply_settings(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
         notes.append("tokenizer: tokenizer.json's dropout is for training, and switched off")
-    normalizer = tokenizer.normalizer
-    changed, unread = _overruled(normalizer, settings, _NORMALIZER_SETTINGS)
-    pre_tokenizer = tokenizer.pre_tokenizer
-    prefix, _ = _overruled(pre_tokenizer, settings, {"add_prefix_space": "add_prefix_space"})
-    differing = changed | prefix
-    if differing and _class_of(folder, settings) in _READ_AS_SAVED:
-        shown = ", ".join(differing)
+    settings = files.settings
+    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    places = [(normalizer, ours, theirs) for theirs, ours in _NORMALIZER_SETTINGS.items()]
+    places.append((pre_tokenizer, "add_prefix_space", "add_prefix_space"))
+    given = [(part, key, settings[name]) for part, key, name in places if name in settings]
+    differing = [one for one in given if getattr(one[0], one[1], one[2]) != one[2]]
+    if differing and files.kind in _READ_AS_SAVED:
+        shown = ", ".join(key for _, key, _ in differing)
         notes.append(
             f"tokenizer: tokenizer.json overrules tokenizer_config.json ({shown}), because the "
             f"class {AS_SAVED} reads it as it is"
         )
     elif differing:
-        for part, values in ((normalizer, changed), (pre_tokenizer, prefix)):
-            for key, value in values.items():
-                setattr(part, key, value)
+        for part, key, value in differing:
+            setattr(part, key, value)
         tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-        shown = ", ".join(f"{key} {value}" for key, value in differing.items())
+        shown = ", ".join(f"{key} {value}" for _, key, value in differing)
         notes.append(f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})")
-    if unread.get("lowercase") and "Lowercase" not in repr(normalizer):
+    is_unread = settings.get("do_lower_case") and not hasattr(normalizer, "lowercase")
+    if is_unread and "Lowercase" not in repr(normalizer):
         notes.append(
             "tokenizer: tokenizer.json's normaliser keeps the case of texts, although "
             "tokenizer_config.json says do_lower_case; transformers keeps the case too"
@@ -197,23 +228,7 @@ def _apply_settings(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]
     return notes
 
 
-def _overruled(
-    part: object, settings: dict[str, Any], names: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that a part of a tokenizer has with other values, and those it lacks."""
-    named = {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
-    lacking = {key: value for key, value in named.items() if not hasattr(part, key)}
-    differing = {
-        key: value
-        for key, value in named.items()
-        if key not in lacking and getattr(part, key) != value
-    }
-    return differing, lacking
-
-
-def _complete_template(
-    tokenizer: Tokenizer, folder: Path, settings: dict[str, Any], given: dict[str, str]
-) -> None:
+def _complete_template(tokenizer: Tokenizer, files: TokenizerFolder) -> None:
     """Add the places of special tokens to a tokenizer without them, as its class does.
 
     Raises:
@@ -221,7 +236,7 @@ def _complete_template(
     """
     if any(tokenizer.encode("a").special_tokens_mask):
         return
-    kind = _class_of(folder, settings)
+    kind = files.kind
     if kind in _READ_AS_SAVED or not isinstance(tokenizer.model, models.WordPiece):
         raise ExportError(
             "tokenizer.json has no post_processor that adds special tokens"
@@ -229,21 +244,28 @@ def _complete_template(
             + ": texts without a start and an end token are not supported; "
             "if the model was trained with them, add the post_processor"
         )
-    names = usual_names(tokenizer) | given
-    _set_template(tokenizer, names, _wordpiece_kind(folder, settings).separators)
+    names = usual_names(tokenizer) | files.given
+    _set_template(tokenizer, names, _wordpiece_kind(files).separators)
 
 
-def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
+def _add_tokens(
+    tokenizer: Tokenizer, files: TokenizerFolder, *, is_saved: bool = False
+) -> list[str]:
     """Add the tokens that a checkpoint lists beside its vocabulary, with their ids and flags.
 
     A listed token is found in texts before they are cut, also if the vocabulary has it.
     ``added_tokens_decoder`` of ``tokenizer_config.json`` has ids and flags. ``added_tokens.json``
     has ids, and is read only without the former, as in transformers.
 
+    Args:
+        tokenizer: the tokenizer.
+        files: its folder.
+        is_saved: whether the ids of tokens of the vocabulary are those of ``tokenizer.json``.
+
     Returns:
         A note on tokens that are left out, because the embeddings have no rows for them.
     """
-    is_saved = (folder / "tokenizer.json").is_file()
+    settings = files.settings
     tokens = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
     special = set() if is_saved else {content for content, one in tokens.items() if one.special}
     named = [_token_of(settings.get(key)) for key in _NAMED_TOKENS]
@@ -255,7 +277,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) ->
             tokens[token.content] = token if known is None else _special(known)
             ids[token.content] = None
     decoder = settings.get("added_tokens_decoder")
-    listed = {} if isinstance(decoder, dict) else read_settings(folder / "added_tokens.json")
+    listed = {} if isinstance(decoder, dict) else read_settings(files.folder / "added_tokens.json")
     for content, number in listed.items():
         if isinstance(number, int):
             ids[content] = number
@@ -264,23 +286,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) ->
         is_special = isinstance(entry, dict) and entry.get("content") in special
         if (one := _added_token(entry, special=is_special)) and str(number).isdigit():
             ids[one.content], tokens[one.content] = int(number), one
-    return _add_listed(tokenizer, folder, tokens, ids, is_saved=is_saved)
-
-
-def _add_listed(
-    tokenizer: Tokenizer,
-    folder: Path,
-    tokens: dict[str, AddedToken],
-    ids: dict[str, int | None],
-    *,
-    is_saved: bool,
-) -> list[str]:
-    """Add tokens in the order of their ids; see `_add_tokens`.
-
-    Args:
-        is_saved: whether the ids of tokens of the vocabulary are those of ``tokenizer.json``.
-    """
-    rows = read_settings(folder / "config.json").get("vocab_size")
+    rows = files.config.get("vocab_size")
     left_out = []
     for content, number in sorted(
         ids.items(), key=lambda item: math.inf if item[1] is None else item[1]
@@ -306,7 +312,7 @@ def _add_listed(
     ]
 
 
-def _extra_tokens(settings: dict[str, Any]) -> list[AddedToken]:
+def _extra_tokens(settings: Mapping[str, Any]) -> list[AddedToken]:
     """Return the special tokens of a model's own: a list, by name, or under a name of their own."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
     entries = list(extra.values()) if isinstance(extra, dict) else []
@@ -374,16 +380,14 @@ def _from_json(file: Path) -> Tokenizer:
     )
 
 
-def _from_vocabulary(
-    file: Path, settings: dict[str, Any], given: dict[str, str]
-) -> tuple[Tokenizer, list[str]]:
+def _from_vocabulary(file: Path, files: TokenizerFolder) -> tuple[Tokenizer, list[str]]:
     """Build the tokenizer of a ``vocab.txt``.
 
     Returns:
         The tokenizer, and a note if its case was guessed.
     """
-    kind = _wordpiece_kind(file.parent, settings)
-    names = SPECIAL_TOKENS | dict(kind.tokens) | given
+    kind, settings = _wordpiece_kind(files), files.settings
+    names = SPECIAL_TOKENS | dict(kind.tokens) | files.given
     vocabulary = _read_vocabulary(file, names["unk_token"])
     notes = []
     lowercase = settings.get("do_lower_case")
@@ -408,23 +412,20 @@ def _set_template(tokenizer: Tokenizer, names: dict[str, str], separators: int) 
     )
 
 
-def _wordpiece_kind(folder: Path, settings: dict[str, Any]) -> WordPieceKind:
+def _wordpiece_kind(files: TokenizerFolder) -> WordPieceKind:
     """Return the tokenizer of a folder's ``vocab.txt``: that of its class, else of its family.
 
     ``tokenizer_config.json`` names the class, else ``config.json`` does.
     """
     for key, supported in _WORD_SETTINGS.items():
-        if (value := settings.get(key, supported)) != supported:
+        if (value := files.settings.get(key, supported)) != supported:
             raise ExportError(
                 f"tokenizer_config.json has {key} {value!r}, by which texts are cut in another way "
                 f"than with vocab.txt alone; supported is {supported!r}"
             )
-    name = _class_of(folder, settings)
+    name, family = files.kind, files.family
     if name is None:
-        config = read_settings(folder / "config.json")
-        family = FAMILIES.by_model_type.get(config.get("model_type"))
-        kind = family.wordpiece if family else None
-        return kind or WordPieceKind("")
+        return (family and family.wordpiece) or WordPieceKind("")
     for kind in (family.wordpiece for family in FAMILIES.values()):
         if kind is not None and name in (kind.name, f"{kind.name}Fast"):
             return kind
@@ -453,7 +454,11 @@ def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:
 
 
 def wordpiece(
-    vocabulary: dict[str, int], settings: dict[str, Any], names: dict[str, str], *, lowercase: bool
+    vocabulary: dict[str, int],
+    settings: Mapping[str, Any],
+    names: dict[str, str],
+    *,
+    lowercase: bool,
 ) -> Tokenizer:
     """Build BERT's tokenizer: its normaliser, WordPiece, and the template of its sequences."""
     tokenizer = Tokenizer(
@@ -479,15 +484,15 @@ def wordpiece(
     return tokenizer
 
 
-def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) -> Tokenizer:
+def _from_merges(files: TokenizerFolder) -> Tokenizer:
     """Build the byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``.
 
     Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
     """
-    _check_byte_level_class(folder, settings)
-    files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    _check_byte_level_class(files)
     try:
-        tokenizer = Tokenizer(models.BPE.from_file(*files))
+        paths = [str(files.folder / name) for name in _MERGES_FILES]
+        tokenizer = Tokenizer(models.BPE.from_file(*paths))
     except Exception as error:  # the library raises a bare Exception
         raise ExportError(f"vocab.json or merges.txt is damaged: {error}") from error
     ends = [token for token in tokenizer.get_vocab() if token.endswith(_END_OF_WORD)]
@@ -497,7 +502,7 @@ def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) 
             f"vocab.json marks the ends of words, as in {min(ends)!r}: it is no byte-level BPE, "
             "the only kind that is read from vocab.json; add its tokenizer.json"
         )
-    prefix = bool(settings.get("add_prefix_space", False))
+    prefix, names = bool(files.settings.get("add_prefix_space")), BYTE_LEVEL_TOKENS | files.given
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     cls, sep, mask = (names[key] for key in ("cls_token", "sep_token", "mask_token"))
@@ -515,15 +520,13 @@ def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) 
     return tokenizer
 
 
-def _check_byte_level_class(folder: Path, settings: dict[str, Any]) -> None:
+def _check_byte_level_class(files: TokenizerFolder) -> None:
     """Refuse a ``vocab.json`` of another class of tokenizers than those of byte-level BPE.
 
     ``tokenizer_config.json`` names the class, else ``config.json`` does, else its ``model_type``.
     """
-    name = _class_of(folder, settings)
+    name, family = files.kind, files.family
     if name is None:
-        config = read_settings(folder / "config.json")
-        family = FAMILIES.by_model_type.get(config.get("model_type"))
         if family is not None and family.byte_level_class is None:
             raise ExportError(
                 "nothing says which class of tokenizers vocab.json and merges.txt are for, which "

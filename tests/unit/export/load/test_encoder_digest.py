@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from cloze.export.checkpoint import encoder_sha256, load_checkpoint
+from cloze.export.load.checkpoint import encoder_sha256, load_checkpoint
 from cloze.export.model import Model
 from tests.unit.export.families.test_against_transformers import save
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,40 +11,41 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
-from cloze.export.adapter_folder import add_products, head_settings, read_adapter
 from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
-from cloze.export.checkpoint_files import (
+from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES, Family
+from cloze.export.families.refused import reason
+from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
+from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.load.adapter_folder import add_products, head_settings, read_adapter_files
+from cloze.export.load.parts import (
+    BGE_FILE,
+    LEXICAL_FILE,
+    STANFORD_CLASS,
+    STANFORD_FILE,
+    HeadFiles,
+    read_bge,
+    read_lexical,
+    read_pylate,
+    read_stanford,
+)
+from cloze.export.load.sentence_transformers import SentenceTransformersFolder
+from cloze.export.load.source import (
     CheckpointFiles,
     locate,
     read_settings,
     read_tensors,
     weight_files,
 )
-from cloze.export.embedding_recipe import (
-    EmbeddingRecipe,
-    check_truncation,
-    describe_steps,
-    encoder_folder,
-    late_modules,
-    listed_modules,
-    read_recipe,
-    sentence_settings,
-    with_activation,
-)
-from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES, Family
-from cloze.export.families.refused import reason
-from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
-from cloze.export.heads import EXPORT_HEADS, ExportHead
-from cloze.export.heads.head import HeadFiles
+from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
+from cloze.export.load.weights import load_model, named_classes
 from cloze.export.model import Model, head_module
-from cloze.export.model_loading import load_model, read_head_options, read_parts
-from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
-from cloze.model_store.heads import Head
+from cloze.model_store.heads import Head, lexical, multi_vector
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
-from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
+from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE, AdapterFiles
 from cloze.model_store.plain_files import sha256_of
 
 _PADDING_MULTIPLE: Final = 128
@@ -100,20 +101,17 @@ def load_checkpoint(
     files = locate(source, revision)
     if (files.folder / CONFIG_FILE).is_file():
         return _load_merged(files)
-    recipe = read_recipe(files.folder)
-    folder = encoder_folder(files.folder)
-    family, config, settings, defaults = _read_config(
-        folder, sentence_settings(files.folder).of_config
-    )
-    if recipe is not None and recipe.truncate_dim is not None:
-        check_truncation(recipe, config.hidden_size)
-    settings = with_activation(files.folder, settings)
-    weights = weight_files(folder)
-    tokenizer = _load_tokenizer(files.folder, recipe)
+    folder = SentenceTransformersFolder.read(files.folder)
+    family, config, settings, defaults = _read_config(folder.encoder, folder.of_encoder.of_config)
+    folder.check_truncation(config.hidden_size)
+    settings = folder.with_activation(settings)
+    weights = weight_files(folder.encoder)
+    tokenizer = _load_tokenizer(folder)
     _check_vocabulary(tokenizer, config)
 
     tensors = read_tensors(weights)
-    parts = read_parts(HeadFiles(files.folder, settings, tensors, tokenizer, config))
+    of_heads = HeadFiles(folder, settings, tensors, tokenizer, config)
+    parts = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
     model, notes = load_model(tensors, family, config, settings, tasks)
     for name, part in parts.items():
         setattr(model, name, part)
@@ -121,37 +119,48 @@ def load_checkpoint(
     _mask_padding_rows(model, tokenizer)
     tokenizer = _with_types_of(config, settings, tokenizer)
     notes += [*defaults, *tokenizer.notes, *_spare_rows(tokenizer, config)]
-    heads = tuple(
-        head
-        for name, head in EXPORT_HEADS.items()
-        if head_module(model, recipe or EmbeddingRecipe(), name) is not None
-    )
+    heads = _heads_of(model)
     card = _read_card(files.folder)
     return Checkpoint(
         model=model.eval(),
         tokenizer=tokenizer,
-        recipe=recipe or EmbeddingRecipe(),
+        recipe=folder.recipe or EmbeddingRecipe(),
         heads=tuple(head.head for head in heads),
-        default_heads=_default_heads(heads, declares_pooling=recipe is not None),
-        options=read_head_options(heads, settings)
-        | {name: part.options for name, part in parts.items()},
+        default_heads=_default_heads(heads, declares_pooling=folder.recipe is not None),
+        options=model.options,
         folder=files.folder,
-        source=_source(files, weights, model),
+        source=_source(files, folder, weights, model),
         license=_license(card),
         card=card,
         notes=(*FAMILIES.problems, *notes),
-        broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
+        broken_promise=_broken_promise(heads, family, settings) if folder.recipe is None else "",
     )
 
 
-def _load_tokenizer(folder: Path, recipe: EmbeddingRecipe | None) -> CheckpointTokenizer:
+def _part_readers(
+    folder: SentenceTransformersFolder, settings: Mapping[str, Any]
+) -> dict[str, Callable[[HeadFiles], Any]]:
+    """Return readers of the heads whose weights lie outside the family's tensors, by name."""
+    readers: dict[str, Callable[[HeadFiles], Any]] = {}
+    if folder.projections_of_tokens:
+        readers[multi_vector.HEAD.name] = read_pylate
+    elif (folder.path / STANFORD_FILE).is_file() or STANFORD_CLASS in named_classes(settings):
+        readers[multi_vector.HEAD.name] = read_stanford
+    elif (folder.path / BGE_FILE).is_file():
+        readers[multi_vector.HEAD.name] = read_bge
+    if (folder.path / LEXICAL_FILE).is_file():
+        readers[lexical.HEAD.name] = read_lexical
+    return readers
+
+
+def _load_tokenizer(folder: SentenceTransformersFolder) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
-    own = sentence_settings(folder)
-    tokenizer = load_tokenizer(encoder_folder(folder), own.of_tokenizer)
+    own = folder.of_encoder
+    tokenizer = load_tokenizer(folder.encoder, own.of_tokenizer)
     tokenizer = replace(tokenizer, notes=(*tokenizer.notes, *own.notes))
-    if late_modules(listed_modules(folder)):  # it has lengths of its own
+    if folder.projections_of_tokens:  # late interaction has lengths of its own
         return tokenizer
-    if recipe is None:
+    if folder.recipe is None:
         tokenizer = replace(tokenizer, max_tokens=own.max_tokens or tokenizer.max_tokens)
     return lower_cased(tokenizer) if own.lowercase else tokenizer
 
@@ -162,47 +171,65 @@ def _load_merged(files: CheckpointFiles) -> Checkpoint:
     Raises:
         ExportError: the adapter or its base cannot be loaded, or they do not fit.
     """
-    adapter = read_adapter(files.folder)
+    adapter = read_adapter_files(files.folder)
     named = adapter.config["base_model_name_or_path"]
     base = load_checkpoint(named, adapter.config.get("revision"))
     if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
         raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
-    add_products(base.model, adapter)
-    model, options, settings = base.model, base.options, dict[str, Any]()
-    family, notes = FAMILIES[model.config.family], list(base.notes)
+    folder, own = (SentenceTransformersFolder.read(f) for f in (base.folder, files.folder))
+    own.check_truncation(base.model.config.hidden_size)
+    weights = weight_files(folder.encoder)
     if adapter.tensors:
-        own_settings = read_settings(encoder_folder(base.folder) / "config.json")
-        settings = head_settings(adapter, own_settings)
-        encoder = {n: one for n, one in model.named_parameters() if n.startswith("encoder.")}
-        of_heads = {n: torch.from_numpy(one) for n, one in adapter.tensors.items()}
-        tensors = {**family.write(encoder, model.config), **of_heads}
-        model, notes = load_model(tensors, family, model.config, settings)
-        options = model.options
-    own = read_recipe(files.folder)
-    if own is not None and own.truncate_dim is not None:
-        check_truncation(own, model.config.hidden_size)
-    recipe = own or base.recipe
-    heads = tuple(
-        head for name, head in EXPORT_HEADS.items() if head_module(model, recipe, name) is not None
-    )
-    weights = [*weight_files(encoder_folder(base.folder)), files.folder / TENSORS_FILE]
-    described = files if own else replace(files, folder=base.folder)
+        base = _with_heads(base, adapter, folder.encoder, weights, own)
+    else:
+        base = replace(base, broken_promise="")
+    add_products(base.model, adapter)
+    described = folder if own.recipe is None else own
     card = _read_card(files.folder) or base.card
     return replace(
         base,
-        model=model.eval(),
-        recipe=recipe,
-        heads=tuple(head.head for head in heads),
-        default_heads=_default_heads(heads, declares_pooling=own is not None)
-        if adapter.tensors
-        else base.default_heads,
-        options=options,
+        recipe=own.recipe or base.recipe,
         folder=files.folder,
-        source=_source(described, weights, model),
+        source=_source(files, described, [*weights, files.folder / TENSORS_FILE], base.model),
         license=_license(card),
         card=card,
-        notes=(*FAMILIES.problems, *notes) if adapter.tensors else base.notes,
+    )
+
+
+def _with_heads(
+    base: Checkpoint,
+    adapter: AdapterFiles,
+    encoder: Path,
+    weights: list[Path],
+    own: SentenceTransformersFolder,
+) -> Checkpoint:
+    """Return a base with the heads of an adapter instead of its own."""
+    config, family = base.model.config, FAMILIES[base.model.config.family]
+    tensors = {
+        name: tensor
+        for name, tensor in read_tensors(weights).items()
+        if any(target.name.startswith("encoder.") for target in family.read(name, config))
+    }
+    of_heads = {name: torch.from_numpy(array) for name, array in adapter.tensors.items()}
+    settings = head_settings(adapter, read_settings(encoder / "config.json"))
+    model, notes = load_model(tensors | of_heads, family, config, settings)
+    heads = _heads_of(model)
+    return replace(
+        base,
+        model=model.eval(),
+        heads=tuple(head.head for head in heads),
+        default_heads=_default_heads(heads, declares_pooling=own.recipe is not None),
+        options=model.options,
+        notes=(*FAMILIES.problems, *notes),
         broken_promise=_broken_promise(heads, family, settings),
+    )
+
+
+def _heads_of(model: Model) -> tuple[ExportHead, ...]:
+    """Return the heads that a model has, with those that have no module of their own."""
+    recipe = EmbeddingRecipe()
+    return tuple(
+        head for name, head in EXPORT_HEADS.items() if head_module(model, recipe, name) is not None
     )
 
 
@@ -213,11 +240,9 @@ def _broken_promise(
 
     A sentence-transformer's class promises nothing: its users want its embeddings.
     """
-    for architecture in settings.get("architectures") or []:
+    for architecture in named_classes(settings):
         for head in EXPORT_HEADS.values():
-            promised = head.head.name in family.heads and str(architecture).endswith(
-                head.promised_by
-            )
+            promised = head.head.name in family.heads and architecture.endswith(head.classes)
             if promised and head not in heads:
                 return (
                     f"config.json names {architecture}, but the checkpoint has no {head.head.task}"
@@ -244,11 +269,7 @@ def _read_config(
             "the checkpoint is quantised (config.json's quantization_config); "
             "export the original weights"
         )
-    names = settings.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ExportError(
-            f"config.json: architectures must be a list of names of classes, got {names!r:.80}"
-        )
+    named_classes(settings)
     config, absent = _parse_config(family, settings)
     of_convolution = config.convolution.activation if config.convolution else None
     for activation in (config.activation, config.head_activation, of_convolution):
@@ -363,11 +384,13 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     return tuple(head.head for head in chosen if head.by_default)
 
 
-def _source(files: CheckpointFiles, weights: list[Path], model: Model) -> Source:
+def _source(
+    files: CheckpointFiles, folder: SentenceTransformersFolder, weights: list[Path], model: Model
+) -> Source:
     # A set is written in order, since its own order differs between processes.
-    settings = [_settings(model.config), describe_steps(files.folder)]
+    settings = [_settings(model.config), folder.describe_steps()]
     written = json.dumps(settings, sort_keys=True, default=_plain)
-    outside = {n: getattr(model, n, None) for n, head in EXPORT_HEADS.items() if head.read}
+    outside = {n: getattr(model, n, None) for n, head in EXPORT_HEADS.items() if not head.of_family}
     return Source(
         kind=files.kind,
         location=files.location,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cloze.export.archives import ENDINGS, unpack
-from cloze.export.download import (
+from cloze.archives import ENDINGS, unpack
+from cloze.download import (
     download_file,
     download_folder,
     sha256_of_folder,

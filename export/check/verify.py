@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 
 from cloze.export.blocks.window import Window
-from cloze.export.checkpoint import Checkpoint
-from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
+from cloze.export.graph.session import Session, open_session
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import SampleSizes
+from cloze.export.load.checkpoint import Checkpoint
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
 from cloze.export.model import Model, hidden_states, torch_outputs
-from cloze.export.session import Session, open_session
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head
 from cloze.model_store.layouts import Int32, Layout

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from cloze.export import verify
+from cloze.export.check import verify
+from cloze.export.check.rounding import _random_tokens, _record_largest
+from cloze.export.check.verify import TOLERANCES, _Case, _compare, _sizes
 from cloze.export.errors import ExportError
-from cloze.export.rounding import _random_tokens, _record_largest
-from cloze.export.verify import TOLERANCES, _Case, _compare, _sizes
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
 from cloze.model_store.sequences import SpecialTokens

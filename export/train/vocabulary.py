@@ -100,10 +100,17 @@ def _lines(
 
 
 def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the files of a tokenizer. A file ``tokenizer.json`` means that all are complete."""
+    """Write the files of a tokenizer. A file ``tokenizer.json`` means that all are complete.
+
+    Raises:
+        TrainError: the disk is full, or the folder cannot be written.
+    """
     new = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
-    tokenizer.save_pretrained(new)
+    try:
+        tokenizer.save_pretrained(new)
+    except Exception as error:  # tokenizers raises no class of its own
+        raise TrainError(f"the vocabulary cannot be written to {folder}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(new.iterdir(), key=lambda file: file.name == "tokenizer.json"):
         file.rename(folder / file.name)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from cloze.export.errors import DataError
 from cloze.export.measure.labelled import LabelledText, TaggedSentence
-from cloze.export.measure.labels import EncodedRow
 from cloze.export.train.label_data import LabelData, RowFiles, read_label_data
 from cloze.export.train.label_tasks import (
     LabelObjective,
@@ -20,6 +19,7 @@ from cloze.export.train.label_tasks import (
     _balanced,
     _tag_targets,
 )
+from cloze.export.train.rows import Row
 from cloze.export.train.task_recipe import LabelSettings
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
@@ -87,7 +87,7 @@ def test_further_tokens_of_a_word_continue_its_entity(
     all_tokens: bool, expected: list[int]
 ) -> None:
     words = np.array([-1, 0, 1, 1, 2, 2, -1])
-    row = EncodedRow(np.zeros(7, np.int64), np.zeros(7, np.int64), words)
+    row = Row(np.zeros(7, np.int64), np.zeros(7, np.int64), words)
     sentence = TaggedSentence(("a", "b", "c"), ("O", "B-X", "I-X"), "at")
     number = {"O": 0, "B-X": 1, "I-X": 2}
     assert _tag_targets(row, sentence, number, all_tokens).tolist() == expected

@@ -43,7 +43,7 @@ from cloze.export.train.text_objective import (
 _LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
 """The name of a tensor of a layer, with the number of the layer."""
 
-_DISTILBERT: Final = (
+DISTILBERT: Final = (
     ("bert.encoder.layer.", "distilbert.transformer.layer."),
     ("bert.embeddings.", "distilbert.embeddings."),
     (".attention.self.query.", ".attention.q_lin."),
@@ -100,7 +100,7 @@ def make_student(teacher: PreTrainedModel, dropout: float) -> PreTrainedModel:
 
 
 def _distilbert_name(name: str) -> str:
-    for theirs, own in _DISTILBERT:
+    for theirs, own in DISTILBERT:
         name = name.replace(theirs, own)
     return name
 

@@ -1,7 +1,6 @@
 """What fine-tuning gives a text or a token as its target, and how much each label weighs."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from cloze.export.train.label_tasks import (
 )
 from cloze.export.train.rows import Row
 from cloze.export.train.task_recipe import LabelSettings
-from cloze.model_store.heads.label_sets import LabelSet
-from cloze.model_store.heads.sequence_classification import SequenceLabels, SequenceLabelSet
+from cloze.model_store.heads.sequence_classification import SequenceLabelSet
 
 
 def data(problem: Any, rows: list[tuple[str, ...]], weights: Any = "balanced") -> LabelData:
@@ -114,33 +112,3 @@ def test_the_loss_of_tags_is_the_weighted_mean_of_labelled_tokens() -> None:
     torch.testing.assert_close(loss, expected)
     right = (logits.argmax(-1) == targets).sum() / 4
     assert figures["accuracy"] == right
-
-
-class Columns(TagObjective):
-    """An objective of the last two labels of three."""
-
-    head = "head"
-
-    def __init__(self) -> None:
-        self.module: Any = torch.nn.Module()
-        self.module.head = torch.nn.Module()
-        self.module.head.classifier = torch.nn.Linear(2, 3)
-        options = SequenceLabels(
-            name="one", labels=("a",), problem_type="regression",
-            further=(SequenceLabelSet(name="two", labels=("b", "c"), problem_type="regression"),),
-        )  # fmt: skip
-        self.module.options = {"head": options}
-        self._columns = slice(1, 3)
-        self._data: Any = SimpleNamespace(labels=SimpleNamespace(name="two"))
-
-
-def test_a_temperature_divides_weights_and_biases_of_its_own_set() -> None:
-    objective = Columns()
-    classifier = objective.module.head.classifier
-    weight, bias = classifier.weight.detach().clone(), classifier.bias.detach().clone()
-    objective._divide_by(2.0)
-    factors = torch.tensor([1.0, 2.0, 2.0])
-    torch.testing.assert_close(classifier.weight * factors[:, None], weight)
-    torch.testing.assert_close(classifier.bias * factors, bias)
-    sets: tuple[LabelSet, ...] = objective.module.options["head"].sets
-    assert [each.temperature for each in sets] == [None, 2.0]

@@ -385,31 +385,6 @@ def test_nothing_is_silently_late_when_the_workers_become_slower(
     assert max(seconds for _, seconds in answers) < 4.0
 
 
-def test_a_draining_server_says_when_to_come_back(tiny_store: Path) -> None:
-    with (
-        running_server(tiny_store, "--model", "bert", command=FAULTY) as server,
-        ThreadPoolExecutor(1) as pool,
-        httpx.Client() as client,
-    ):
-        assert client.get(f"{server.url}/readyz").status_code == 200
-        slow = pool.submit(embed, server, "river")
-        wait_for_run(server, "river")
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-            head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 19\r\n\r\n"
-            connection.sendall(health + head)
-            while b"alive" not in connection.recv(65536):
-                pass  # then both heads have been read
-            server.process.terminate()
-            wait_until(lambda: any("draining" in line for line in server.log))
-            connection.sendall(b'{"inputs": "walk" }')
-            answer = connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 503")
-        assert b"retry-after: 1" in answer
-        assert slow.result().status_code == 200
-
-
 def test_requests_at_once_are_counted_before_they_are_submitted(tiny_store: Path) -> None:
     """Hundreds of requests in one turn of the event loop do not all pass the gate."""
     with running_server(tiny_store, "--model", "bert", command=FAULTY, **SLOW) as server:

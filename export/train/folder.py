@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from huggingface_hub import metadata_load, snapshot_download
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
@@ -124,6 +124,14 @@ class Folder:
                 raise TrainError(f"{index} names the shard {name!r}, which is not beside it")
         return [self.path / name for name in names]
 
+    def has_tensor(self, part: str) -> bool:
+        """Return whether the name of a tensor contains a part."""
+        names: list[str] = []
+        for file in self.weights:
+            with one_line_errors(self.path), safe_open(file, "pt") as tensors:
+                names += tensors.keys()
+        return any(part in name for name in names)
+
     @cached_property
     def license(self) -> str | None:
         """The licence that the model card names; None: it names none."""
@@ -147,16 +155,16 @@ class Folder:
             TrainError: the weights are missing, damaged or not finite, or an encoder's weight is
                 missing or has another size.
         """
-        return self._load(auto_class, seed, dropout, settings)[0]
+        return self.load(auto_class, seed, dropout, settings)[0]
 
     def whole_model(
         self, auto_class: Any, *, seed: int, dropout: float | None = None
     ) -> PreTrainedModel | None:
         """Return the model of a class; None: the folder lacks weights of its heads."""
-        model, new = self._load(auto_class, seed, dropout, {})
+        model, new = self.load(auto_class, seed, dropout, {})
         return None if new else model
 
-    def _load(
+    def load(
         self, auto_class: Any, seed: int, dropout: float | None, settings: dict[str, Any]
     ) -> tuple[PreTrainedModel, set[str]]:
         """Return the model of a class, and the names of its weights that are new."""

@@ -28,11 +28,6 @@ _FLAGS: Final[Mapping[str, tuple[Part, ...]]] = {
 }
 """Settings -> the parts that they give biases."""
 
-_NOT_FLAGS: Final = {
-    "layer_norm_eps", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob",
-    "type_vocab_size",
-}  # fmt: skip
-
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     """Return the sizes in a ``config.json``; see `read_sizes`.

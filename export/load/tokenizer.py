@@ -7,15 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers
 
 from cloze.export.errors import ExportError
 from cloze.export.load.tokenizer_files import (
-    BYTE_LEVEL_SPACE,
     TokenizerFolder,
-    is_byte_level,
     required_id,
     usual_names,
 )
@@ -64,24 +60,6 @@ class CheckpointTokenizer:
     def size(self) -> int:
         """The largest id plus one."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-    def continuations(self) -> NDArray[np.bool_]:
-        """Return bool [V], the tokens that continue the word before them.
-
-        WordPiece marks them with ``##``. Byte-level BPE marks the tokens that begin a word with
-        ``Ġ``, and SentencePiece with ``▁``. In a script without spaces, each token of SentencePiece
-        begins a word, else a text would be one word.
-        """
-        continues = np.zeros(self.size, bool)
-        prefix = getattr(self.tokenizer.model, "continuing_subword_prefix", None)
-        has_bytes = is_byte_level(self.tokenizer)
-        space = BYTE_LEVEL_SPACE if has_bytes else _SENTENCEPIECE_SPACE
-        for token, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
-            if prefix:
-                continues[number] = token.startswith(prefix)
-            elif not token.startswith(space):
-                continues[number] = has_bytes or not _WITHOUT_SPACES.match(token)
-        return continues
 
     def readable(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without the space before it, for a person to read."""

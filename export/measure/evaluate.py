@@ -23,7 +23,6 @@ from cloze.export.measure.labelled import (
     read_tagged,
 )
 from cloze.export.measure.labels import (
-    LengthRule,
     encode_sentences,
     encode_texts,
     measure_labels,
@@ -205,18 +204,16 @@ def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[st
         raise DataError(f"{rows[0].at} is for {problem}, the model for {labels.problem_type}")
     if problem != "regression":
         check_labels(rows, labels.labels)
-    rule = LengthRule(subject.max_tokens, truncate=True)
-    return measure_labels(rows, encode_texts(rows, subject.tokenizer, rule), subject.scorer, chosen)
+    encoded = encode_texts(rows, subject.tokenizer, subject.max_tokens)
+    return measure_labels(rows, encoded, subject.scorer, chosen)
 
 
 def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
     rows = read_tagged([file])
     chosen = _label_set(subject, TAGS, rows, name)
     check_labels(rows, _types(chosen[0]))
-    rule = LengthRule(subject.max_tokens, truncate=True)
-    return measure_tags(
-        rows, encode_sentences(rows, subject.tokenizer, rule), subject.scorer, chosen
-    )
+    encoded = encode_sentences(rows, subject.tokenizer, subject.max_tokens)
+    return measure_tags(rows, encoded, subject.scorer, chosen)
 
 
 def _types(labels: LabelSet) -> set[str]:

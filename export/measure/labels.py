@@ -41,33 +41,15 @@ class EncodedRow:
     word_of: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class LengthRule:
-    """What is done with texts of more than ``tokens`` tokens, special tokens included.
-
-    Attributes:
-        truncate: cut them; False: they are errors.
-    """
-
-    tokens: int
-    truncate: bool
-
-    def check(self, length: int, text: str, at: str) -> None:
-        """Raise if a text is too long and must not be cut."""
-        if length > self.tokens and not self.truncate:
-            raise DataError(
-                f"{at}: {text[:60]!r} has {length} tokens, the limit is {self.tokens}; "
-                'shorten it, or set long_text = "truncate"'
-            )
-
-
 def encode_texts(
-    rows: Sequence[LabelledText], tokenizer: CheckpointTokenizer, rule: LengthRule
+    rows: Sequence[LabelledText], tokenizer: CheckpointTokenizer, tokens: int
 ) -> list[EncodedRow]:
-    """Return the sequences of texts and pairs. Of a long pair, the longer text is cut.
+    """Return the sequences of texts and pairs, cut to ``tokens`` tokens, special tokens included.
+
+    Of a long pair, the longer text is cut.
 
     Raises:
-        DataError: a text is too long, or has no token.
+        DataError: a text has no token.
     """
     first = _ids(tokenizer, [row.text for row in rows])
     second = _ids(tokenizer, [row.text_pair or "" for row in rows])
@@ -77,8 +59,7 @@ def encode_texts(
             raise DataError(f"{row.at}: {row.text[:60]!r} has no token of the vocabulary")
         is_pair = row.text_pair is not None
         around = special.pair_tokens if is_pair else TEXT_TOKENS
-        rule.check(len(one) + len(other) + around, row.text, row.at)
-        one, other = _cut_longer(one, other, rule.tokens - around)
+        one, other = _cut_longer(one, other, tokens - around)
         ids = special.pair(one, other) if is_pair else special.text(one)
         types = special.pair_types(len(one), len(other)) if is_pair else np.zeros(len(ids))
         encoded.append(
@@ -103,19 +84,17 @@ def _ids(tokenizer: CheckpointTokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def encode_sentences(
-    rows: Sequence[TaggedSentence], tokenizer: CheckpointTokenizer, rule: LengthRule
+    rows: Sequence[TaggedSentence], tokenizer: CheckpointTokenizer, tokens: int
 ) -> list[EncodedRow]:
     """Return the sequences of sentences, whose words are joined by spaces.
 
-    Raises:
-        DataError: a sentence is too long.
+    They are cut to ``tokens`` tokens, special tokens included.
     """
     texts = [" ".join(row.words) for row in rows]
     encoded = []
-    tokens = tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)
-    for row, text, encoding in zip(rows, texts, tokens, strict=True):
-        rule.check(len(encoding.ids) + TEXT_TOKENS, text, row.at)
-        ids = encoding.ids[: rule.tokens - TEXT_TOKENS]
+    encodings = tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)
+    for row, text, encoding in zip(rows, texts, encodings, strict=True):
+        ids = encoding.ids[: tokens - TEXT_TOKENS]
         ends = np.cumsum([len(word) + 1 for word in row.words])
         starts = [start for start, _ in without_space(text, encoding.offsets)][: len(ids)]
         word_of = np.searchsorted(ends, np.array(starts, np.int64), "right")
@@ -148,9 +127,10 @@ def measure_labels(
     chosen: tuple[LabelSet, slice],
 ) -> dict[str, float]:
     """Return the figures of a label set on texts; see `cloze.export.measure.metrics`."""
-    labels = chosen[0]
+    labels, columns = chosen
     assert isinstance(labels, SequenceLabelSet)
-    logits, gold = label_choices(rows, encoded, scorer, chosen)
+    logits = np.stack(_logits(encoded, scorer, sequence_classification.HEAD.name))[:, columns]
+    gold = label_matrix(rows, labels.labels)
     match labels.problem_type:
         case "regression":
             return regression(logits[:, 0], [row.score for row in rows])
@@ -158,35 +138,6 @@ def measure_labels(
             return multi_label(logits, gold)
         case "single_label_classification":
             return classification(logits, gold.argmax(1))
-
-
-def label_choices(
-    rows: Sequence[LabelledText],
-    encoded: Sequence[EncodedRow],
-    scorer: Scorer,
-    chosen: tuple[LabelSet, slice],
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the logits [N, L] of texts, and whether each text has each label, bool [N, L]."""
-    labels, columns = chosen
-    outputs = _logits(encoded, scorer, sequence_classification.HEAD.name)
-    return np.stack(outputs)[:, columns], label_matrix(rows, labels.labels)
-
-
-def tag_choices(
-    rows: Sequence[TaggedSentence],
-    encoded: Sequence[EncodedRow],
-    scorer: Scorer,
-    chosen: tuple[LabelSet, slice],
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the logits [N, L] of the first tokens of words, and the words' tags, bool [N, L]."""
-    labels, columns = chosen
-    outputs = _logits(encoded, scorer, token_classification.HEAD.name)
-    logits, numbers = [], []
-    for row, sequence, output in zip(rows, encoded, outputs, strict=True):
-        firsts = np.flatnonzero(first_tokens(sequence.word_of))
-        logits.append(output[firsts, columns])
-        numbers += [labels.labels.index(row.tags[sequence.word_of[token]]) for token in firsts]
-    return np.concatenate(logits), np.eye(len(labels.labels), dtype=bool)[numbers]
 
 
 def label_matrix(rows: Sequence[LabelledText], labels: Sequence[str]) -> NDArray[np.bool_]:

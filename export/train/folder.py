@@ -5,6 +5,7 @@ is unpickled, and no code of a folder runs.
 """
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -276,12 +277,18 @@ def _new_weights(model: PreTrainedModel, info: dict[str, Any], path: Path) -> se
     return new
 
 
+_WITHOUT_DROPOUT = re.compile("att|classif|cls|pooler|qa|summary")
+"""Parts of the names of settings of the attention's and the heads' dropout."""
+
+
 def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
-    """Set all probabilities of dropout in a config, whatever its family calls them."""
+    """Set the dropout of hidden states in a config, whatever its family calls it.
+
+    Attention and heads have none: docs/decisions/0025 has the measurements.
+    """
     for name, value in config.to_dict().items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if "dropout" in name and is_number:
-            setattr(config, name, dropout)
+        if "dropout" in name and (value is None or isinstance(value, int | float)):
+            setattr(config, name, 0.0 if _WITHOUT_DROPOUT.search(name) else dropout)
 
 
 def max_tokens(model: PreTrainedModel) -> int:

@@ -263,7 +263,7 @@ def _bert_config(sizes: Sizes, vocab_size: int) -> BertConfig:
         intermediate_size=sizes.intermediate_size,
         hidden_act=sizes.activation,
         hidden_dropout_prob=sizes.dropout,
-        attention_probs_dropout_prob=sizes.dropout,
+        attention_probs_dropout_prob=0.0,
         max_position_embeddings=sizes.max_tokens,
     )
 

@@ -195,9 +195,10 @@ def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
 def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None:
     """sentence-transformers reads it with PEFT; an export merges it with the same vectors."""
     source = as_sentences(bert, tmp_path / "source", *POOLINGS[name])
-    recipe = PAIRS + f"text_weight = 1.0\n{TEXT}{RATES}{LORA}"
+    rates = RATES + LORA.replace("2e-2", "5e-3")
+    recipe = f"{PAIRS}text_weight = 1.0\n{TEXT}{rates}".replace("epochs = 8", "epochs = 16")
     folder = run(source, tmp_path, recipe, "--lora", "4")
-    assert held_out(folder)["spearman"] > 0.3
+    assert held_out(folder)["spearman"] > 0.5
     assert not (folder / "model.safetensors").exists()
     described = json.loads((folder / "adapter_config.json").read_text())
     assert (described["r"], described["task_type"]) == (4, "FEATURE_EXTRACTION")

@@ -29,8 +29,6 @@ COPY cloze cloze
 COPY model_store/*.py model_store/
 COPY model_store/heads model_store/heads
 COPY service service
-COPY bench/*.py bench/
-COPY bench/peers bench/peers
 
 
 # ---- install-*: one virtual environment per image

@@ -102,7 +102,7 @@ docs: install  ## Renew the generated documents.
 	$(BIN)/python -m cloze.model_store.tensor_reference > docs/tensors.md
 	$(BIN)/python scripts/route-reference
 	$(BIN)/python scripts/family-reference
-	$(BIN)/python -m cloze.command_reference docs
+	$(BIN)/python scripts/command-reference
 
 site: install  ## Build the documentation site in build/site.
 	$(BIN)/python scripts/build-site

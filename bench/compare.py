@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cloze.bench.result import Result
+from cloze.bench.result import Load, Result
 
 _FIGURES = {"texts_per_s": 1, "p50": -1, "p99": -1, "rss_mb": -1}
 """The compared figures: 1 if a larger value is better, else -1."""
@@ -51,7 +51,7 @@ def compare(before: Result, after: Result) -> list[Difference]:
 
 
 def _figure_differences(
-    before: Result, after: Result, subject: str, load: str
+    before: Result, after: Result, subject: str, load: Load
 ) -> Iterator[Difference]:
     for figure, sign in _FIGURES.items():
         old, new = before.median(subject, load, figure), after.median(subject, load, figure)
@@ -62,20 +62,20 @@ def _figure_differences(
         verdict = Verdict.SAME
         if abs(change) > max(noise, _MIN_CHANGE):
             verdict = Verdict.BETTER if change * sign > 0 else Verdict.WORSE
-        yield Difference(subject, load, figure, old, new, change, noise, verdict)
+        yield Difference(subject, load.name, figure, old, new, change, noise, verdict)
 
 
 def _failure_difference(
-    before: Result, after: Result, subject: str, load: str
+    before: Result, after: Result, subject: str, load: Load
 ) -> Iterator[Difference]:
     old, new = _failed_share(before, subject, load), _failed_share(after, subject, load)
     if old is None or new is None or old == new:
         return
     verdict = Verdict.WORSE if new > old else Verdict.BETTER
-    yield Difference(subject, load, "failed", old, new, new - old, 0.0, verdict)
+    yield Difference(subject, load.name, "failed", old, new, new - old, 0.0, verdict)
 
 
-def _failed_share(result: Result, subject: str, load: str) -> float | None:
+def _failed_share(result: Result, subject: str, load: Load) -> float | None:
     """Return the share of requests without status 200, or None if the load was not measured."""
     turns = result.of(subject, load)
     if not turns:
@@ -84,7 +84,7 @@ def _failed_share(result: Result, subject: str, load: str) -> float | None:
     return failed / (failed + sum(turn.answered for turn in turns) or 1)
 
 
-def _noise(result: Result, subject: str, load: str, figure: str) -> float:
+def _noise(result: Result, subject: str, load: Load, figure: str) -> float:
     values = [value for turn in result.of(subject, load) if (value := turn.figure(figure))]
     median = result.median(subject, load, figure)
     return (max(values) - min(values)) / 2 / median if values and median else 0.0

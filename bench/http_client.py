@@ -18,7 +18,7 @@ class Request:
 
     Attributes:
         data: the bytes, as `post` returns them.
-        group: latencies are also counted per group; "" belongs to none.
+        group: what the request belongs to, for its sender.
     """
 
     data: bytes
@@ -28,26 +28,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete response.
-
-    Attributes:
-        retry_after_s: seconds of the header `Retry-After`; 0 without it.
-    """
+    """A complete response."""
 
     status: int
     body: bytes
-    retry_after_s: float = 0.0
 
 
-def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
+def post(path: str, body: bytes) -> bytes:
     """Return the bytes of a POST request with a JSON body."""
-    lines = [
+    lines = (
         f"POST {path} HTTP/1.1",
         "host: localhost",
         "content-type: application/json",
         f"content-length: {len(body)}",
-    ]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    )
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -57,7 +51,6 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        self._retry_after_s = 0.0
         self._response: asyncio.Future[Response] | None = None
         self._transport: asyncio.Transport | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,11 +114,6 @@ class Connection(asyncio.Protocol):
                 ConnectionResetError(f"the connection ended before the answer ({exc})")
             )
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep `Retry-After`; see httptools."""
-        if name.lower() == b"retry-after":
-            self._retry_after_s = float(value)
-
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body; see httptools."""
         self._body.append(body)
@@ -135,7 +123,5 @@ class Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive():  # the server ends the connection
             self.open = False
         body, self._body = b"".join(self._body), []
-        retry_after_s, self._retry_after_s = self._retry_after_s, 0.0
         if self._response is not None and not self._response.done():
-            status = self._parser.get_status_code()
-            self._response.set_result(Response(status, body, retry_after_s))
+            self._response.set_result(Response(self._parser.get_status_code(), body))

@@ -8,7 +8,7 @@ that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure late
 import asyncio
 import resource
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -63,7 +63,6 @@ class LoadResult:
     texts: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: HdrHistogram = field(default_factory=histogram)
-    by_group: dict[str, HdrHistogram] = field(default_factory=lambda: defaultdict(histogram))
     client_cpu_s: float = 0.0
 
     def record(self, response: Response | None, request: Request, seconds: float) -> None:
@@ -73,10 +72,7 @@ class LoadResult:
         if status == 200:
             self.requests += 1
             self.texts += request.texts
-            microseconds = max(1, round(seconds * 1e6))
-            self.latencies.record_value(microseconds)
-            if request.group:
-                self.by_group[request.group].record_value(microseconds)
+            self.latencies.record_value(max(1, round(seconds * 1e6)))
 
 
 async def closed_loop(
@@ -252,17 +248,3 @@ def poisson(rate: float, seconds: float, seed: int = 0) -> NDArray[np.float64]:
     gaps = rng.exponential(1 / rate, size=max(1, round(rate * seconds * 1.5) + 20))
     times = np.cumsum(gaps)
     return times[: max(1, int(np.searchsorted(times, seconds)))]
-
-
-def rescaled(arrivals: NDArray[np.float64], rate: float, seconds: float) -> NDArray[np.float64]:
-    """Scale recorded arrival times to a mean rate; their burstiness stays.
-
-    Args:
-        arrivals: float64 [n] seconds, ascending, at least two.
-
-    Returns:
-        float64 [m] seconds from 0, ascending.
-    """
-    recorded_rate = (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
-    times: NDArray[np.float64] = (arrivals - arrivals[0]) * (recorded_rate / rate)
-    return times[times <= seconds]

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
-from cloze.bench.peers.torch_encoder import TorchEncoder
 from cloze.bench.result import COMPARED, ONE_LENGTH, Cell
 from cloze.bench.sizes import SIZES, flops, random_bundle, squad_lengths
 from cloze.bench.throughput import batches_for, cut_batches, rounds_per_s, run_all
+from cloze.bench.torch_encoder import TorchEncoder
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD

@@ -94,14 +94,14 @@ def count_pods(result: Result, mix: Mapping[str, float], rate: float, pod_cores:
     servers = [subject for subject, engine in engines if engine not in ("", subject)]
     if len(servers) != 1:
         raise ValueError(f"the result has {len(servers)} servers ({', '.join(servers)}), not one")
-    closed = [load for load in result.arrivals() if load.kind is LoadKind.CLOSED]
+    closed = [load for load in result.loads() if load.kind is LoadKind.CLOSED]
     kinds = []
     for texts, share in mix.items():
         name = label_of(texts)
         label = name if len(result.texts) > 1 else ""
         loads = [load for load in closed if load.label == label and name in result.texts]
         most = max(loads, key=lambda load: load.number or 0, default=None)
-        cpu_ms = most and result.median(servers[0], most.name, "cpu_ms")
+        cpu_ms = most and result.median(servers[0], most, "cpu_ms")
         if not cpu_ms:
             measured = ", ".join(result.texts)
             raise ValueError(f"the result has no {name!r} (it has {measured})")

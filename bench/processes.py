@@ -1,6 +1,5 @@
 """Runs a measured server as a process: starts it, waits until it is ready, and stops it."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -8,16 +7,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cloze.bench.errors import BenchError
+import psutil
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+from cloze.bench.errors import BenchError
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -32,19 +30,32 @@ class RunningServer:
 
     def cpu_s(self) -> float:
         """Return the processor time of the server and its children so far, in seconds."""
-        return sum(_cpu_s_and_rss_mb(pid)[0] for pid in process_tree(self.pid))
+        return self._sum(lambda process: sum(process.cpu_times()[:2]))  # user and system
 
     def rss_mb(self) -> float:
         """Return the resident memory of the server and its children, in MB."""
-        return sum(_cpu_s_and_rss_mb(pid)[1] for pid in process_tree(self.pid))
+        return self._sum(lambda process: process.memory_info().rss / 1e6)
 
     def pss_mb(self) -> float:
         """Return the memory that the server and its children take from the machine, in MB.
 
         Resident memory counts a page once per mapping. Here, a page that is mapped several times
-        counts once, and one that other processes map too counts in part.
+        counts once, and one that other processes map too counts in part. The figure is 0 where the
+        system does not count so.
         """
-        return sum(map(_pss_mb, process_tree(self.pid)))
+        return self._sum(lambda process: getattr(process.memory_full_info(), "pss", 0) / 1e6)
+
+    def _sum(self, value: Callable[[psutil.Process], float]) -> float:
+        total = 0.0
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                total += value(process)
+        return total
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server's process, and all its descendants."""
+        server = psutil.Process(self.pid)
+        return [server, *server.children(recursive=True)]
 
 
 def free_port() -> int:
@@ -123,34 +134,3 @@ def _is_ready(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def process_tree(pid: int) -> list[int]:
-    """Return the ids of a process and of all its descendants."""
-    pids = [pid]
-    for parent in pids:
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-        except OSError:
-            continue
-        pids += [int(child) for child in children.split()]
-    return pids
-
-
-def _cpu_s_and_rss_mb(pid: int) -> tuple[float, float]:
-    """Return processor seconds and resident MB; zeros if the process has exited."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0.0, 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, pages * _PAGE_BYTES / 1e6
-
-
-def _pss_mb(pid: int) -> float:
-    """Return the proportional set size in MB; 0 if the process has exited."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))

@@ -1,9 +1,8 @@
 """Formats a result as Markdown tables."""
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, Load, LoadKind, Result
+from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, LoadKind, Result
 
 _COLUMNS = {
     "texts/s": "texts_per_s",
@@ -22,7 +21,7 @@ def table(result: Result) -> str:
     """Format the machine, the starts, the engines, and one row per subject and load."""
     lines = [*_heading(result), *_starts(result), *_one_length(result), *_compared(result)]
     if result.turns:
-        lines += [*_turns(result), *_ratios(result), *_lengths(result), *_parts(result)]
+        lines += [*_turns(result), *_ratios(result), *_parts(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -80,7 +79,7 @@ def _turns(result: Result) -> list[str]:
             if measured := result.of(subject, load):
                 medians = [result.median(subject, load, name) for name in _COLUMNS.values()]
                 failed = sum(sum(turn.failed.values()) for turn in measured)
-                lines.append(_row([load, subject, *map(_figure, medians), str(failed or "")]))
+                lines.append(_row([load.name, subject, *map(_figure, medians), str(failed or "")]))
     return lines
 
 
@@ -140,61 +139,22 @@ def _ratios(result: Result) -> list[str]:
     engines = result.engines()
     servers = [subject for subject, engine in engines.items() if engine not in ("", subject)]
     peers = [subject for subject, engine in engines.items() if not engine]
-    rows = []
-    for load in (load for load in result.arrivals() if load.kind is LoadKind.CLOSED):
-        for server in servers:
-            ours = result.median(server, load.name, "texts_per_s")
-            for other in (engines[server], *peers):
-                theirs = result.median(other, load.name, "texts_per_s")
-                if ours and theirs:
-                    is_engine = other == engines[server]
-                    left = _share_without_client(result, server, load) if is_engine else 0.0
-                    apart = f"{ours / theirs / left:.2f}" if left else ""
-                    rows.append(_row([load.name, server, other, f"{ours / theirs:.2f}", apart]))
-    if not rows:
-        return []
-    title = (
-        "Texts per second of one over those of the other. The last column takes the processor time "
-        "of the load generator from the engine, which was measured without one:"
-    )
-    return ["", title, "", *_header(["load", "one", "other", "ratio", "client apart"]), *rows]
-
-
-def _share_without_client(result: Result, server: str, load: Load) -> float:
-    """Return the share of the machine that the load generator leaves; 0 if it is not known.
-
-    With one client, the load generator waits while the server works, and takes nothing from it.
-    """
-    turns = [turn for turn in result.of(server, load.name) if turn.seconds]
-    if load.number == 1 or not turns:
-        return 0.0
-    cores = int(result.machine["cores"])
-    shares = (turn.client_cpu_s / turn.seconds / cores for turn in turns)
-    return 1 - statistics.median(shares)
-
-
-def _lengths(result: Result) -> list[str]:
-    """Return the latency by class of length, for the loads in which requests wait for others."""
     rows = [
-        _row(
-            [
-                load.name,
-                subject,
-                name,
-                _figure(latency["p50"]),
-                _figure(latency["p99"]),
-                f"{latency['p99'] / latency['p50']:.1f}",
-            ]
-        )
-        for load in result.arrivals()
-        if (load.kind, load.number) != (LoadKind.CLOSED, 1)
-        for subject in result.subjects()
-        for name, latency in result.lengths(subject, load.name).items()
+        _row([load.name, server, other, f"{ours / theirs:.2f}"])
+        for load in result.loads()
+        if load.kind is LoadKind.CLOSED
+        for server in servers
+        for other in (engines[server], *peers)
+        if (ours := result.median(server, load, "texts_per_s"))
+        and (theirs := result.median(other, load, "texts_per_s"))
     ]
     if not rows:
         return []
-    columns = ["load", "subject", "length", "p50 ms", "p99 ms", "p99 / p50"]
-    return ["", "Latency by length of the text:", "", *_header(columns), *rows]
+    title = (
+        "Texts per second of one over those of the other. The engine alone has no load generator "
+        "beside it:"
+    )
+    return ["", title, "", *_header(["load", "one", "other", "ratio"]), *rows]
 
 
 def _parts(result: Result) -> list[str]:
@@ -214,7 +174,7 @@ def _parts(result: Result) -> list[str]:
         "",
         *_header(["load", "subject", *names]),
         *(
-            _row([load, subject, *(_figure(parts[name]) for name in names)])
+            _row([load.name, subject, *(_figure(parts[name]) for name in names)])
             for (load, subject), parts in rows.items()
         ),
     ]

@@ -1,14 +1,14 @@
 """The figures of a measurement, as values and as JSON."""
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hdrh.histogram import HdrHistogram
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cloze.bench.load import LoadResult
 
@@ -21,7 +21,6 @@ class LoadKind(StrEnum):
     CLOSED = "closed"
     PAUSE = "pause"
     POISSON = "poisson"
-    RECORDED = "recorded"
     BESIDE_BULK = "single beside bulk"
 
 
@@ -70,7 +69,6 @@ class Turn:
     """One measurement of one subject under one load.
 
     Attributes:
-        load: name of the load, see `Load`.
         texts_per_s: texts of requests answered with status 200, per second.
         requests_per_s: requests answered with status 200, per second.
         answered: requests answered with status 200.
@@ -78,13 +76,11 @@ class Turn:
         failed: number of other answers by status; "0" is a connection that closed.
         seconds: duration of the load.
         client_cpu_s: processor time of the load generator, in seconds.
-        by_length: percentiles of the answered requests, by class of length.
         engine: the engine alone on the same model; "" for a peer.
-        arrivals: the load; None in files of earlier versions.
     """
 
     subject: str
-    load: str
+    load: Load
     turn: int
     texts_per_s: float
     requests_per_s: float = 0.0
@@ -98,9 +94,7 @@ class Turn:
     stolen: float = 0.0
     seconds: float = 0.0
     client_cpu_s: float = 0.0
-    by_length: dict[str, dict[str, float]] = field(default_factory=dict)
     engine: str = ""
-    arrivals: Load | None = None
 
     @property
     def cpu_ms(self) -> float:
@@ -132,7 +126,7 @@ def make_turn(
     }
     return Turn(
         subject,
-        load.name,
+        load,
         turn,
         texts_per_s=measured.texts / measured.seconds,
         requests_per_s=measured.requests / measured.seconds,
@@ -142,9 +136,7 @@ def make_turn(
         **asdict(usage),
         seconds=measured.seconds,
         client_cpu_s=measured.client_cpu_s,
-        by_length={name: _latency_ms(group) for name, group in measured.by_group.items()},
         engine=engine,
-        arrivals=load,
     )
 
 
@@ -200,17 +192,19 @@ class Result:
 
     Attributes:
         machine: processor, cores, memory and system.
-        texts: of each set: source, number, and mean length in tokens.
+        texts: source, number and mean length in tokens of each set, by label.
         cells: of engines alone, by sequence length and batch size.
         notes: what a reader must consider.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     command: str
     date: str
     machine: dict[str, str]
     versions: Mapping[str, Mapping[str, str]]
     model: str
-    texts: dict[str, Any]
+    texts: dict[str, str]
     turns: list[Turn]
     starts: list[ServerStart]
     cells: list[Cell] = field(default_factory=list)
@@ -224,38 +218,21 @@ class Result:
         """Return the engine alone of each subject; "" for a peer."""
         return {turn.subject: turn.engine for turn in self.turns}
 
-    def arrivals(self) -> list[Load]:
-        """Return the loads that have a kind, in the order of their measurement."""
-        return list(dict.fromkeys(turn.arrivals for turn in self.turns if turn.arrivals))
-
-    def loads(self) -> list[str]:
+    def loads(self) -> list[Load]:
         """Return the loads in the order of their measurement."""
         return list(dict.fromkeys(turn.load for turn in self.turns))
 
-    def of(self, subject: str, load: str) -> list[Turn]:
+    def of(self, subject: str, load: Load) -> list[Turn]:
         """Return all turns of a subject under a load."""
         return [turn for turn in self.turns if (turn.subject, turn.load) == (subject, load)]
 
-    def median(self, subject: str, load: str, figure: str) -> float | None:
+    def median(self, subject: str, load: Load, figure: str) -> float | None:
         """Return the median of a figure over the turns; None if no turn has the figure."""
         values = [turn.figure(figure) for turn in self.of(subject, load)]
         measured = [value for value in values if value is not None]
         return statistics.median(measured) if measured else None
 
-    def lengths(self, subject: str, load: str) -> dict[str, dict[str, float]]:
-        """Return the medians of `Turn.by_length`, by class and percentile."""
-        turns = self.of(subject, load)
-        names = dict.fromkeys(name for turn in turns for name in turn.by_length)
-        classes = {}
-        for name in names:
-            measured = [turn.by_length[name] for turn in turns if turn.by_length.get(name)]
-            classes[name] = {
-                figure: statistics.median(latency[figure] for latency in measured)
-                for figure in measured[0]
-            }
-        return classes
-
-    def parts(self, subject: str, load: str) -> dict[str, float]:
+    def parts(self, subject: str, load: Load) -> dict[str, float]:
         """Return the medians of `Turn.parts_ms`, by part."""
         parts = [turn.parts_ms for turn in self.of(subject, load) if turn.parts_ms]
         names = parts[0] if parts else ()
@@ -263,7 +240,7 @@ class Result:
 
     def to_json(self) -> str:
         """Return the result as JSON text, for `from_json`."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return _JSON.dump_json(self, indent=1).decode() + "\n"
 
     @classmethod
     def from_json(cls, file: Path) -> Self:
@@ -274,16 +251,10 @@ class Result:
             OSError: the file cannot be read.
         """
         try:
-            body = json.loads(file.read_text())
-            turns = [_turn(turn) for turn in body.pop("turns")]
-            starts = [ServerStart(**start) for start in body.pop("starts")]
-            cells = [Cell(**cell) for cell in body.pop("cells", ())]
-            return cls(**body, turns=turns, starts=starts, cells=cells)
-        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{file} is no result of cloze bench ({error})") from error
+            return _JSON.validate_json(file.read_bytes())  # type: ignore[return-value]
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ValueError(f"{file} is no result of cloze bench ({reason})") from error
 
 
-def _turn(values: dict[str, Any]) -> Turn:
-    load = values.pop("arrivals", None)
-    arrivals = load and Load(LoadKind(load.pop("kind")), **load)
-    return Turn(**values, arrivals=arrivals)
+_JSON = TypeAdapter(Result)

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import uvloop
-from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
-from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson
 from cloze.bench.machine import processor_time, stolen_share
 from cloze.bench.parts import parts_ms, scrape
 from cloze.bench.processes import RunningServer
@@ -30,9 +28,6 @@ _BULK_LEAD_S = 0.5
 _ATTEMPTS = 4
 """Most runs of a load, on a host whose other guests take too much."""
 
-_CLASSES = (32, 128)
-"""Largest lengths of the classes of length, in tokens; one more class has the longer texts."""
-
 Report = Callable[[str], None]
 """Receives the figures, one line each."""
 
@@ -46,8 +41,6 @@ class Plan:
         pauses: milliseconds between an answer and the next request of one client, one load each.
         shares: of the open loops: arrivals per second over the rate of the closed loop with the
             most clients.
-        arrivals: recorded arrival times in seconds, float64 [n], replayed at the same shares; None:
-            no recording.
         texts_per_request: of all loads.
         bulk: whether to measure single requests beside one client whose bulk requests of 2,048
             texts never stop.
@@ -59,7 +52,6 @@ class Plan:
     clients: tuple[int, ...] = (1, 32)
     pauses: tuple[float, ...] = ()
     shares: tuple[float, ...] = (0.7,)
-    arrivals: NDArray[np.float64] | None = None
     texts_per_request: int = 1
     bulk: bool = True
     seconds: float = 10.0
@@ -91,7 +83,6 @@ def measure(
     texts: Sequence[str],
     plan: Plan,
     report: Report,
-    lengths: Sequence[int] | None = None,
 ) -> Measured:
     """Run the plan.
 
@@ -100,44 +91,29 @@ def measure(
     Args:
         engines: by name; each opens one engine.
         servers: measured over HTTP.
-        lengths: tokens of each text; with them, latencies are also counted per class of length.
     """
-    groups = [length_class(length) for length in lengths] if lengths else [""] * len(texts)
     result = Measured()
-
-    def leave_out(number: int, server: MeasuredServer, reason: object) -> None:
-        line = f"turn {number}: {server.name} is left out: {reason}"
-        result.left_out.append(line)
-        report(line)
-
     for number in range(plan.turns):
         for name, open_engine in engines.items():
             measured = _measure_engine(name, open_engine(), plan, number)
             result.turns += measured
             _report_turns(measured, report)
         for server in servers:
-            if plan.texts_per_request > server.max_texts:
-                leave_out(number, server, f"it takes {server.max_texts} texts per request")
-                continue
             try:
                 with server.start() as process:
                     result.starts.append(
                         ServerStart(server.name, process.ready_s, process.rss_mb())
                     )
-                    loads = _ServerLoads(server, process, texts, groups, plan, number)
+                    loads = _ServerLoads(server, process, texts, plan, number)
                     measured = uvloop.run(loads.measure())
             except BenchError as error:
-                leave_out(number, server, error)
+                line = f"turn {number}: {server.name} is left out: {error}"
+                result.left_out.append(line)
+                report(line)
             else:
                 result.turns += measured
                 _report_turns(measured, report)
     return result
-
-
-def length_class(tokens: int) -> str:
-    """Return the name of the class of length of a text."""
-    fitting = [limit for limit in _CLASSES if tokens <= limit]
-    return f"to {fitting[0]} tokens" if fitting else f"above {_CLASSES[-1]} tokens"
 
 
 def _report_turns(turns: Sequence[Turn], report: Report) -> None:
@@ -148,7 +124,7 @@ def _report_turns(turns: Sequence[Turn], report: Report) -> None:
             if name in turn.latency_ms
         )
         failed = f", failed {turn.failed}" if turn.failed else ""
-        title = f"turn {turn.turn}: {turn.load}, {turn.subject}"
+        title = f"turn {turn.turn}: {turn.load.name}, {turn.subject}"
         report(f"{title}: {turn.texts_per_s:.1f} texts/s{latency}{failed}")
 
 
@@ -164,7 +140,7 @@ def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> 
     if plan.texts_per_request > 1 or max(plan.clients) > 1:
         load = plan.closed(max(plan.clients))
         rate, stolen = _quietest(lambda: engine.texts_per_s(plan.seconds), plan)
-        turns.append(Turn(name, load.name, number, rate, stolen=stolen, engine=name, arrivals=load))
+        turns.append(Turn(name, load, number, rate, stolen=stolen, engine=name))
     return turns
 
 
@@ -187,20 +163,14 @@ class _ServerLoads:
         server: MeasuredServer,
         process: RunningServer,
         texts: Sequence[str],
-        groups: Sequence[str],
         plan: Plan,
         number: int,
     ) -> None:
         self._server, self._process, self._texts = server, process, texts
         self._plan, self._number = plan, number
         # A slow server answers few of the texts; a new order in each turn gives it other texts.
-        pairs = list(zip(texts, groups, strict=True))
-        random.Random(number).shuffle(pairs)
-        shuffled = [text for text, _ in pairs]
-        if plan.texts_per_request == 1:
-            self._requests = server.single_requests(shuffled, [group for _, group in pairs])
-        else:
-            self._requests = server.requests(shuffled, each=plan.texts_per_request)
+        shuffled = random.Random(number).sample(texts, len(texts))
+        self._requests = server.requests(shuffled, each=plan.texts_per_request)
         self._turns: list[Turn] = []
 
     async def measure(self) -> list[Turn]:
@@ -212,7 +182,7 @@ class _ServerLoads:
             await self._record(self._plan.load(LoadKind.PAUSE, pause), run)
         if capacity:
             await self._open_loops(capacity)
-        if self._plan.bulk and self._server.max_texts >= _BULK_TEXTS:
+        if self._plan.bulk:
             load = self._plan.load(LoadKind.BESIDE_BULK)
             await self._record(load, self._beside_bulk, parts=False)
         return self._turns
@@ -228,9 +198,9 @@ class _ServerLoads:
 
     async def _open_loops(self, capacity: float) -> None:
         for share in self._plan.shares:
-            for kind, times in _arrivals(capacity * share, self._plan, self._number):
-                run = partial(open_loop, self._process.url, self._requests, times)
-                await self._record(self._plan.load(kind, share), run)
+            times = poisson(capacity * share, self._plan.seconds, seed=self._number)
+            run = partial(open_loop, self._process.url, self._requests, times)
+            await self._record(self._plan.load(LoadKind.POISSON, share), run)
 
     async def _closed_loop(self, clients: int, seconds: float, pause_s: float = 0.0) -> LoadResult:
         return await closed_loop(
@@ -282,11 +252,3 @@ class _ServerLoads:
             if status != 200:
                 single.statuses[status] += count
         return single
-
-
-def _arrivals(rate: float, plan: Plan, number: int) -> list[tuple[LoadKind, NDArray[np.float64]]]:
-    """Return the kinds of arrivals at `rate` per second, and the times of each."""
-    kinds = [(LoadKind.POISSON, poisson(rate, plan.seconds, seed=number))]
-    if plan.arrivals is not None:
-        kinds.append((LoadKind.RECORDED, rescaled(plan.arrivals, rate, plan.seconds)))
-    return kinds

@@ -1,20 +1,14 @@
 """The options of ``cloze bench run``, and the texts, engines and servers that they select."""
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cloze.bench.errors import BenchError
 from cloze.bench.machine import installed_versions
-from cloze.bench.peers import PEERS
-from cloze.bench.peers.peer import Peer, PeerModel
+from cloze.bench.peers import PEERS, Peer
 from cloze.bench.run import Plan
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import EngineAlone, MeasuredModel, cloze_server
@@ -66,7 +60,7 @@ class Selection:
         """Return what the options select.
 
         Raises:
-            BenchError: a peer does not start, lacks its checkpoint, or does not serve the task.
+            BenchError: a peer does not start, has no checkpoint, or does not serve the task.
             StoreError: a bundle cannot be opened.
             ValueError: a file of texts is unusable.
             OSError: a file cannot be read.
@@ -82,9 +76,9 @@ class Selection:
             for number in options.frontends
         ]
         versions: dict[str, Mapping[str, str]] = {"Cloze": installed_versions()}
-        for peer, program, model in _peers(options):
-            servers += peer.servers(program, model)
-            versions[peer.title] = peer.versions(program, model)
+        for peer, python, checkpoint in _peers(options):
+            servers += peer.servers(python, checkpoint, options.backends)
+            versions[peer.title] = peer.versions(python, options.backends)
         return cls(_text_sets(options, task), dict(engines), servers, versions)
 
 
@@ -104,22 +98,19 @@ def _models(options: RunOptions, task: Task) -> dict[str, MeasuredModel]:
     return models
 
 
-def _peers(options: RunOptions) -> Iterator[tuple[Peer, str, PeerModel]]:
-    """Yield the peers to measure, with their programs and what they serve."""
-    manifest = Store(options.model_store).manifest(options.models[0])
+def _peers(options: RunOptions) -> Iterator[tuple[Peer, str, Path]]:
+    """Yield the peers to measure, with their interpreters and the checkpoint that they serve."""
     for peer in PEERS:
-        program = options.peers.get(peer.option)
-        if program is None:
+        python = options.peers.get(peer.option)
+        if python is None:
             continue
         if options.checkpoint is None:
             raise BenchError("peers need the weights as a checkpoint: give --checkpoint")
         if not (options.checkpoint / "config.json").is_file():
             raise BenchError(f"{options.checkpoint} is no checkpoint: it has no config.json")
-        if options.task not in peer.tasks:
+        if options.task != "embed":
             raise BenchError(f"{peer.title} does not serve {options.task}")
-        pooling = manifest.embedding.pooling if manifest.embedding else "mean"
-        checkpoint = options.checkpoint.resolve()
-        yield peer, program, PeerModel(checkpoint, options.task, str(pooling), options.backends)
+        yield peer, python, options.checkpoint.resolve()
 
 
 def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
@@ -142,24 +133,3 @@ def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
 def label_of(texts: str) -> str:
     """Return the name of a set of texts in a result."""
     return Path(texts).name.split(".")[0]
-
-
-def read_arrivals(file: Path) -> NDArray[np.float64]:
-    """Read arrival times from the column ``timestamp`` of a CSV file.
-
-    Returns:
-        float64 [n] seconds since the first arrival, ascending.
-
-    Raises:
-        ValueError: the file has no such column, or fewer than two times.
-        OSError: the file cannot be read.
-    """
-    with file.open(newline="") as stream:
-        reader = csv.DictReader(stream)
-        if "timestamp" not in (reader.fieldnames or ()):
-            raise ValueError(f"{file} has no column 'timestamp'")
-        # Recorded times may have more digits than the six of a microsecond.
-        times = [datetime.fromisoformat(row["timestamp"][:26]).timestamp() for row in reader]
-    if len(times) < 2 or times[0] == times[-1]:
-        raise ValueError(f"{file} has fewer than two arrival times")
-    return np.sort(np.asarray(times)) - min(times)

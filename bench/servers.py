@@ -33,7 +33,6 @@ class MeasuredServer:
     extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     parts: bool = False
-    max_texts: int = 2048
     ready_timeout_s: float = 180.0
     engine: str = ""
 
@@ -54,16 +53,14 @@ class MeasuredServer:
         )
 
     def requests(self, texts: Sequence[str], *, each: int) -> list[Request]:
-        """Return requests of `each` texts; the last one may have fewer."""
-        starts = range(0, len(texts), each)
-        return [self._request(texts[start : start + each]) for start in starts]
+        """Return requests of `each` texts; the last one may have fewer.
 
-    def single_requests(self, texts: Sequence[str], groups: Sequence[str]) -> list[Request]:
-        """Return a request per text, which is sent as a string; `groups` has the group of each."""
-        pairs = zip(texts, groups, strict=True)
-        return [self._request(text, group) for text, group in pairs]
-
-    def _request(self, inputs: str | Sequence[str], group: str = "") -> Request:
-        body = orjson.dumps({self.field: inputs} | dict(self.extra))
-        texts = 1 if isinstance(inputs, str) else len(inputs)
-        return Request(post(self.path, body), texts, group)
+        A text alone is sent as a string, not as a list.
+        """
+        requests = []
+        for start in range(0, len(texts), each):
+            part = texts[start : start + each]
+            inputs = part[0] if each == 1 else part
+            body = orjson.dumps({self.field: inputs} | dict(self.extra))
+            requests.append(Request(post(self.path, body), len(part)))
+        return requests

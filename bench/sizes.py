@@ -4,6 +4,7 @@ The cost of a batch depends on the sizes of the matrices, not on the values of t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from string import ascii_lowercase
@@ -22,34 +23,13 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 
-
-def _size(
-    family: str,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    *,
-    vocab_size: int = 30522,
-    max_positions: int = 512,
-) -> EncoderConfig:
-    types = 2 if family == "bert" else 0
-    return EncoderConfig(
-        family,
-        vocab_size,
-        hidden_size,
-        layers,
-        heads,
-        4 * hidden_size,
-        max_positions=max_positions,
-        type_vocab_size=types,
-    )
-
+_BASE = EncoderConfig("bert", 30522, 768, 12, 12, 3072, max_positions=512, type_vocab_size=2)
 
 SIZES = {
-    "bert-base": _size("bert", 12, 768, 12),
-    "bert-large": _size("bert", 24, 1024, 16),
-    "distilbert": _size("distilbert", 6, 768, 12),
-    "tiny": _size("bert", 2, 64, 2, vocab_size=1000, max_positions=64),
+    "bert-base": _BASE,
+    "bert-large": replace(_BASE, hidden_size=1024, layers=24, heads=16, intermediate_size=4096),
+    "distilbert": replace(_BASE, family="distilbert", layers=6, type_vocab_size=0),
+    "tiny": EncoderConfig("bert", 1000, 64, 2, 2, 256, max_positions=64, type_vocab_size=2),
 }
 """Devlin et al. 2019, section 3; Sanh et al. 2019, section 3; ``tiny`` tests the measurement."""
 

@@ -1,9 +1,9 @@
 """Measures how fast an engine runs batches on as many workers as a server has."""
 
-import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from cloze.model_store.batch import Encoding
 from cloze.service.core import Engine
@@ -24,28 +24,8 @@ def run_all(engine: Engine, batches: Sequence[Sequence[Encoding]], workers: int)
     Raises:
         Exception: the first exception of the engine.
     """
-    waiting = list(batches)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            while True:
-                with lock:
-                    if not waiting or errors:
-                        return
-                    batch = waiting.pop()
-                engine.run(batch)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(workers) as pool:
+        deque(pool.map(engine.run, reversed(batches)), maxlen=0)
 
 
 def cut_batches(encodings: Sequence[Encoding], batch_tokens: int) -> list[list[Encoding]]:

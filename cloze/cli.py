@@ -20,7 +20,6 @@ from click.core import ParameterSource
 
 from cloze.ask import ask
 from cloze.audit_command import audit
-from cloze.bench_command import bench
 from cloze.bulk_command import bulk
 from cloze.doctor import doctor
 from cloze.failing import fail
@@ -298,6 +297,32 @@ def _print_exported(bundle: Bundle) -> None:
     )
     for precision, gate in gates(manifest).items():
         click.echo(f"{precision} beside the checkpoint: {measured(gate)}")
+
+
+class _Bench(click.Group):
+    """A group whose commands are imported at the first use: a serving image has no `bench`."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command."""
+        self._import()
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        self._import()
+        return super().list_commands(ctx)
+
+    def _import(self) -> None:
+        try:
+            from cloze.bench.command import COMMANDS
+        except ModuleNotFoundError as error:
+            fail(f"bench needs {error.name}; install it with: {install_command('bench')}")
+        self.commands = COMMANDS
+
+
+@click.group(cls=_Bench)
+def bench() -> None:
+    """Measure the engine alone, the server, and other servers, in turns in one run."""
 
 
 cli.add_command(audit)

@@ -24,7 +24,7 @@ _EXTRAS = {
     "client": ("httpx", "tqdm"),
     "export": ("huggingface_hub", "onnx", "safetensors", "torch"),
     "train": ("matplotlib", "torch"),
-    "bench": ("hdrh", "matplotlib"),
+    "bench": ("hdrh", "psutil"),
 }
 """The modules of each extra."""
 

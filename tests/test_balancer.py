@@ -19,10 +19,10 @@ import pytest
 import uvloop
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from cloze.bench.haproxy import CLIENTS, balancing, listening, load_with_a_loss
 from cloze.bench.http_client import Request, post
 from cloze.bench.load import closed_loop
 from cloze.bench.processes import RunningServer, free_port
+from tests.haproxy import CLIENTS, balancing, listening, load_with_a_loss
 from tests.serving import Server, running_server
 
 

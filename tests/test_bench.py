@@ -5,11 +5,12 @@ results.
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -27,9 +28,7 @@ from cloze.bench import device, one_size, run, sizes
 from cloze.bench.compare import compare
 from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Connection, Request, post
-from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
-from cloze.bench.plots import draw
-from cloze.bench.probe import probing
+from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson
 from cloze.bench.processes import running
 from cloze.bench.report import table
 from cloze.bench.result import (
@@ -42,7 +41,6 @@ from cloze.bench.result import (
     Turn,
     make_turn,
 )
-from cloze.bench.retries import Retries, retrying_loop
 from cloze.bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
 from cloze.export.graph.reference import ReferenceSession
@@ -60,11 +58,9 @@ WORDS = ["river", "stone", "house", "winter"]
 
 
 @contextmanager
-def stub(
-    stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0, refused: int = 0
-) -> Iterator[str]:
+def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterator[str]:
     """A server that answers after ``delay``, but nobody between ``stall``'s two seconds after its
-    first request. It refuses the first requests at once, for 0.3 s.
+    first request.
     """
     loop = asyncio.new_event_loop()
     first: list[float] = []
@@ -76,10 +72,6 @@ def stub(
                 int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             )
             first.append(time.perf_counter())
-            if len(first) <= refused:
-                told = b"Retry-After: 0.3\r\ncontent-length: 0\r\n\r\n"
-                writer.write(b"HTTP/1.1 429 Too Many Requests\r\n" + told)
-                continue
             since = time.perf_counter() - first[0]
             if stall[0] <= since < stall[1]:
                 await asyncio.sleep(stall[1] - since)
@@ -148,77 +140,6 @@ def test_a_pause_lies_between_requests_and_is_no_latency() -> None:
     assert found.latencies.get_value_at_percentile(50) < 200_000
 
 
-def retried(*, refused: int, waits: bool, lead_in_s: float = 0.0) -> Retries:
-    """A loop of one connection that is answered after 0.1 s, if it is not refused."""
-    with stub(delay=0.1, refused=refused) as url:
-        loop = retrying_loop(
-            url, REQUESTS, clients=1, seconds=0.75, waits=waits, lead_in_s=lead_in_s
-        )
-        return asyncio.run(loop)
-
-
-def test_a_refused_client_waits_as_told() -> None:
-    """One refusal, 0.3 s, then an answer each 0.1 s. The refused request needed two tries."""
-    found = retried(refused=1, waits=True)
-    assert found.statuses[429] == 1
-    assert found.told == {0.3: 1}
-    assert found.admitted[2] == 1
-    assert found.admitted.total() <= 5
-    assert found.soon_admitted == 1.0
-
-
-def test_a_client_that_does_not_wait_is_refused_again_at_once() -> None:
-    """50 refusals would take 15 s if it waited; they are tries of one request."""
-    found = retried(refused=50, waits=False)
-    assert found.told == {0.3: 50}
-    assert found.admitted[51] == 1
-    assert found.refused_twice == 1
-    assert found.soon_admitted < 1.0
-
-
-def test_answers_of_the_lead_in_do_not_count_but_its_refusals_do() -> None:
-    """0.75 s and 0.75 s: 7 answers of 0.1 s in each at most."""
-    found = retried(refused=1, waits=False, lead_in_s=0.75)
-    assert found.statuses[429] == 1
-    assert 0 < found.latencies.get_total_count() < found.statuses[200]
-    assert found.answers_per_s == found.latencies.get_total_count() / 0.75
-
-
-class StallsOnce(BaseHTTPRequestHandler):
-    """Answers the first request after 0.5 s, and the others at once."""
-
-    stalled = False
-
-    def do_GET(self) -> None:
-        if not StallsOnce.stalled:
-            StallsOnce.stalled = True
-            time.sleep(0.5)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-def test_a_stall_is_charged_to_every_probe_that_was_due() -> None:
-    """Those that were due 0, 0.1, 0.2 and 0.3 s after the start took 0.2 s or more, not one."""
-    with HTTPServer(("127.0.0.1", 0), StallsOnce) as stub_server:
-        thread = Thread(target=stub_server.serve_forever)
-        thread.start()
-        with probing(f"http://127.0.0.1:{stub_server.server_port}/") as seconds:
-            time.sleep(1.5)
-        stub_server.shutdown()
-        thread.join()
-    assert sum(each > 0.19 for each in seconds) >= 4
-    assert len(seconds) > 6
-
-
-def test_a_probe_without_an_answer_is_a_slow_one() -> None:
-    with probing("http://127.0.0.1:9/") as seconds:
-        time.sleep(0.5)
-    assert set(seconds) == {10.0}
-
-
 def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
     """As a peer's uvicorn does after 5 s: not a failure of the server."""
     with stub() as url:
@@ -273,19 +194,6 @@ def test_poisson_arrivals_come_at_their_rate(rate: float, seed: int) -> None:
     assert abs(len(times) - rate * 20) < 6 * np.sqrt(rate * 20) + 1
 
 
-@given(st.lists(st.floats(0.001, 10), min_size=3, max_size=50), st.floats(0.5, 50))
-def test_recorded_arrivals_keep_their_bursts_at_another_rate(
-    gaps: list[float], rate: float
-) -> None:
-    times = np.cumsum(gaps)
-    scaled = rescaled(times, rate, float("inf"))
-    assert scaled[0] == 0
-    np.testing.assert_allclose((len(times) - 1) / scaled[-1], rate)
-    np.testing.assert_allclose(
-        np.diff(scaled) / np.diff(times), scaled[-1] / (times[-1] - times[0])
-    )
-
-
 def test_made_texts_are_as_long_as_real_ones_and_always_the_same() -> None:
     texts = make_texts(WORDS, 3000).texts
     assert texts == make_texts(WORDS, 3000).texts
@@ -320,15 +228,18 @@ def result(*turns: Turn) -> Result:
         {"processor": "one", "cores": "2"},
         {"Cloze": {"cloze": "0"}},
         "m@1",
-        {"count": 1},
+        {"mixed": "one"},
         list(turns),
         [],
     )
 
 
+CLOSED = Load(LoadKind.CLOSED, 32)
+
+
 def turns(subject: str, speeds: list[float]) -> list[Turn]:
     return [
-        Turn(subject, "closed 32", number, speed, latency_ms={"p50": 1000 / speed})
+        Turn(subject, CLOSED, number, speed, latency_ms={"p50": 1000 / speed})
         for number, speed in enumerate(speeds)
     ]
 
@@ -352,11 +263,9 @@ def test_only_what_moved_beyond_the_turns_spread_is_named() -> None:
 
 
 def test_a_result_that_fails_is_worse() -> None:
-    good = Turn("one", "closed 32", 0, 100.0, answered=50, latency_ms={"p50": 10.0})
-    half = Turn(
-        "one", "closed 32", 0, 100.0, answered=25, failed={"429": 25}, latency_ms={"p50": 5.0}
-    )
-    nothing = Turn("one", "closed 32", 0, 0.0, failed={"500": 50})
+    good = Turn("one", CLOSED, 0, 100.0, answered=50, latency_ms={"p50": 10.0})
+    half = Turn("one", CLOSED, 0, 100.0, answered=25, failed={"429": 25}, latency_ms={"p50": 5.0})
+    nothing = Turn("one", CLOSED, 0, 0.0, failed={"500": 50})
     verdicts = {move.figure: move.verdict for move in compare(result(good), result(half))}
     assert (verdicts["failed"], verdicts["p50"]) == ("worse", "better")
     verdicts = {move.figure: move.verdict for move in compare(result(good), result(nothing))}
@@ -367,7 +276,7 @@ def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
     original = result(*turns("one", [1.0, 2.0]))
     (tmp_path / "result.json").write_text(original.to_json())
     assert Result.from_json(tmp_path / "result.json") == original
-    assert original.median("one", "closed 32", "texts_per_s") == 1.5
+    assert original.median("one", CLOSED, "texts_per_s") == 1.5
     for content in (
         "",
         "[]",
@@ -396,7 +305,7 @@ def test_a_load_runs_again_while_other_guests_take_too_much(
     assert run._quietest(lambda: next(figures), run.Plan(max_stolen=0.05)) == expected
 
 
-def test_a_server_stands_beside_its_engine_and_the_peers(tmp_path: Path) -> None:
+def test_a_server_stands_beside_its_engine_and_the_peers() -> None:
     """Names do not decide what is what: only the records do."""
     load = Load(LoadKind.CLOSED, 4, "closed texts")
     assert load.name == "closed 4 closed texts"
@@ -413,18 +322,6 @@ def test_a_server_stands_beside_its_engine_and_the_peers(tmp_path: Path) -> None
     )
     assert "| closed 4 closed texts | a server | an engine | 0.80 |" in table(found)
     assert "| closed 4 closed texts | a server | a server engine | 2.00 |" in table(found)
-    (tmp_path / "result.json").write_text(found.to_json())
-    assert Result.from_json(tmp_path / "result.json") == found
-    draw(found, tmp_path / "plots.png")
-    assert (tmp_path / "plots.png").stat().st_size > 1000
-
-
-def test_a_file_of_an_earlier_version_is_read() -> None:
-    """Its turns have no record of their load."""
-    found = Result.from_json(Path(__file__).parents[1] / "bench/results/minilm-cpu.json")
-    assert found.loads()
-    assert found.arrivals() == []
-    assert {row.verdict for row in compare(found, found)} == {"same"}
 
 
 def test_failures_are_in_the_table() -> None:
@@ -441,10 +338,7 @@ def test_a_server_that_does_not_start_is_told_in_its_own_words() -> None:
 
 
 def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
-    """Engine and server on a tiny bundle: a table, figures that compare with themselves, and plots."""
-    (tmp_path / "arrivals.csv").write_text(
-        "timestamp\n" + "".join(f"2023-11-16 18:15:{s:02}.6805900\n" for s in range(40))
-    )
+    """Engine and server on a tiny bundle: a table, and figures that compare with themselves."""
     command = [
         "bench",
         "run",
@@ -466,19 +360,16 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
         "0.3",
         "--count",
         "60",
-        "--arrivals",
-        str(tmp_path / "arrivals.csv"),
     ]
     done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "results" / "tiny")])
     assert done.exit_code == 0, done.output
     found = Result.from_json(tmp_path / "results" / "tiny.json")
-    assert found.loads() == [
+    assert [load.name for load in found.loads()] == [
         "closed 1",
         "closed 4",
         "pause 20",
         "pause 50",
         "poisson 0.3",
-        "recorded 0.3",
         "single beside bulk",
     ]
     assert found.subjects() == ["bert engine", "bert server"]
@@ -489,7 +380,6 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     assert all(start.rss_mb > 20 for start in found.starts)
     turns = [turn for turn in found.turns if turn.subject == "bert server"]
     assert all(10 < turn.pss_mb < turn.rss_mb for turn in turns)  # a page that others map too
-    assert (tmp_path / "results" / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert "| closed 4 | bert server |" in (tmp_path / "results" / "tiny.md").read_text()
     same = CliRunner().invoke(
         cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2]
@@ -501,7 +391,7 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     )
     rows = [json.loads(line) for line in every.output.splitlines()]
     assert {row["verdict"] for row in rows} == {"same"}
-    assert {row["load"] for row in rows} == set(found.loads())
+    assert {row["load"] for row in rows} == {load.name for load in found.loads()}
 
 
 def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> None:
@@ -517,7 +407,7 @@ def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> Non
     measured = Result.from_json(tmp_path / "mine.json")
     for kind in answer["kinds"]:
         assert kind["cpu_ms"] == measured.median(
-            "bert server", f"closed 32 {kind['texts']}", "cpu_ms"
+            "bert server", Load(LoadKind.CLOSED, 32, kind["texts"]), "cpu_ms"
         )
     assert answer["cores"] == pytest.approx(500 * answer["cpu_ms"] / 1000)
     again = CliRunner().invoke(cli, [*command, "--measured", str(tmp_path / "mine.json")])
@@ -555,10 +445,6 @@ def test_a_mix_that_cannot_be_read_is_one_line(content: str, line: str, tmp_path
             "peers need the weights as a checkpoint: give --checkpoint",
         ),
         (["run", "--model", "bert", "--texts", "nowhere.txt"], "No such file"),
-        (
-            ["run", "--model", "bert", "--arrivals", "pyproject.toml"],
-            "pyproject.toml has no column 'timestamp'",
-        ),
         (["compare", "nowhere.json", "nowhere.json"], "No such file"),
     ],
 )
@@ -579,6 +465,7 @@ def test_all_that_a_device_gives(tmp_path: Path) -> None:
     """
     command = [
         "bench",
+        "device",
         "--device",
         "cpu",
         "--sizes",
@@ -623,7 +510,7 @@ def test_all_that_a_device_gives(tmp_path: Path) -> None:
     )
     mixed = cells[COMPARED, "tiny engine", "SQuAD", 512]
     assert mixed.tokens_per_s / mixed.sequences_per_s == pytest.approx(174 * 64 / 384, rel=0.15)
-    assert found.loads() == ["closed 4 SQuAD x 32", "closed 1 short"]
+    assert [load.name for load in found.loads()] == ["closed 4 SQuAD x 32", "closed 1 short"]
     assert not any(turn.failed for turn in found.turns)
     written = (tmp_path / "tiny.md").read_text()
     assert "| tiny engine, padded | SQuAD | 512 |" in written
@@ -738,19 +625,26 @@ def test_what_no_longer_fits_into_the_time_is_told(tmp_path: Path) -> None:
             ["--device", "cpu", "--lengths", "16,-1"],
             "whole numbers from 1 with commas between them, got '16,-1'",
         ),
-        (["--device", "cpu", "run"], "option --device applies only without a command"),
-        (
-            ["--batch-tokens", "64"],
-            "--batch-tokens says how to measure a device; give --device as well",
-        ),
     ],
 )
 def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line: str) -> None:
     if arguments == ["--device", "cuda"] and torch.cuda.is_available():
         pytest.skip("torch sees a GPU")
-    done = CliRunner().invoke(cli, ["bench", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "device", *arguments])
     assert done.exit_code != 0
     assert line in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["cloze.bench.command", "hdrh", "psutil"])
+def test_an_installation_without_the_benchmark_says_what_to_install(missing: str) -> None:
+    """As in an image, and in an installation without the extra."""
+    hidden = f"import sys; sys.modules['{missing}'] = None\nfrom cloze.cli import main; main()"
+    command = [sys.executable, "-c", hidden, "bench", "run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("cloze: bench needs")
+    assert "[bench]" in line
 
 
 def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:

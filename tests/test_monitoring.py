@@ -220,7 +220,7 @@ def test_the_queries_of_the_documents_find_something(prometheus: Scraped) -> Non
 def test_the_example_of_how_many_pods_is_what_was_measured() -> None:
     text = (ROOT / "docs/scale.md").read_text()
     rows = re.findall(r"^\| (questions|passages) \| ([\d.]+) \| ([\d.]+) \|", text, re.M)
-    measured = (ROOT / "bench/results/mix-cpu.md").read_text().splitlines()
+    measured = (ROOT / "bench/results/load-cpu.md").read_text().splitlines()
     costs_ms = {
         line.split("|")[1].strip(): float(line.split("|")[8])
         for line in measured
@@ -245,8 +245,8 @@ def test_the_example_of_how_many_pods_is_what_was_measured() -> None:
 def said_by_the_command(kinds: dict[str, tuple[str, str]]) -> str:
     """Return the last line of `cloze bench pods` for measured kinds: (share, CPU ms) by name."""
     turns = [
-        Turn("bert server", f"closed {clients} {kind}", 0, 1.0, answered=1000, cpu_s=cpu_s,
-             engine="bert engine", arrivals=Load(LoadKind.CLOSED, clients, kind))
+        Turn("bert server", Load(LoadKind.CLOSED, clients, kind), 0, 1.0, answered=1000,
+             cpu_s=cpu_s, engine="bert engine")
         for kind, (_, cost_ms) in kinds.items()
         for clients, cpu_s in ((1, 99.0), (32, float(cost_ms)))
     ]  # fmt: skip

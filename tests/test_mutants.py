@@ -24,7 +24,7 @@ MEASURED = (
     "cloze/bulk",
     "cloze/client",
 )
-"""The packages and modules of bench/results/mutants.md."""
+"""The packages and modules of which samples were taken."""
 
 
 @pytest.mark.parametrize("target", MEASURED)

@@ -60,16 +60,6 @@ def test_a_workflow_only_calls_the_makefile(workflow: str, command: str) -> None
     assert commands == [command]
 
 
-def test_no_test_imports_a_study() -> None:
-    """Studies are programs that a person runs, so a change of a study breaks no test."""
-    importers = [
-        path
-        for path, text in tracked_files()
-        if path.startswith("tests/") and re.search(r"^\s*from cloze\.bench\.studies", text, re.M)
-    ]
-    assert not importers
-
-
 def test_external_data_is_skipped_only_when_nobody_names_it() -> None:
     with pytest.raises(pytest.skip.Exception, match="set CLOZE_TEST_DATA to the folder of"):
         named_folder(None)

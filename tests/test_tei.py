@@ -1,6 +1,5 @@
-"""Requests of text-embeddings-inference's clients get from us what they get from it."""
+"""Requests of text-embeddings-inference's clients get from us what they got from it."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests.oracles import tei
 from tests.serving import Server, running_server
-
-TEI = os.environ.get("CLOZE_TEST_TEI")
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +50,6 @@ def check(kind: str, ours: list[tei.Answer], theirs: list[tei.Answer]) -> None:
 
 def test_answers_are_those_recorded(kind: str, ours: list[tei.Answer]) -> None:
     check(kind, ours, tei.recorded()[kind])
-
-
-def test_answers_are_those_of_the_real_server(
-    kind: str, ours: list[tei.Answer], checkpoints_by_kind: dict[str, Path]
-) -> None:
-    if TEI is None:
-        pytest.skip("CLOZE_TEST_TEI does not name the program text-embeddings-inference")
-    with tei.running_tei(TEI, checkpoints_by_kind[kind], kind) as url:
-        theirs = tei.ask(url, kind)
-    check(kind, ours, theirs)
 
 
 def test_each_difference_on_purpose_is_documented() -> None:

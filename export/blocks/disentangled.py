@@ -258,7 +258,7 @@ class DisentangledAttention(SelfAttention):
         """See `SelfAttention`.
 
         Measured beside it: rows by bucket and ``GatherElements``, and plain operators instead of
-        the fused one (bench/results/deberta-cpu.md).
+        the fused one (bench/results/engines-cpu.md).
         """
         g, (query, key, value) = trunk.g, operands
         bias_of_keys = trunk.linear_ops.vector(f"{name}.key.bias", self.key.bias)

@@ -1,16 +1,11 @@
 """The same requests to text-embeddings-inference and to us: the requests, and how answers compare.
 
-As a program, record what text-embeddings-inference answers:
-``python -m tests.oracles.tei BINARY``, which writes tests/oracles/tei.json.
+tests/oracles/tei.json has what text-embeddings-inference answered.
 """
 
 import json
-import sys
-import tempfile
-import warnings
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,11 +15,8 @@ import httpx
 import numpy as np
 from transformers import BertForSequenceClassification
 
-from cloze.bench.peers import plain_onnx
-from cloze.bench.processes import running
 from cloze.export.load.tokenizer import load_tokenizer
 from tests import tiny
-from tests.ports import free_port
 
 RECORDED = Path(__file__).parent / "tei.json"
 
@@ -84,19 +76,6 @@ def save_models(root: Path) -> dict[str, Path]:
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(settings))
     return folders
-
-
-@contextmanager
-def running_tei(binary: str, checkpoint: Path, kind: str) -> Iterator[str]:
-    """Run text-embeddings-inference on loopback, and yield its address."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain_onnx.write(checkpoint)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [binary, "--model-id", str(checkpoint), "--served-model-name", kind]
-    with running([*command, "--hostname", "127.0.0.1", "--port", str(port)], url, "/health"):
-        yield url
 
 
 # ---- the requests --------------------------------------------------------------------------------
@@ -479,28 +458,3 @@ def recorded() -> dict[str, list[Answer]]:
     """Return the answers that text-embeddings-inference gave to all requests, by kind."""
     answers = json.loads(RECORDED.read_text())
     return {kind: [Answer(*answer) for answer in answers[kind]] for kind in CASES}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def main() -> None:
-    """Record the answers of text-embeddings-inference."""
-    answers: dict[str, list[list[Any]]] = {}
-    with tempfile.TemporaryDirectory() as root:
-        for kind, checkpoint in save_models(Path(root)).items():
-            with running_tei(sys.argv[1], checkpoint, kind) as url:
-                replies = ask(url, kind)
-            answers[kind] = [[a.status, a.is_json, _rounded(a.value)] for a in replies]
-    rows = {kind: ",\n".join(json.dumps(row) for row in rows) for kind, rows in answers.items()}
-    body = ",\n".join(f'"{kind}": [\n{text}\n]' for kind, text in rows.items())
-    RECORDED.write_text(f"{{\n{body}\n}}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ WRONG = "Neither"
 def options(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the words of each command with one option that takes a choice."""
     if isinstance(command, click.Group):
+        command.list_commands(click.Context(command))  # `bench` imports its commands
         for name, inner in command.commands.items():
             yield from options(inner, (*path, name))
     for parameter in command.params:

@@ -1,1 +1,0 @@
-"""Programs for one question each; no command and no test depends on them."""

@@ -66,31 +66,20 @@ def _command(command: Callable[..., None]) -> click.Command:
     return made
 
 
-def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, ...]:
-    """Parse numbers above 0; "" stands for none."""
-    try:
-        numbers = tuple(float(part) for part in value.split(",") if part)
-    except ValueError:
-        numbers = (0.0,)
-    if any(number <= 0 for number in numbers):
-        raise click.BadParameter(f"numbers above 0 with commas between them, got {value!r}")
-    return numbers
+def _several(
+    number: click.IntRange | click.FloatRange, *, or_none: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """Return a parser of numbers with commas between them; "" stands for none if that may be."""
 
-
-def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
-    """Return a parser of whole numbers from `least`."""
-
-    def parse(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
-        parts = value.split(",")
-        if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
-            raise click.BadParameter(
-                f"whole numbers from {least} with commas between them, got {value!r}"
-            )
-        return tuple(int(part) for part in parts)
+    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[Any, ...]:
+        parts = [] if or_none and not value else value.split(",")
+        return tuple(number.convert(part, parameter, context) for part in parts)
 
     return parse
 
 
+_counts = _several(click.IntRange(min=1))
+_amounts = _several(click.FloatRange(min=0, min_open=True), or_none=True)
 _PATH = click.Path(path_type=Path)
 _task_option = click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
 _seconds_option = click.option(
@@ -126,18 +115,18 @@ def _peer_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--count", type=click.IntRange(min=1), default=2000, help="Number of texts per set.")
 @click.option(
-    "--clients", default="1,32", callback=_counts(1), help="Clients, one closed loop per number."
+    "--clients", default="1,32", callback=_counts, help="Clients, one closed loop per number."
 )
 @click.option(
     "--pauses",
     default="",
-    callback=_numbers,
+    callback=_amounts,
     help="Milliseconds between the requests of one client, one load per number, as in 50,300.",
 )
 @click.option(
     "--shares",
     default="0.3,0.5,0.7,0.9",
-    callback=_numbers,
+    callback=_amounts,
     help="Arrival rates of the open loops, as shares of the closed loop's rate; '' for none.",
 )
 @click.option(
@@ -292,19 +281,19 @@ def compare(before: Path, after: Path, every: bool, as_json: bool) -> None:
 @click.option(
     "--lengths",
     default="16,32,64,128,256,512",
-    callback=_counts(1),
+    callback=_counts,
     help="Tokens per sequence.",
 )
 @click.option(
     "--batch-tokens",
     default="1024,2048,4096,8192,16384,32768",
-    callback=_counts(1),
+    callback=_counts,
     help="Tokens per batch; all sequences of a batch have one length.",
 )
 @click.option(
     "--frontends",
     default="0,1,2,4,8,12",
-    callback=_counts(0),
+    callback=_several(click.IntRange(min=0)),
     help="Front end processes, one server per number; 0: a single process.",
 )
 @click.option(

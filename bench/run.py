@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,6 +30,9 @@ _ATTEMPTS = 4
 
 Report = Callable[[str], None]
 """Receives the figures, one line each."""
+
+RunLoad = Callable[[], Coroutine[None, None, LoadResult]]
+"""Sends the requests of a load once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def measure(
                         ServerStart(server.name, process.ready_s, process.rss_mb())
                     )
                     loads = _ServerLoads(server, process, texts, plan, number)
-                    measured = uvloop.run(loads.measure())
+                    measured = loads.measure()
             except BenchError as error:
                 line = f"turn {number}: {server.name} is left out: {error}"
                 result.left_out.append(line)
@@ -173,67 +176,57 @@ class _ServerLoads:
         self._requests = server.requests(shuffled, each=plan.texts_per_request)
         self._turns: list[Turn] = []
 
-    async def measure(self) -> list[Turn]:
+    def measure(self) -> list[Turn]:
         """Run the closed loops, those with pauses, the open loops, then singles beside bulk."""
-        await self._closed_loop(max(self._plan.clients), min(_WARM_UP_S, self._plan.seconds))
-        capacity = await self._closed_loops()
-        for pause in self._plan.pauses:
-            run = partial(self._closed_loop, 1, self._plan.seconds, pause / 1000)
-            await self._record(self._plan.load(LoadKind.PAUSE, pause), run)
-        if capacity:
-            await self._open_loops(capacity)
-        if self._plan.bulk:
-            load = self._plan.load(LoadKind.BESIDE_BULK)
-            await self._record(load, self._beside_bulk, parts=False)
-        return self._turns
-
-    async def _closed_loops(self) -> float:
-        """Return the requests per second of the most clients."""
+        plan = self._plan
+        uvloop.run(self._closed_loop(max(plan.clients), min(_WARM_UP_S, plan.seconds)))
         capacity = 0.0
-        for clients in sorted(self._plan.clients):
-            run = partial(self._closed_loop, clients, self._plan.seconds)
-            turn = await self._record(self._plan.closed(clients), run)
-            capacity = turn.requests_per_s
-        return capacity
-
-    async def _open_loops(self, capacity: float) -> None:
-        for share in self._plan.shares:
-            times = poisson(capacity * share, self._plan.seconds, seed=self._number)
-            run = partial(open_loop, self._process.url, self._requests, times)
-            await self._record(self._plan.load(LoadKind.POISSON, share), run)
+        for clients in sorted(plan.clients):
+            run = partial(self._closed_loop, clients, plan.seconds)
+            capacity = self._record(plan.closed(clients), run).requests_per_s
+        for pause in plan.pauses:
+            run = partial(self._closed_loop, 1, plan.seconds, pause / 1000)
+            self._record(plan.load(LoadKind.PAUSE, pause), run)
+        for share in plan.shares if capacity else ():
+            times = poisson(capacity * share, plan.seconds, seed=self._number)
+            arrive = partial(open_loop, self._process.url, self._requests, times)
+            self._record(plan.load(LoadKind.POISSON, share), arrive)
+        if plan.bulk:
+            self._record(plan.load(LoadKind.BESIDE_BULK), self._beside_bulk, parts=False)
+        return self._turns
 
     async def _closed_loop(self, clients: int, seconds: float, pause_s: float = 0.0) -> LoadResult:
         return await closed_loop(
             self._process.url, self._requests, clients=clients, seconds=seconds, pause_s=pause_s
         )
 
-    async def _record(
-        self, load: Load, run: Callable[[], Awaitable[LoadResult]], *, parts: bool = True
+    def _record(
+        self,
+        load: Load,
+        run: Callable[[], Coroutine[None, None, LoadResult]],
+        *,
+        parts: bool = True,
     ) -> Turn:
-        """Run a load, again while other guests take too much, and keep the quietest run."""
-        found = [await self._run_once(load, run, parts=parts)]
-        while len(found) < _ATTEMPTS and found[-1].stolen > self._plan.max_stolen:
-            found.append(await self._run_once(load, run, parts=parts))
-        turn = min(found, key=lambda turn: turn.stolen)
+        """Run a load, and keep its quietest run."""
+        server = self._server
+
+        def run_once() -> tuple[LoadResult, ResourceUsage]:
+            process, url = self._process, self._process.url
+            cpu_s = process.cpu_s()
+            before = scrape(url) if server.parts and parts else None
+            measured = uvloop.run(run())
+            return measured, ResourceUsage(
+                cpu_s=process.cpu_s() - cpu_s,
+                rss_mb=process.rss_mb(),
+                pss_mb=process.pss_mb(),
+                parts_ms={} if before is None else parts_ms(before, scrape(url)),
+            )
+
+        (measured, usage), stolen = _quietest(run_once, self._plan)
+        usage = replace(usage, stolen=stolen)
+        turn = make_turn(server.name, server.engine, load, self._number, measured, usage)
         self._turns.append(turn)
         return turn
-
-    async def _run_once(
-        self, load: Load, run: Callable[[], Awaitable[LoadResult]], *, parts: bool
-    ) -> Turn:
-        process, url = self._process, self._process.url
-        cpu_s, ticks = process.cpu_s(), processor_time()
-        before = scrape(url) if self._server.parts and parts else None
-        measured = await run()
-        usage = ResourceUsage(
-            cpu_s=process.cpu_s() - cpu_s,
-            rss_mb=process.rss_mb(),
-            pss_mb=process.pss_mb(),
-            parts_ms={} if before is None else parts_ms(before, scrape(url)),
-            stolen=stolen_share(ticks, processor_time()),
-        )
-        server = self._server
-        return make_turn(server.name, server.engine, load, self._number, measured, usage)
 
     async def _beside_bulk(self) -> LoadResult:
         """Measure one client with single texts while another client sends bulk requests.

@@ -623,7 +623,7 @@ def test_what_no_longer_fits_into_the_time_is_told(tmp_path: Path) -> None:
         ),
         (
             ["--device", "cpu", "--lengths", "16,-1"],
-            "whole numbers from 1 with commas between them, got '16,-1'",
+            "Invalid value for '--lengths': -1 is not in the range x>=1",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_one_process(tmp_path: Path) -> None:
 def process(
     role: str = "engine-0", pid: int = 2, mb: float = 100.0, files: int = 20
 ) -> ProcessSample:
-    return ProcessSample(role, pid, mb, mb, files, 4)
+    return ProcessSample(role, pid, mb, files, 4)
 
 
 def answers(count: int = 100) -> Answers:

@@ -138,10 +138,7 @@ def _faults_check(faults: Sequence[Fault]) -> Check:
 
 
 def _memory_checks(observed: Observed) -> Iterator[Check]:
-    """Yield a check per role: its memory in the last third, over that in the first one.
-
-    The resident memory counts, because the proportional one depends on other processes.
-    """
+    """Yield a check per role: its resident memory in the last third, over that in the first one."""
     if observed.seconds < _MIN_MEMORY_S:
         return
     begin_s, end_s = observed.warm_up_s, observed.seconds

@@ -20,36 +20,21 @@ _NAME = re.compile(r'"name": ?"([a-z]+-\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """One process at one time.
-
-    Attributes:
-        role: `SERVER`, or the name that the supervisor gave to a child.
-        pss_mb: resident memory; each shared page counts in equal parts for its processes.
-    """
+    """One process at one time; `role` is `SERVER`, or the supervisor's name of a child."""
 
     role: str
     pid: int
     rss_mb: float
-    pss_mb: float
     files: int
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All processes of a server at one time.
-
-    Attributes:
-        at_s: seconds from the start.
-    """
+    """All processes of a server, so many seconds from the start."""
 
     at_s: float
     processes: tuple[ProcessSample, ...]
-
-    @property
-    def pss_mb(self) -> float:
-        """Resident memory of all processes."""
-        return sum(process.pss_mb for process in self.processes)
 
 
 def children(server: RunningServer) -> dict[str, int]:
@@ -73,11 +58,10 @@ def _sample_process(role: str, pid: int) -> ProcessSample | None:
     """Return a sample; None if the process has ended."""
     try:
         process = psutil.Process(pid)
-        memory = process.memory_full_info()
-        files, threads = process.num_fds(), process.num_threads()
+        rss_mb = process.memory_info().rss / 1e6
+        return ProcessSample(role, pid, rss_mb, process.num_fds(), process.num_threads())
     except psutil.NoSuchProcess:
         return None
-    return ProcessSample(role, pid, memory.rss / 1e6, memory.pss / 1e6, files, threads)
 
 
 @contextmanager

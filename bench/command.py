@@ -67,7 +67,7 @@ def _command(command: Callable[..., None]) -> click.Command:
 
 
 def _several(
-    number: click.IntRange | click.FloatRange, *, or_none: bool = False
+    number: "click.ParamType[Any]", *, or_none: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a parser of numbers with commas between them; "" stands for none if that may be."""
 

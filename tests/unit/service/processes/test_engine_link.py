@@ -17,9 +17,9 @@ from cloze.service.core import BatchResult
 from cloze.service.errors import EngineDead, Overloaded, ShuttingDown
 from cloze.service.processes import frames
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
-from tests.encodings import submit
-from tests.leaping_loop import run_leaping
-from tests.virtual_time import VirtualClock
+from tests.support.encodings import submit
+from tests.support.leaping_loop import run_leaping
+from tests.support.virtual_time import VirtualClock
 
 
 class Wire:

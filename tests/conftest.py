@@ -188,7 +188,7 @@ def cpu_image() -> Iterator[str]:
     """Build the image for a CPU; remove it at the end."""
     from tests.support import containers
 
-    image = containers.build("cpu")
+    image = containers.build("cpu", "--build-arg", f"REVISION={containers.REVISION}")
     yield image
     containers.remove_image(image)
 

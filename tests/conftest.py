@@ -52,6 +52,12 @@ def log_as_before() -> Iterator[None]:
             root.setLevel(logging.WARNING)
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Return the event loop that runs asynchronous tests."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Let torch compute on one thread, as the processes do that tests of training start.

@@ -3,14 +3,12 @@
 import asyncio
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from socket import AF_UNIX, socket, socketpair
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +22,7 @@ from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Terms
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult
-from cloze.service.errors import ShuttingDown, StartupError
+from cloze.service.errors import StartupError
 from cloze.service.models.served_models import ServedModel
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
@@ -67,17 +65,6 @@ GREETING = on_wire(frames.encode(frames.Greeting({REFERENCE: "fp32"})))
 
 def run_of(number: int, model: int, *lengths: int) -> frames.Run:
     return frames.Run(number, model, Terms(in_a_minute()), encode(*lengths))
-
-
-def request(number: int, *lengths: int) -> bytes:
-    return on_wire(frames.encode_run(run_of(number, 0, *lengths)))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def outcome(future: Future[BatchResult]) -> BatchResult:
@@ -156,14 +143,6 @@ async def linked(path: Path, reference: str = REFERENCE) -> AsyncIterator[Link]:
         task.cancel()
 
 
-async def accept(listener: socket) -> socket:
-    """Accept a front end as an engine process does."""
-    loop = asyncio.get_running_loop()
-    connection, _ = await asyncio.wait_for(loop.sock_accept(listener), SOON_S)
-    await loop.sock_sendall(connection, GREETING)
-    return connection
-
-
 async def connect(path: Path) -> socket:
     """Connect to an engine as a front end does."""
     connection = socket(AF_UNIX)
@@ -203,95 +182,12 @@ async def test_a_message_of_many_reads_arrives_whole(engine: Engine) -> None:
         assert sums(await outcome(future)) == [500_000]
 
 
-async def test_a_cancelled_request_does_not_run(engine: Engine) -> None:
-    async with serving(engine), linked(engine.path) as link:
-        await link.up.wait()
-        queue = RemoteQueue([link], 0)
-        engine.engine.gate.clear()
-        running = submit(queue, encode(1), in_a_minute())
-        await asyncio.to_thread(engine.engine.entered.wait)
-        cancelled = submit(queue, encode(2), in_a_minute())
-        await until(lambda: engine.scheduler.state.tokens == 2)
-        cancelled.cancel()
-        await until(lambda: engine.scheduler.state.tokens == 0)
-        engine.engine.gate.set()
-        assert sums(await outcome(running)) == [1]
-        assert queue.state.tokens == 0
-        assert len(engine.engine.batches) == 1
-
-
-async def test_the_engine_serves_until_the_last_front_end_has_left(engine: Engine) -> None:
-    server = engine.server()
-    task = asyncio.create_task(server.serve(engine.listener))
-    async with linked(engine.path) as link:
-        await link.up.wait()
-        server.stopping.set()
-        await asyncio.sleep(0)
-        future = submit(RemoteQueue([link], 0), encode(4), in_a_minute())
-        assert sums(await outcome(future)) == [4]
-        assert not task.done()
-    await asyncio.wait_for(task, SOON_S)
-
-
-# ---- death and restart ---------------------------------------------------------------------------
-
-
-async def test_a_front_end_that_dies_cancels_its_requests_only(engine: Engine) -> None:
-    async with serving(engine), linked(engine.path) as survivor:
-        await survivor.up.wait()
-        async with linked(engine.path) as link:
-            await link.up.wait()
-            engine.engine.gate.clear()
-            running = submit(RemoteQueue([survivor], 0), encode(1), in_a_minute())
-            await asyncio.to_thread(engine.engine.entered.wait)
-            waiting = submit(RemoteQueue([survivor], 0), encode(2), in_a_minute())
-            lost = [submit(RemoteQueue([link], 0), encode(5), in_a_minute()) for _ in range(4)]
-            await until(lambda: engine.scheduler.state.tokens == 22)
-        await until(lambda: engine.scheduler.state.tokens == 2)
-        engine.engine.gate.set()
-        assert sums(await outcome(running)) == [1]
-        assert sums(await outcome(waiting)) == [2]
-        assert len(engine.engine.batches) == 2
-        assert all(isinstance(future.exception(SOON_S), ShuttingDown) for future in lost)
-
-
 # ---- peers that misbehave ------------------------------------------------------------------------
-
-
-async def test_a_front_end_that_does_not_read_is_dropped(
-    engine: Engine, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Channel, "_MAX_UNSENT_BYTES", 10_000)
-
-    loop = asyncio.get_running_loop()
-    async with serving(engine), linked(path) as link:
-        await link.up.wait()
-        with await connect(path) as hung:
-            requests = [request(number, *[1] * 1000) for number in range(60)]
-            with suppress(ConnectionError):  # dropped while it still sends
-                for data in requests:
-                    await loop.sock_sendall(hung, data)
-            future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
-            assert sums(await outcome(future)) == [7]
-            await until(lambda: "more than the limit of 10000" in caplog.text)
-            await read_all(hung)
-        await until(lambda: engine.scheduler.state.tokens == 0)
-
-
-def encode_parts(*parts: Any) -> bytes:
-    return on_wire(msgspec.msgpack.encode(parts))
 
 
 MALFORMED = {
     "oversized": struct.pack("=I", MAX_MESSAGE_BYTES + 1),
-    "empty": on_wire(b""),
     "not-msgpack": on_wire(b"\xc1"),
-    "unknown-kind": encode_parts("hello", 1),
-    "an-answer": GREETING,
-    "missing-fields": encode_parts("run", 1, 0.0),
-    "wrong-type": encode_parts("cancel", "one"),
-    "odd-array": encode_parts("run", 1, 0, [0.0], [[1], [{}], [0], b"123", b"1234"]),
-    "unknown-head": encode_parts("run", 1, 0, [0.0], [[1], [{"x": {}}], [0], *[b"1234"] * 2]),
     "unknown-model": on_wire(frames.encode_run(run_of(1, 7, 3))),
 }
 
@@ -309,33 +205,6 @@ async def test_a_malformed_message_closes_the_connection(
         future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
         assert sums(await outcome(future)) == [7]
     assert "the connection to a front end is closed: a malformed message" in caplog.text
-
-
-async def test_a_truncated_message_is_discarded(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = asyncio.get_running_loop()
-    async with serving(engine):
-        with await connect(engine.path) as connection:
-            assert await loop.sock_recv(connection, 2**16) == GREETING
-            await loop.sock_sendall(connection, request(1, 5)[:-1])
-        await until(lambda: "disconnected in the middle of a message" in caplog.text)
-    assert engine.engine.batches == []
-
-
-async def test_requests_outlive_a_malformed_answer(path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    with listen(path) as listener:
-        async with linked(path) as link:
-            with await accept(listener) as connection:
-                await link.up.wait()
-                future = submit(RemoteQueue([link], 0), encode(1), in_a_minute())
-                await loop.sock_sendall(connection, on_wire(b"\xc1"))
-                await until(lambda: link.dead_reason is not None)
-            with await accept(listener) as connection:
-                await until(lambda: link.dead_reason is None)
-                assert not future.done()
-                assert await loop.sock_recv(connection, 2**16), "it is sent again"
 
 
 # ---- the bytes -----------------------------------------------------------------------------------
@@ -376,19 +245,6 @@ async def test_messages_do_not_depend_on_how_bytes_arrive(
     await channel.ended.wait()
     peer.close()
     assert channel.messages == messages
-
-
-@given(message=st.binary(max_size=50))
-async def test_what_is_sent_is_what_arrives(message: bytes) -> None:
-    loop = asyncio.get_running_loop()
-    here, there = socketpair()
-    _, sender = await loop.create_unix_connection(Recorder, sock=here)
-    _, receiver = await loop.create_unix_connection(Recorder, sock=there)
-    sender.send(message)
-    sender.close()
-    await receiver.ended.wait()
-    sender.send(message)  # after the end: discarded
-    assert receiver.messages == [message]
 
 
 def test_a_folder_whose_sockets_cannot_be_named_stops_the_start(

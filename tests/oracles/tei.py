@@ -16,7 +16,7 @@ import numpy as np
 from transformers import BertForSequenceClassification
 
 from cloze.export.load.tokenizer import load_tokenizer
-from tests import tiny
+from tests.support import tiny
 
 RECORDED = Path(__file__).parent / "tei.json"
 

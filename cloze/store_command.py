@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +12,7 @@ import click
 from cloze.failing import fail
 from cloze.model_store.embedding_space import embedding_space, own_recipes
 from cloze.model_store.installation import install_command
-from cloze.model_store.manifest import Architecture, Embedding, Gate, Manifest, Parity
+from cloze.model_store.manifest import Gate, Manifest
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.tables import Row, print_rows
@@ -56,12 +55,12 @@ def list_bundles(folders: tuple[Path, ...], as_json: bool, model_store: Path) ->
     for reference in _or_fail(bundles.references):
         try:
             manifest = bundles.manifest(reference)
-            rows.append(_bundle_values(manifest) if as_json else _bundle_row(manifest))
+            rows.append(_bundle_values(manifest))
         except StoreError as error:
             errors.append(str(error))
         own = [one for one in adapters if one.base.manifest.reference == reference]
-        rows += [_adapter_values(one) if as_json else _adapter_row(one) for one in own]
-    print_rows(rows, as_json=as_json, right=("size",))
+        rows += map(_adapter_values, own)
+    print_rows(rows if as_json else [*map(_row, rows)], as_json=as_json, right=("size",))
     if errors:
         fail("\ncloze: ".join(errors))
 
@@ -74,15 +73,29 @@ def _bundle_values(manifest: Manifest) -> dict[str, Any]:
         "precisions": [str(graph.precision) for graph in graphs],
         "family": manifest.architecture.family,
         "bytes": sum(file.size for file in manifest.files.values()),
-        "exported": manifest.created.isoformat(),
+        "exported": manifest.created.isoformat(timespec="seconds"),
     }
 
 
-def _bundle_row(manifest: Manifest) -> Row:
-    values = _bundle_values(manifest)
-    size = values.pop("bytes")
-    exported = f"{manifest.created:%Y-%m-%d %H:%M}, {_age(manifest.created)} ago"
-    return values | {"size": f"{size / 1e6:.1f} MB", "exported": exported}
+def _adapter_values(adapter: "AdapterBundle") -> dict[str, Any]:
+    support = adapter.base.manifest.adapters
+    return {
+        "bundle": adapter.manifest.name,
+        "tasks": adapter.manifest.tasks,
+        "precisions": ["fp32", "int8"] if support is not None and support.int8 else ["fp32"],
+        "family": adapter.manifest.architecture.family,
+        "bytes": adapter.size,
+        "base": adapter.base.manifest.reference,
+    }
+
+
+def _row(values: dict[str, Any]) -> Row:
+    """Return the values as a table has them; an adapter is beneath the bundle that takes it."""
+    row = dict(values)
+    size = f"{row.pop('bytes') / 1e6:.1f} MB"
+    if row.pop("base", None) is not None:
+        row |= {"bundle": f"  {row['bundle']}", "exported": "adapter"}
+    return row | {"size": size}
 
 
 def _newest(bundles: Store) -> list[str]:
@@ -107,49 +120,18 @@ def _adapters(
     return opened.bundles, list(opened.refused.values())
 
 
-def _adapter_values(adapter: "AdapterBundle") -> dict[str, Any]:
-    support = adapter.base.manifest.adapters
-    return {
-        "bundle": adapter.manifest.name,
-        "base": adapter.base.manifest.reference,
-        "tasks": adapter.manifest.tasks,
-        "precisions": ["fp32", "int8"] if support is not None and support.int8 else ["fp32"],
-        "family": adapter.manifest.architecture.family,
-        "bytes": adapter.size,
-    }
-
-
-def _adapter_row(adapter: "AdapterBundle") -> Row:
-    values = _adapter_values(adapter)
-    del values["base"]
-    size = values.pop("bytes")
-    indented = {"bundle": f"  {values['bundle']}"}
-    return values | indented | {"size": f"{size / 1e6:.1f} MB", "exported": "adapter"}
-
-
-def _age(created: datetime) -> str:
-    """Return the time since a date in its largest unit."""
-    minutes = int((datetime.now(UTC) - created).total_seconds() // 60)
-    for unit, length in (("days", 24 * 60), ("hours", 60)):
-        if minutes >= 2 * length:
-            return f"{minutes // length} {unit}"
-    return f"{minutes} minutes"
-
-
 @store.command()
 @click.argument("reference", metavar="NAME[@VERSION]")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print the manifest as JSON, and its embedding spaces."
-)
 @store_option
-def show(reference: str, as_json: bool, model_store: Path) -> None:
-    """Print a bundle's manifest: sizes, tasks, source, operators and parity."""
+def show(reference: str, model_store: Path) -> None:
+    """Print a bundle's manifest as JSON, and the names of its embedding spaces.
+
+    The manifest has sizes, tasks, source, fused operators, the difference from torch, and what each
+    rounded graph loses.
+    """
     manifest = _or_fail(lambda: Store(model_store).manifest(reference))
-    if as_json:
-        values = manifest.model_dump(mode="json")
-        click.echo(json.dumps(values | {"embedding_spaces": _spaces(manifest)}, indent=2))
-    else:
-        click.echo(_describe(manifest))
+    values = manifest.model_dump(mode="json")
+    click.echo(json.dumps(values | {"embedding_spaces": _spaces(manifest)}, indent=2))
 
 
 @store.command()
@@ -239,65 +221,6 @@ def gates(manifest: Manifest) -> dict[str, Gate]:
 def measured(gate: Gate) -> str:
     """Return the figures of a quality gate."""
     return ", ".join(f"{name} {value:.4f}" for name, value in gate.measured.items())
-
-
-def _describe(manifest: Manifest) -> str:
-    """Return a table with one line per property of a bundle."""
-    tokenizer, graph, source = manifest.tokenizer, manifest.graph, manifest.source
-    case = "uncased" if tokenizer.lowercase else "cased"
-    revision = f" at {source.revision}" if source.revision else ""
-    lower = [f"{p.graph.layout}, {p.graph.precision}" for p in manifest.lower_precisions()]
-    rows = {
-        "bundle": f"{manifest.reference}, published {manifest.created:%Y-%m-%d %H:%M} UTC",
-        "tasks": ", ".join(manifest.tasks),
-        "model": _describe_architecture(manifest.architecture),
-        "tokens": f"{manifest.limits.max_tokens} at most; "
-        f"vocabulary of {tokenizer.vocab_size:,}, {case}",
-        "source": f"{source.kind} {source.location}{revision}",
-        "license": manifest.license or "not named by the source",
-        "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, "
-        f"opset {graph.opset}",
-        "further": ", ".join(lower) or "none",
-        "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
-        "parity": _describe_parity(manifest.parity),
-        "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
-    }
-    for precision, gate in gates(manifest).items():
-        rows[precision] = f"{measured(gate)}, beside the checkpoint as it came"
-    if manifest.embedding is not None:
-        rows["embedding"] = _describe_embedding(manifest.embedding)
-    if spaces := _describe_spaces(manifest):
-        rows["spaces"] = spaces
-    return "\n".join(f"{title:<10} {text}" for title, text in rows.items())
-
-
-def _describe_architecture(architecture: Architecture) -> str:
-    return (
-        f"{architecture.family}, {architecture.layers} layers x {architecture.hidden_size}, "
-        f"{architecture.heads} heads, {architecture.parameters:,} parameters"
-    )
-
-
-def _describe_parity(parity: Parity) -> str:
-    largest = ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
-    return f"{largest} (tolerance {parity.tolerance:.0e})"
-
-
-def _describe_embedding(recipe: Embedding) -> str:
-    scaled = "normalised" if recipe.normalize else "not normalised"
-    prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
-    return (
-        f"{recipe.dimensions} dimensions, {' + '.join(recipe.poolings)} pooling, {scaled}, "
-        f"{recipe.max_tokens} tokens{prompts}"
-    )
-
-
-def _describe_spaces(manifest: Manifest) -> str:
-    described = []
-    for task, spaces in _spaces(manifest).items():
-        named = [f"{name or 'not named'} ({precision})" for precision, name in spaces.items()]
-        described.append(f"{task} {', '.join(named)}")
-    return "; ".join(described)
 
 
 def _spaces(manifest: Manifest) -> dict[str, dict[str, str | None]]:

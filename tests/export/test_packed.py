@@ -2,6 +2,7 @@
 what a bundle keeps of it.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -259,7 +260,8 @@ def test_the_command_shows_a_graph_in_fp16(checkpoints: dict[str, Path], tmp_pat
     assert result.exit_code == 0, result.output
     assert "fp16 beside the checkpoint: qa_span_agreement" in result.output
     shown = CliRunner().invoke(cli, ["store", "show", "q", "--model-store", str(tmp_path)])
-    assert "packed, fp16" in shown.output
+    graph = json.loads(shown.output)["fp16"]["graph"]
+    assert (graph["layout"], graph["precision"]) == ("packed", "fp16")
 
 
 def test_kernels_that_are_not_there_are_not_replaced_silently(

@@ -237,7 +237,7 @@ def test_models_clients_and_bulk_runs_name_the_space(
     [row] = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert model["embedding_space"] == row["embedding_space"] == own
     shown = CliRunner().invoke(cli, ["store", "show", "roles", "--model-store", str(store)])
-    assert f"{own} (fp32)" in shown.output
+    assert json.loads(shown.output)["embedding_spaces"]["embed"]["fp32"] == own
 
     with Client(server.url, batch_size=1) as client:
         vectors = client.embed(["a", "b"])

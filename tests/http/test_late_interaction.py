@@ -325,7 +325,7 @@ def test_answers_and_models_name_the_space_and_another_one_is_refused(
     assert info["embedding_spaces"][task] == own
     assert len(set(info["embedding_spaces"].values())) == len(info["embedding_spaces"])
     shown = CliRunner().invoke(cli, ["store", "show", model, "--model-store", str(store.root)])
-    assert f"{task} {own} (fp32)" in shown.output
+    assert json.loads(shown.output)["embedding_spaces"][task]["fp32"] == own
     if model == "pylate":
         assert info["embedding_space"] is None
         assert info["roles"]["change_vectors"] is True

@@ -55,21 +55,8 @@ def audit(
     if not figures:
         heads = ", ".join(sorted(subject.heads)) or "none"
         fail(f"an audit needs embeddings, or fill-mask and --crows-pairs; the model has {heads}")
-    if as_json:
-        print_rows([asdict(each) for each in figures], as_json=True)
-    else:
-        rows = [
-            {
-                "measure": each.measure,
-                "group": each.group,
-                "value": f"{each.value:.3f}",
-                "95 % interval": f"{each.low:.3f} to {each.high:.3f}",
-                "p": "" if each.p is None else f"{each.p:.4f}",
-                "n": str(each.count),
-            }
-            for each in figures
-        ]
-        print_rows(rows, right=("value", "95 % interval", "p", "n"), headings=True)
+    rows = [asdict(each) for each in figures]
+    print_rows(rows, as_json=as_json, right=("value", "low", "high", "count", "p"), headings=True)
     card = Path(source) / "README.md"
     if card.parent.is_dir():
         write_to_card(card, figures)

@@ -67,4 +67,6 @@ def _print_plain(rows: Sequence[Row], right: Sequence[str], headings: bool) -> N
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
+    if value is None:
+        return ""
     return f"{value:.4f}" if isinstance(value, float) else str(value).replace("\n", " ")

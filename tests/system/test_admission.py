@@ -4,19 +4,14 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.scheduler import Scheduler
-from tests.support.encodings import submit
-from tests.support.fake_engine import FakeEngine
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 from tests.system.test_promises import (
@@ -28,37 +23,6 @@ from tests.system.test_promises import (
     one_process,
     wait_for_run,
 )
-from tests.unit.service.batching.test_scheduler_properties import (
-    WAIT_S,
-    later,
-    running,
-    sized,
-    sums,
-)
-
-
-class Steady(FakeEngine):
-    """An engine that runs 1,000 tokens per second."""
-
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-        time.sleep(sum(map(len, batch)) / 1000)
-        return super().run(batch, alone=alone)
-
-
-@contextmanager
-def measured(**limits: Any) -> Iterator[tuple[Scheduler, Steady]]:
-    """A scheduler of one worker that has measured its rate, and whose engine then waits."""
-    engine = Steady()
-    with running(engine, workers=1, max_batch_tokens=10, **limits) as scheduler:
-        for _ in range(3):
-            sums(submit(scheduler, [sized(10)], later()))
-        engine.gate.clear()
-        engine.entered.clear()
-        submit(scheduler, [sized(10)], later())
-        assert engine.entered.wait(WAIT_S)
-        yield scheduler, engine
-        engine.gate.set()
-
 
 # ---- over HTTP -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from cloze.service.core import BatchResult
 from cloze.service.errors import Overloaded, Rejection
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
+from tests.refusals import error_of
 from tests.serving import Server, running_server
 from tests.test_promises import (
     FAULTY,
@@ -72,9 +73,7 @@ def submitted(scheduler: Scheduler, count: int, client: str = "") -> list["Futur
 def test_a_request_that_would_wait_too_long_is_refused() -> None:
     with measured(waits=WaitLimits(0.1)) as (scheduler, _):
         assert 5 <= len(submitted(scheduler, 100)) <= 15
-        with pytest.raises(
-            Overloaded, match=r"would wait about 0\.[12] s; CLOZE_MAX_QUEUE_WAIT_MS allows 0\.1 s"
-        ) as caught:
+        with pytest.raises(Overloaded, match=r"0\.[12] s.* 0\.1 s") as caught:
             submit(scheduler, [sized(10)], later())
         assert 0 < caught.value.retry_after_s < 0.05
         wait = scheduler.expected_wait("", LineKey(0, 0), 10)
@@ -91,12 +90,10 @@ def test_a_request_that_states_its_time_is_judged_by_it() -> None:
         assert not submit(scheduler, [sized(10)], later(0.9), timeout_s=0.9).done()
         for _ in range(3):
             submit(scheduler, [sized(10)], later(0.9), timeout_s=0.9)
-        with pytest.raises(
-            Overloaded, match=r"0\.02 s are allowed, half of the time limit"
-        ) as caught:
+        with pytest.raises(Overloaded, match=r"0\.02 s") as caught:
             submit(scheduler, [sized(10)], later(0.04), timeout_s=0.04)
         assert caught.value.reason == Rejection.WAIT
-        with pytest.raises(Overloaded, match=r"too close to its time limit in 0\.3 s") as caught:
+        with pytest.raises(Overloaded, match=r"0\.3 s") as caught:
             submit(scheduler, [sized(10)] * 10, later(0.3), timeout_s=9)  # it has waited already
         assert caught.value.reason == Rejection.DEADLINE
 
@@ -110,8 +107,9 @@ def test_an_idle_server_refuses_nobody() -> None:
 def test_what_would_end_too_late_is_refused() -> None:
     with measured(waits=WaitLimits(10)) as (scheduler, _):
         others = submit(scheduler, [sized(10)] * 100, later())  # 1 s of work
-        with pytest.raises(Overloaded, match=r"would end in about \d\.\d s beside what was accept"):
+        with pytest.raises(Overloaded) as caught:
             submit(scheduler, [sized(10)] * 30, later(0.5))
+        assert caught.value.reason == Rejection.DEADLINE
         assert submit(scheduler, [sized(10)] * 3, later(0.5)), "a short one ends in time"
         others.cancel()
 
@@ -120,7 +118,7 @@ def test_no_line_fills_the_memory_of_the_queue() -> None:
     """A line may hold as many tokens as are free, so there is always room for another client."""
     with measured(max_queue_tokens=300) as (scheduler, _):
         patient = [submit(scheduler, [sized(10)] * 5, later(900), timeout_s=900) for _ in range(3)]
-        with pytest.raises(Overloaded, match="150 of them like this request's 50") as caught:
+        with pytest.raises(Overloaded, match=r"150 .* 50\b") as caught:
             submit(scheduler, [sized(10)] * 5, later(900), timeout_s=900)
         assert caught.value.reason == Rejection.QUEUE_FULL
         assert submit(scheduler, [sized(10)] * 5, later(900), client="another", timeout_s=900)
@@ -257,17 +255,14 @@ def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> N
     refused = embed(full, "walk")
     while refused.status_code == 200:  # a front end learns of the wait by an answer
         refused = embed(full, "walk")
-    assert refused.status_code == 429
-    assert refused.json()["error_type"] == "Overloaded"
-    assert re.search(r"would wait about .* s; CLOZE_MAX_QUEUE_WAIT_MS allows 0.25 s", refused.text)
+    assert error_of(refused) == (429, "overloaded")
     assert int(refused.headers["retry-after"]) >= 1
     openai = httpx.post(
         f"{full.url}/v1/embeddings",
         json={"input": "walk", "model": "bert"},
         headers={"x-request-id": "mine"},
     )
-    assert openai.status_code == 429
-    assert "would wait" in openai.json()["error"]["message"]
+    assert error_of(openai) == (429, "overloaded")
     assert openai.headers["x-request-id"] == "mine"
     assert httpx.get(f"{full.url}/healthz").status_code == 200
     assert (
@@ -339,8 +334,7 @@ def test_a_wrong_time_limit_is_refused(every_task: Server, route: str, value: st
     body = {"inputs": "walk"} if route == "/embed" else {"input": "walk", "model": "bert"}
     headers = {"x-request-timeout-ms": value}
     answer = httpx.post(f"{every_task.url}{route}", json=body, headers=headers)
-    assert answer.status_code in (400, 422), answer.text
-    assert "x-request-timeout-ms: a whole number from 1 to 300000, got" in answer.text
+    assert error_of(answer) == (422 if route == "/embed" else 400, "invalid_value")
 
 
 def test_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
@@ -348,8 +342,7 @@ def test_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
         started = time.monotonic()
         headers = {"x-request-timeout-ms": "300"}
         answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"}, headers=headers)
-        assert answer.status_code == 504
-        assert "300 ms" in answer.text
+        assert error_of(answer) == (504, "timeout")
         assert 0.25 < time.monotonic() - started < 2.5
         wait_for_run(server, "river")
         assert embed(server, "walk").status_code == 200

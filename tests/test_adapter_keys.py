@@ -16,7 +16,7 @@ from cloze.model_store import Store
 from cloze.service.errors import StartupError
 from cloze.service.http.keys import Keys
 from tests.adapter_folders import Recipe, classifier, write
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import running_server
 
 KEYS = {

@@ -21,7 +21,7 @@ from cloze.service.core import BatchResult
 from cloze.service.errors import Overloaded, Rejection
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 from tests.test_promises import (
     FAULTY,

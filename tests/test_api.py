@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
 
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server
 
 JSON = dict[str, Any]

@@ -22,7 +22,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.heads import layer_embedding
 from cloze.model_store.manifest import Precision
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 from tests.test_int8 import gate_texts
 from tests.test_sentence import saved as sentence_transformer

@@ -25,7 +25,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Manifest, Weights
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 from tests.test_released_clients import run
 from tests.test_sentence import saved

@@ -13,7 +13,7 @@ from cloze.client import Client
 from cloze.model_store import Store
 from cloze.service.tasks.fill_tokens import target_words
 from cloze.service.text.tokenizer import Tokenizer
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]

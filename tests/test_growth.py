@@ -23,7 +23,7 @@ from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import LongTextRule, encode_texts
 from cloze.service.tasks.wire import NoParameters
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 

@@ -9,7 +9,7 @@ import pytest
 
 from cloze.service.errors import RequestTooLarge
 from cloze.service.http.gunzip import MAX_MEMBERS, gunzip
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 MB = 2**20
 EMPTY = gzip.compress(b"")

@@ -10,7 +10,7 @@ import pytest
 from cloze.service.http.body import SHORT_BYTES, BodyLimits, load
 from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 NO_LIMITS = BodyLimits(10**9, 10**9, 10**9)
 

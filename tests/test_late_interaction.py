@@ -38,7 +38,7 @@ from cloze.model_store.heads.multi_vector import MultiVectorRequest
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Manifest, Precision
 from tests import late_models
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 
 QUERIES = ["the king", "paris is the capital of france", "who walked " * 9]

@@ -13,7 +13,7 @@ import pytest
 from cloze.service.http.record import Paths
 from cloze.service.protocols.tensors import TaskTensors, read_texts, write_tensor
 from cloze.service.tasks import TASKS
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 
 TEXTS = ["the king", "the old king", "a moon over the sea"]

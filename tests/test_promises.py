@@ -37,7 +37,7 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.fake_engine import FakeEngine
 from tests.faulty_server import started_line
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, bare_environment, children, running_server
 from tests.tiny import save_checkpoint
 from tests.waiting import wait_until

@@ -16,7 +16,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
 

@@ -23,7 +23,7 @@ from cloze.service.tasks.task import TaskLimits
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_on_thread
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 from tests.test_admission import SLOW, exchange
 from tests.test_promises import FAULTY, metric

@@ -24,7 +24,7 @@ from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import accepted_hosts
 from cloze.service.settings import is_loopback
 from tests.certificates import Certificate, make_certificate
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, bare_environment, failed_start, running_server
 from tests.waiting import wait_until
 

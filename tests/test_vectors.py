@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer
 from cloze.client import Client
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 from tests.test_sentence import saved as sentence_transformer
 

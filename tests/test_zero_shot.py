@@ -22,7 +22,7 @@ from cloze.client import Client
 from cloze.export.publish import export
 from cloze.model_store import Store
 from tests import tiny
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.serving import Server, running_server
 
 ROUTE = "/zero-shot-classification"

@@ -27,7 +27,7 @@ from cloze.service.errors import (
 )
 from tests.encodings import encoding, submit
 from tests.fake_engine import FakeEngine
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.stepped import SteppedScheduler
 from tests.virtual_time import VirtualClock
 from tests.waiting import wait_until

@@ -31,7 +31,7 @@ from cloze.service.http.routes import RECORD
 from cloze.service.models.pipeline import run_anywhere
 from tests.leaping_loop import LeapingLoop
 from tests.records import Open, recorded, scope_of
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.virtual_time import LOOP_CLOCK
 
 LARGE = 100_000

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from cloze.service.errors import InvalidRequest, MalformedRequest, RequestTooLarge
 from cloze.service.http.body import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.threads import run_on_thread
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 FREE = BodyLimits(10**9, 10**9, 10**9)
 SIZES = (2, 3, 4, 5, 7, 9, 20)

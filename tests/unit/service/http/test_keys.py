@@ -15,7 +15,7 @@ from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, Paths, timeout_s
 from tests.records import recorded
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 
 def digest(key: str) -> str:

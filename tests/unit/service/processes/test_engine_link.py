@@ -19,7 +19,7 @@ from cloze.service.processes import frames
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from tests.encodings import submit
 from tests.leaping_loop import run_leaping
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.virtual_time import VirtualClock
 
 
@@ -167,7 +167,7 @@ def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
 def test_without_an_engine_requests_fail_at_once() -> None:
     def test() -> None:
         engines = Engines()
-        with refused("engine_dead", -0):
+        with refused("engine_dead"):
             engines.submit()
 
     on_loop(test)
@@ -351,7 +351,7 @@ def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> 
         engines.links[0].lost()
         engines.submit(4)
         engines.submit(6)
-        with refused("engine_dead", -0):
+        with refused("engine_dead"):
             engines.submit(1)
         wire = engines.start()
         assert len(wire.runs) == 2

@@ -21,7 +21,7 @@ from cloze.service.tasks.nsp import NspLabel, RankedCandidate
 from cloze.service.tasks.task import PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.text_classification import LabelScore
 from cloze.service.tasks.wire import NoParameters
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.protocols.service import Service
 
 # ---- binary tensors ----------------------------------------------------------------------------

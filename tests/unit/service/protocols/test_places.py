@@ -9,7 +9,7 @@ from cloze.service.protocols.tei import _Decode
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import Text, Texts, WireModel
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 DECODE = object.__new__(_Decode)  # its names need no models
 

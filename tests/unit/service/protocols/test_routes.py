@@ -18,7 +18,7 @@ from cloze.service.http.bytes_held import Hold
 from cloze.service.http.routes import NPY, RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
-from tests.refusals import error_of
+from tests.support.refusals import error_of
 from tests.unit.service.protocols.service import OneLabel, Service
 
 CLASSES = {

@@ -18,7 +18,7 @@ from cloze.service.tasks.answer_spans import (
 )
 from cloze.service.tasks.texts import Bounds
 from cloze.service.text.tokenizer import Spans
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 
 def spans(offsets: list[tuple[int, int]], words: list[int]) -> Spans:

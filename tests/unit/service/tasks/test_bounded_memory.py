@@ -13,7 +13,7 @@ from cloze.model_store import Bundle
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import limited, manifest, prepared
 
 MB = 1_000_000

@@ -15,7 +15,7 @@ from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     LABELS,
     LIMITS,

@@ -10,7 +10,7 @@ from cloze.model_store.heads import ArrayResult, Pooling
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.service.tasks.similarity import SimilarityInputs, TokenPair
 from cloze.service.tasks.task import TextUsage
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     CLS,
     ID,

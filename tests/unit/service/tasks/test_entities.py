@@ -12,7 +12,7 @@ from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import CONTEXT, LIMITS, decoded, limited, manifest, prepared
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

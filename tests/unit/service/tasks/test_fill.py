@@ -9,7 +9,7 @@ import pytest
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import TextUsage
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     CLS,
     CONTEXT,

@@ -10,7 +10,7 @@ from cloze.model_store.heads.span import SpanOptions
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TextUsage
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     context,
     decoded,

@@ -12,7 +12,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import LABELS, context, decoded, prepared
 
 OUTSIDE, PER, I_PER, LOC = range(len(LABELS))

@@ -8,7 +8,7 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import CONTEXT, LABELS, context, tokens, types
 
 

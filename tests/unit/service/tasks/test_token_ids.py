@@ -9,7 +9,7 @@ from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import token_ids
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
-from tests.refusals import refused
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     CLS,
     CONTEXT,

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from cloze.service.http.routes import NPY, RAW
-from tests.serving import Server
+from tests.support.serving import Server
 
 WORDING = Path(__file__).with_name("error-wording.txt")
 

@@ -15,7 +15,7 @@ from cloze.model_store.peft import LowRank
 from cloze.service.engine.adapters import LoadedAdapters
 from cloze.service.errors import StartupError
 from tests.support.refusals import refused
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WIDTH, RANK = 8, 4
 SIZE = 2 * RANK * WIDTH * 4

@@ -1,0 +1,126 @@
+"""The status and the type of every error, in every protocol, from a table of this test."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from cloze.service import errors
+from cloze.service.http.errors import describe_error
+from cloze.service.protocols import PROTOCOLS, WireProtocol, error_response
+from tests.support.records import recorded, scope_of
+
+TABLE: dict[type[Exception], tuple[int, str, str, str]] = {
+    errors.MalformedRequest: (400, "malformed_body", "Validation", "invalid_request_error"),
+    errors.EmptyRequest: (400, "empty_input", "Empty", "invalid_request_error"),
+    errors.Unauthorized: (401, "unauthorized", "Validation", "invalid_request_error"),
+    errors.KeyExpired: (401, "key_expired", "Validation", "invalid_request_error"),
+    errors.Forbidden: (403, "forbidden", "Validation", "invalid_request_error"),
+    errors.OtherHost: (403, "host_not_allowed", "Validation", "invalid_request_error"),
+    errors.UnknownModel: (404, "model_not_found", "Validation", "invalid_request_error"),
+    errors.SlowRequest: (408, "body_timeout", "Validation", "invalid_request_error"),
+    errors.ReloadRefused: (409, "reload_refused", "Backend", "invalid_request_error"),
+    errors.OtherEmbeddingSpace: (
+        412,
+        "other_embedding_space",
+        "Validation",
+        "invalid_request_error",
+    ),
+    errors.RequestTooLarge: (413, "body_too_large", "Validation", "invalid_request_error"),
+    errors.UnsupportedEncoding: (
+        415,
+        "unsupported_encoding",
+        "Validation",
+        "invalid_request_error",
+    ),
+    errors.InvalidRequest: (422, "invalid_value", "Validation", "invalid_request_error"),
+    errors.InvalidBody: (422, "invalid_body", "Validation", "invalid_request_error"),
+    errors.TextTooLong: (422, "text_too_long", "Validation", "invalid_request_error"),
+    errors.TooMany: (422, "limit_exceeded", "Validation", "invalid_request_error"),
+    errors.WrongTask: (424, "task_not_supported", "Backend", "invalid_request_error"),
+    errors.Overloaded: (429, "overloaded", "Overloaded", "rate_limit_error"),
+    errors.RateLimited: (429, "rate_limited", "Overloaded", "rate_limit_error"),
+    errors.ClientGone: (499, "client_closed", "Validation", "invalid_request_error"),
+    errors.EngineFailed: (500, "engine_failed", "Backend", "server_error"),
+    errors.AdapterUnavailable: (503, "adapter_unavailable", "Unhealthy", "server_error"),
+    errors.ShuttingDown: (503, "shutting_down", "Unhealthy", "server_error"),
+    errors.EngineDead: (503, "engine_dead", "Unhealthy", "server_error"),
+    errors.DeadlineExceeded: (504, "timeout", "Overloaded", "server_error"),
+    RuntimeError: (500, "internal_error", "Backend", "server_error"),
+}
+"""Status, code, error_type of text-embeddings-inference, and type of OpenAI."""
+
+
+def error_of(kind: type[Exception]) -> Exception:
+    return kind("why", 3) if issubclass(kind, errors.Overloaded) else kind("why")
+
+
+def request() -> Request:
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": [], "query_string": b""}
+    return Request(scope | {"server": ("localhost", 80), "scheme": "http"})
+
+
+def test_the_table_has_every_error() -> None:
+    ours = {
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.ServiceError)
+    }
+    assert ours - {errors.ServiceError, errors.RequestError} == TABLE.keys() - {RuntimeError}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.prefixes[0])
+@pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
+def test_an_error_has_its_status_and_its_type(
+    kind: type[Exception], protocol: WireProtocol
+) -> None:
+    status, code, error_type, openai_type = TABLE[kind]
+    asked = Request(scope_of(recorded(protocol.prefixes[0])))
+    response = asyncio.run(error_response(asked, error_of(kind), 30.0))
+    message = "an internal error; it was logged" if kind is RuntimeError else "why"
+    only_400 = 400 if status == 422 else status
+    expected = {
+        "/v1/": (
+            only_400,
+            {
+                "error": {
+                    "message": message,
+                    "type": openai_type,
+                    "param": None,
+                    "code": "model_not_found" if kind is errors.UnknownModel else None,
+                },
+                "detail": message,
+            },
+        ),
+        "/v2/embed": (only_400, {"message": message}),
+        "/v2": (only_400, {"error": message}),
+    }
+    usual = (status, {"error": message, "error_type": error_type, "code": code})
+    assert response.headers["x-error-code"] == code
+    assert (response.status_code, json.loads(response.body)) == expected.get(
+        protocol.prefixes[0], usual
+    )
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_an_error_of_the_router_is_the_client_s(status: int) -> None:
+    info = describe_error(request(), HTTPException(status))
+    assert (info.status, info.kind) == (status, "Validation")
+
+
+def test_every_code_is_documented_with_its_status_and_type() -> None:
+    """Those of connections and of the router have the type "Validation", and a bug "Backend"."""
+    others = {
+        code: (status, "Backend" if status == 500 else "Validation")
+        for status, code in errors.CODES_OF_STATUSES.items()
+    }
+    codes = others | {code: (status, kind) for status, code, kind, _ in TABLE.values()}
+    assert 20 <= len(codes) <= 35
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\d{3}) \| (\w+) \| .+ \|$", page, re.MULTILINE)
+    assert len(rows) == len(codes)
+    assert {code: (int(status), kind) for code, status, kind in rows} == codes

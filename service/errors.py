@@ -3,7 +3,7 @@
 Each `ServiceError` ends one request, and `http.errors` maps it to a status. A `RequestError` is
 the client's: a retry of the same request fails again. `StartupError` ends the server.
 
-The code of an error is stable, and clients may compare it; its message may change.
+The code of an error is stable, so clients may compare the code. A message may change.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ class ServiceError(Exception):
     code: ClassVar[str]
 
     def __init_subclass__(cls, code: str = "") -> None:
-        """Set the code of a kind of error; without one, that of the kind above."""
+        """Set the code of a kind of error; by default it is that of the base class."""
         if code:
             cls.code = code
 
@@ -78,7 +78,7 @@ class InvalidBody(InvalidRequest, code="invalid_body"):
 
 
 class TextTooLong(InvalidRequest, code="text_too_long"):
-    """A text is longer than the limit, or than the model reads and the request lets it be cut."""
+    """A text is longer than the limit, or than the model reads, and may not be cut."""
 
 
 class TooMany(InvalidRequest, code="limit_exceeded"):

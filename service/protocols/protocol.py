@@ -310,7 +310,7 @@ def _respond(route: TaskRoute, request: ServedRequest, body: Any, value: Any) ->
 
 @dataclass(frozen=True, slots=True)
 class ErrorBody:
-    """An error in the shape of text-embeddings-inference, with its code."""
+    """An error in the shape of text-embeddings-inference, and the code of the error."""
 
     error: str
     error_type: str

@@ -7,6 +7,7 @@ sentences, run this test with ``REWRITE_WORDING=1`` and read the difference.
 import json
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,7 @@ def lines(server: Server, provocations: Iterable[Provocation]) -> Iterator[str]:
         shown = json.dumps(body) if isinstance(body, dict) else ascii(body)[2:-1]
         sent = "".join(f" {name}: {value[:40]}" for name, value in headers.items())
         shown = re.sub(r"(.{1,60}?)\1{4,}", _times, shown)
-        request = f"{path}{sent} {shown[:120]}{'...' * (len(shown) > 120)}"
+        request = f"{path}{sent} {textwrap.shorten(shown, 120, placeholder='...')}"
         assert response.status_code >= 400, request
         assert response.headers["content-type"] == "application/json"
         assert response.headers["x-request-id"]

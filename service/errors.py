@@ -2,14 +2,27 @@
 
 Each `ServiceError` ends one request, and `http.errors` maps it to a status. A `RequestError` is
 the client's: a retry of the same request fails again. `StartupError` ends the server.
+
+The code of an error is stable, so clients may compare the code. A message may change.
 """
 
 from enum import StrEnum
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 
 class ServiceError(Exception):
-    """The reason why a request gets no result. The client receives the message."""
+    """The reason why a request gets no result. The client receives the message.
+
+    Attributes:
+        code: the value of the header `x-error-code`.
+    """
+
+    code: ClassVar[str]
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        """Set the code of a kind of error; by default it is that of the base class."""
+        if code:
+            cls.code = code
 
 
 class Location(tuple[str | int, ...]):
@@ -48,51 +61,71 @@ class RequestError(ServiceError):
         return type(self)(self.problem, at, self.lead)
 
 
-class MalformedRequest(RequestError):
+class MalformedRequest(RequestError, code="malformed_body"):
     """The body is not JSON."""
 
 
-class SlowRequest(RequestError):
+class SlowRequest(RequestError, code="body_timeout"):
     """The body did not arrive within the request timeout."""
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, code="invalid_value"):
     """A value of the request is malformed or out of its limits."""
 
 
-class EmptyRequest(RequestError):
+class InvalidBody(InvalidRequest, code="invalid_body"):
+    """The body lacks a field, has an unknown one, or one with a value of another type."""
+
+
+class TextTooLong(InvalidRequest, code="text_too_long"):
+    """A text is longer than the limit, or than the model reads, and may not be cut."""
+
+
+class TooMany(InvalidRequest, code="limit_exceeded"):
+    """The request has more texts or tokens, or asks for more results, than the limit."""
+
+
+class EmptyRequest(RequestError, code="empty_input"):
     """The request has no text, or one of its texts is empty."""
 
 
-class RequestTooLarge(RequestError):
+class RequestTooLarge(RequestError, code="body_too_large"):
     """The body has more bytes than the limit."""
 
 
-class UnsupportedEncoding(RequestError):
+class UnsupportedEncoding(RequestError, code="unsupported_encoding"):
     """The body has a content encoding that the server does not read."""
 
 
-class Unauthorized(RequestError):
+class Unauthorized(RequestError, code="unauthorized"):
     """The request has no valid API key."""
 
 
-class Forbidden(RequestError):
-    """The API key lacks the scope, or the request is for another host."""
+class KeyExpired(Unauthorized, code="key_expired"):
+    """The API key of the request has expired."""
 
 
-class UnknownModel(RequestError):
+class Forbidden(RequestError, code="forbidden"):
+    """The API key does not allow the request, or no key can."""
+
+
+class OtherHost(Forbidden, code="host_not_allowed"):
+    """The request is for another host."""
+
+
+class UnknownModel(RequestError, code="model_not_found"):
     """The request names a model that is not served."""
 
 
-class WrongTask(RequestError):
+class WrongTask(RequestError, code="task_not_supported"):
     """The model has no head for the task."""
 
 
-class OtherEmbeddingSpace(RequestError):
+class OtherEmbeddingSpace(RequestError, code="other_embedding_space"):
     """The vectors would not be in the space that the request expects."""
 
 
-class ReloadRefused(RequestError):
+class ReloadRefused(RequestError, code="reload_refused"):
     """The server cannot serve what the store, the keys or the certificate now hold."""
 
 
@@ -110,7 +143,7 @@ class Rejection(StrEnum):
     ENGINE_DEAD = "engine_dead"
 
 
-class Overloaded(ServiceError):
+class Overloaded(ServiceError, code="overloaded"):
     """The request would wait for too long, or the queue is full.
 
     Attributes:
@@ -131,29 +164,44 @@ class Overloaded(ServiceError):
         self.each_s = each_s
 
 
-class DeadlineExceeded(ServiceError):
+class RateLimited(Overloaded, code="rate_limited"):
+    """The API key has sent too many requests or tokens."""
+
+
+class DeadlineExceeded(ServiceError, code="timeout"):
     """The request timed out."""
 
 
-class ClientGone(ServiceError):
+class ClientGone(ServiceError, code="client_closed"):
     """The client closed its connection before the answer was ready."""
 
 
-class ShuttingDown(ServiceError):
+class ShuttingDown(ServiceError, code="shutting_down"):
     """The server is draining and admits no new requests."""
 
 
-class EngineFailed(ServiceError):
+class EngineFailed(ServiceError, code="engine_failed"):
     """The engine raised an exception on an encoding that ran alone."""
 
 
-class AdapterUnavailable(ServiceError):
+class AdapterUnavailable(ServiceError, code="adapter_unavailable"):
     """The files of an adapter are gone, or have changed since the last reload."""
 
 
-class EngineDead(ServiceError):
+class EngineDead(ServiceError, code="engine_dead"):
     """No engine runs: it hangs, fails its golden outputs, or its process has exited."""
 
+
+CODES_OF_STATUSES: Final = {
+    400: "malformed_http",
+    404: "route_not_found",
+    405: "method_not_allowed",
+    431: "headers_too_large",
+    500: "internal_error",
+    503: "too_many_connections",
+    505: "unsupported_http_version",
+}
+"""Codes of the errors of connections and of the router, and of a bug."""
 
 BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
 """Why a reload that is asked for by a request is refused at once; a signal waits."""

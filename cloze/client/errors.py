@@ -9,14 +9,21 @@ class ClientError(Exception):
     Attributes:
         status: HTTP status; None without a response.
         request_id: the server's id of the request; None without a response.
+        code: the stable code of the error, such as ``text_too_long``; None if the response has
+            none, because a proxy wrote it.
     """
 
     def __init__(
-        self, message: str, status: int | None = None, request_id: str | None = None
+        self,
+        message: str,
+        status: int | None = None,
+        request_id: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.request_id = request_id
+        self.code = code
 
 
 class RequestRefused(ClientError):
@@ -43,14 +50,15 @@ class ServerUnreachable(ClientError):
 
 def error_of(response: httpx.Response) -> ClientError:
     """Return the error of a response that is not a success."""
-    status, request_id = response.status_code, response.headers.get("x-request-id")
+    status, headers = response.status_code, response.headers
+    given = status, headers.get("x-request-id"), headers.get("x-error-code")
     message = f"{status}: {_message(response)}"
     if status in (429, 503):
-        busy = ServerBusy(message, status, request_id)
+        busy = ServerBusy(message, *given)
         busy.retry_after_s = retry_after_s(response)
         return busy
     kind = ServerFailed if status >= 500 else RequestRefused
-    return kind(message, status, request_id)
+    return kind(message, *given)
 
 
 def retry_after_s(response: httpx.Response) -> float | None:

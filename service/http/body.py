@@ -254,13 +254,13 @@ def validate(model: type[B], value: Any, at: errors.Location = _BODY) -> B:
     """Return a JSON value, which is at a location in the body, as a model.
 
     Raises:
-        InvalidRequest: the value does not have the shape of the model.
+        InvalidBody: the value does not have the shape of the model.
     """
     try:
         return model.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        raise errors.InvalidRequest(describe(problems, value, at, model)) from None
+        raise errors.InvalidBody(describe(problems, value, at, model)) from None
 
 
 def load(data: bytes, limits: BodyLimits, chunk_bytes: int = SHORT_BYTES) -> Any:

@@ -30,7 +30,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     errors.EngineDead: (503, "Unhealthy"),
     errors.DeadlineExceeded: (504, "Overloaded"),
 }
-"""The HTTP status and text-embeddings-inference's ``error_type`` of every `ServiceError`."""
+"""HTTP status and text-embeddings-inference's ``error_type`` of a `ServiceError` and its kinds."""
 
 ERROR_STATUSES: Final = tuple(sorted({status for status, _ in STATUS.values()}))
 
@@ -62,8 +62,8 @@ class ErrorInfo:
 
     status: int
     kind: str
+    code: str
     message: str
-    error: Exception
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -73,21 +73,23 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     The message for a bug does not contain the exception.
     """
     if isinstance(error, errors.ServiceError):
-        status, kind = STATUS[type(error)]
+        status, kind = next(filter(None, map(STATUS.get, type(error).__mro__)))
         headers = dict(_HEADERS.get(status, {}))
         if isinstance(error, errors.Overloaded):
             for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
                 headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
-        return ErrorInfo(status, kind, str(error), error, headers)
+        return ErrorInfo(status, kind, error.code, str(error), headers)
     if isinstance(error, HTTPException):
         messages = {
             404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
             405: f"{request.url.path} does not answer {request.method}",
         }
         message = messages.get(error.status_code, str(error.detail))
+        code = errors.CODES_OF_STATUSES.get(error.status_code, "route_not_found")
         headers = dict(error.headers or {})
-        return ErrorInfo(error.status_code, "Validation", message, error, headers)
-    return ErrorInfo(500, "Backend", "an internal error; it was logged", error)
+        return ErrorInfo(error.status_code, "Validation", code, message, headers)
+    message = "an internal error; it was logged"
+    return ErrorInfo(500, "Backend", errors.CODES_OF_STATUSES[500], message)
 
 
 def rejection(error: Exception) -> errors.Rejection | None:

@@ -143,7 +143,7 @@ class Key:
         if wait_s:
             most = self._buckets[unit].per_minute
             message = f"the key {self.name} may send {most} {unit} per minute"
-            raise errors.Overloaded(message, wait_s, errors.Rejection.KEY_LIMIT)
+            raise errors.RateLimited(message, wait_s, errors.Rejection.KEY_LIMIT)
         if (requests := self._buckets.get("requests")) is not None:
             requests.take(1, now)
 

@@ -50,6 +50,7 @@ _REF = "#/components/schemas/{model}"
 
 MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was chosen")
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
+ERROR_CODE = ("string", "the stable code of the error, which the API's documentation lists")
 _ERROR_HEADERS = {
     415: {"accept-encoding": ("string", "the content encodings that the server reads")},
     429: {
@@ -86,6 +87,7 @@ PARTS: Final = {
 def answer_headers(routes: Sequence[Route]) -> list[str]:
     """Return the documented headers of the answers of routes, errors included."""
     documented = [{**route.doc.headers, **_common(route)} for route in routes]
+    documented.append({"x-error-code": ERROR_CODE})
     return sorted({name for names in (*documented, *_ERROR_HEADERS.values()) for name in names})
 
 
@@ -158,7 +160,9 @@ def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]
     closed = "Client closed its connection"
     return {
         "description": closed if status == 499 else HTTPStatus(status).phrase,
-        "headers": _headers(_common(route) | _ERROR_HEADERS.get(status, {})),
+        "headers": _headers(
+            {"x-error-code": ERROR_CODE, **_common(route), **_ERROR_HEADERS.get(status, {})}
+        ),
         "content": {JSON: {"schema": schemas[route.path, "error"]}},
     }
 

@@ -251,7 +251,7 @@ class Access:
         by_address = request.path in self.by_address
         for name, value in request.headers if self.hosts else ():
             if name == b"host" and not is_accepted(value, self.hosts, or_address=by_address):
-                raise errors.Forbidden(
+                raise errors.OtherHost(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
                 )
@@ -265,7 +265,7 @@ class Access:
         if key is None:
             raise errors.Unauthorized("send a key of this server: Authorization: Bearer KEY")
         if key.expires_before(self.clock.wall()):
-            raise errors.Unauthorized(f"the key {key.name} has expired at {key.entry.expires}")
+            raise errors.KeyExpired(f"the key {key.name} has expired at {key.entry.expires}")
         if needed not in key.entry.scopes:
             raise errors.Forbidden(f"the key {key.name} lacks the scope {needed}")
         key.count(self.clock.monotonic())

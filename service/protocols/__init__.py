@@ -39,13 +39,14 @@ async def error_response(request: Request, error: Exception, timeout_s: float) -
     """
     info = describe_error(request, error)
     record: ServedRequest = request.scope[RECORD]
-    record.error, record.rejection = type(error).__name__, rejection(error)
+    record.error, record.rejection = info.code, rejection(error)
     if record.rejection is Rejection.TIMEOUT and record.limit_s < timeout_s:
         record.rejection = Rejection.STATED_LIMIT
     starts = record.path.startswith
     protocol = next(one for prefix, one in _BY_PREFIX if starts(prefix) or prefix == "/")
     status = 400 if info.status == 422 and not protocol.has_422 else info.status
-    return Response(orjson.dumps(protocol.error_body(info)), status, info.headers, JSON)
+    headers = {"x-error-code": info.code, **info.headers}
+    return Response(orjson.dumps(protocol.error_body(info)), status, headers, JSON)
 
 
 __all__ = ["PROTOCOLS", "ProtocolContext", "WireProtocol", "error_response"]

@@ -2,7 +2,7 @@
 
 Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. Four routes have
 the bodies of text-embeddings-inference, which huggingface_hub sends too; see `_SHARED`. Errors have
-the shape of text-embeddings-inference: ``{"error", "error_type"}``.
+the shape of text-embeddings-inference: ``{"error", "error_type", "code"}``.
 
 Vectors have the format that a client accepts: JSON, raw bytes or NumPy's file format. The bytes may
 have fewer bits per number than float32: ``Accept: application/octet-stream; dtype=int8``.

@@ -156,7 +156,7 @@ class OpenAiErrorBody:
 
 def error_body(error: ErrorInfo) -> OpenAiErrorBody:
     """Return the body of an error."""
-    code = "model_not_found" if isinstance(error.error, UnknownModel) else None
+    code = error.code if error.code == UnknownModel.code else None
     kind: ErrorType = "invalid_request_error" if error.status < 500 else "server_error"
     kind = "rate_limit_error" if error.status == 429 else kind
     return OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)

@@ -310,15 +310,16 @@ def _respond(route: TaskRoute, request: ServedRequest, body: Any, value: Any) ->
 
 @dataclass(frozen=True, slots=True)
 class ErrorBody:
-    """An error in the shape of text-embeddings-inference, which the native protocol shares."""
+    """An error in the shape of text-embeddings-inference, and the code of the error."""
 
     error: str
     error_type: str
+    code: str
 
 
 def error_body(error: ErrorInfo) -> ErrorBody:
     """Return the body of an error."""
-    return ErrorBody(error.message, error.kind)
+    return ErrorBody(error.message, error.kind, error.code)
 
 
 class LenientModel(WireModel):

@@ -221,7 +221,7 @@ def read_texts(data: memoryview, at: errors.Location, most: int) -> list[str]:
     end = 0
     while end < len(data):
         if len(texts) == most:
-            raise errors.InvalidRequest(f"has over {most} texts, the limit", at)
+            raise errors.TooMany(f"has over {most} texts, the limit", at)
         begin = end + _LENGTH.size
         end = begin + _LENGTH.unpack_from(data, end)[0] if begin <= len(data) else begin
         if end > len(data):

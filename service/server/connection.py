@@ -17,6 +17,7 @@ import orjson
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cloze.service.errors import CODES_OF_STATUSES
 from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
 
@@ -289,10 +290,11 @@ class ServerProtocol(HttpToolsProtocol):
         """Write an error, and close the connection. The table logs refused connections itself."""
         if status != 503:
             log.warning("a request was refused: %s", message)
-        body = orjson.dumps({"error": message, "error_type": "Validation"})
+        code = CODES_OF_STATUSES[status]
+        body = orjson.dumps({"error": message, "error_type": "Validation", "code": code})
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-            "content-type: application/json\r\n"
+            f"content-type: application/json\r\nx-error-code: {code}\r\n"
             f"content-length: {len(body)}\r\n"
             f"{headers}connection: close\r\n\r\n"
         )

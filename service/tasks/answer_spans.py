@@ -23,7 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from cloze.service.core import Float32
-from cloze.service.errors import InvalidRequest
+from cloze.service.errors import TooMany
 from cloze.service.tasks.task import softmax
 from cloze.service.tasks.texts import Bounds, LongText
 from cloze.service.text.tokenizer import Spans
@@ -49,7 +49,7 @@ class SpanMemory:
         """Count a span, whose text is kept twice: as it is, and in lower case."""
         self._held += _SPAN_BYTES + 2 * characters
         if self._held > _MOST_BYTES:
-            raise InvalidRequest(
+            raise TooMany(
                 f"the spans of the windows need more than {_MOST_BYTES} bytes, the limit; "
                 "send fewer contexts, or lower top_k, max_answer_len or doc_stride"
             )

@@ -18,7 +18,7 @@ from cloze.model_store.embedding_space import words_recipe
 from cloze.model_store.heads import HeadRequest, lexical, sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import Float32
-from cloze.service.errors import InvalidRequest
+from cloze.service.errors import TooMany
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import CutTextParameters, EmbedInputs, encode_texts
 from cloze.service.tasks.wire import Count, check_range
@@ -98,7 +98,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> SparseVecto
     words = sum(len(result.ids) for result in results)  # known only after the run
     if words > (most := _WORDS_PER_RESULT * context.limits.max_results):
         problem = f"the texts have {words} words; the limit is {most}; send fewer texts, or top_k"
-        raise InvalidRequest(problem)
+        raise TooMany(problem)
     pairs = [
         zip(result.ids.tolist(), result.weights.astype(np.float32).tolist(), strict=True)
         for result in results

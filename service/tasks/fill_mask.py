@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.errors import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location, TextTooLong, TooMany
 from cloze.service.tasks import fill_jointly, fill_tokens
 from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, TaskLimits, TextUsage
 from cloze.service.tasks.texts import (
@@ -83,7 +83,7 @@ def prepare(
         predictions, written = predictions + rows, written + rows * (end - first)
     limits.check_results(predictions, "the request asks for", "predictions (masks x top_k)")
     if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
-        raise InvalidRequest(f"the predictions' texts hold {written} tokens; the limit is {most}")
+        raise TooMany(f"the predictions' texts hold {written} tokens; the limit is {most}")
     prepared: PreparedRequest[Any]
     if parameters.decode is not None:
         prepared = fill_jointly.prepare_jointly(read, parameters.decode, top_k, context)
@@ -101,11 +101,11 @@ def _targets(parameters: FillMaskParameters, limits: TaskLimits) -> list[str]:
     targets = parameters.targets or []
     targets = [targets] if isinstance(targets, str) else targets
     if (count := len(targets)) > (most := limits.max_top_k):
-        raise InvalidRequest(f"has {count} tokens; the limit is {most}", _TARGETS)
+        raise TooMany(f"has {count} tokens; the limit is {most}", _TARGETS)
     for index, target in enumerate(targets):
         if (length := len(target)) > (most := limits.max_text_characters):
             problem = f"has {length} characters; the limit is {most}"
-            raise InvalidRequest(problem, _TARGETS.below(index))
+            raise TextTooLong(problem, _TARGETS.below(index))
     if parameters.decode is not None and targets:
         raise InvalidRequest("decode chooses among the whole vocabulary; leave out targets")
     if parameters.targets_as == "words" and not targets:
@@ -125,7 +125,7 @@ def _part(
         hint = f"put {tokenizer.mask_token} where a word is to be guessed"
         raise InvalidRequest(f"holds no mask token; {hint}", at)
     if len(masks) > most:
-        raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", at)
+        raise TooMany(f"holds {len(masks)} mask tokens; the limit is {most}", at)
     room = encoder.room(at, around)
     if encoder.rule.choice == "window":
         first, end = centred((masks[0] + masks[-1] + 1) // 2, tokens, room)

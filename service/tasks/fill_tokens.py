@@ -17,7 +17,7 @@ import numpy as np
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32
-from cloze.service.errors import InvalidRequest, Location, quoted
+from cloze.service.errors import InvalidRequest, Location, TooMany, quoted
 from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 
@@ -208,7 +208,7 @@ def _original_tokens(
         problem = f"has {len(originals)} words, but inputs has {len(ids)} texts"
         raise InvalidRequest(problem, _ORIGINAL)
     if len(ids) > _MOST_RANKED:
-        raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
+        raise TooMany(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []
     for (at, text), original in zip(ids, originals, strict=True):
         context.limits.checked(original, _ORIGINAL)

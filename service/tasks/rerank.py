@@ -15,7 +15,7 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.manifest import Role
-from cloze.service.errors import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location, TextTooLong
 from cloze.service.tasks import late_interaction, similarity, text_classification
 from cloze.service.tasks.late_interaction import Kept
 from cloze.service.tasks.similarity import VECTORS
@@ -151,7 +151,7 @@ def prepare(
         encoder = encode_texts([*query, *texts], rule, context, VECTORS, prompts=prompts)
         if (usage := encoder.texts[0].usage).windows:
             problem = f"has {usage.tokens} tokens; long_text window divides only texts"
-            raise InvalidRequest(problem, _QUERY)
+            raise TextTooLong(problem, _QUERY)
     usages = [text.usage for text in encoder.texts[-len(texts) :]]  # without the query's
     windows = [usage.windows or (None,) for usage in usages]
     repeated = inputs.texts if parameters.return_text else None

@@ -14,7 +14,15 @@ from cloze.model_store.heads import HEADS, Head
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32
-from cloze.service.errors import EmptyRequest, InvalidRequest, Location, WrongTask, quoted
+from cloze.service.errors import (
+    EmptyRequest,
+    InvalidRequest,
+    Location,
+    TextTooLong,
+    TooMany,
+    WrongTask,
+    quoted,
+)
 from cloze.service.tasks.wire import WireModel
 from cloze.service.text.tokenizer import Tokenizer
 
@@ -76,7 +84,7 @@ class TaskLimits:
             if not values:
                 raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
             if (count := len(values)) > (most := self.max_request_texts - others):
-                raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
+                raise TooMany(f"has {count} {kind}s; the limit is {most}", at)
             located = [(at.below(index), value) for index, value in enumerate(values)]
         for place, text in located:
             if not isinstance(text, str):
@@ -84,19 +92,19 @@ class TaskLimits:
             if not text:
                 raise EmptyRequest("is empty; it needs at least 1 character", place)
             if len(text) > (most := self.max_text_characters):
-                raise InvalidRequest(f"has {len(text)} characters; the limit is {most}", place)
+                raise TextTooLong(f"has {len(text)} characters; the limit is {most}", place)
         return located
 
     def check_tokens(self, tokens: int, use: str, at: Location) -> None:
         """Check the tokens of the texts up to a place; the use is like ``the windows hold``."""
         if tokens > (most := self.max_request_tokens):
             problem = f"{use} {tokens} tokens; the limit of a request is {most}"
-            raise InvalidRequest(problem, at, UP_TO)
+            raise TooMany(problem, at, UP_TO)
 
     def check_results(self, results: int, asked: str, kind: str = "predictions") -> None:
         """Check the number of a request's results, or of the encodings that it needs."""
         if results > (most := self.max_results):
-            raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
+            raise TooMany(f"{asked} {results} {kind}; the limit is {most}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cloze.model_store.heads import HeadRequest, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.manifest import Role
 from cloze.model_store.sequences import TEXT_TOKENS, Side
-from cloze.service.errors import EmptyRequest, InvalidRequest, Location, quoted
+from cloze.service.errors import EmptyRequest, InvalidRequest, Location, TextTooLong, quoted
 from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.wire import NotEmpty, Text, TokenIds, WireModel
 from cloze.service.text.tokenizer import Spans, Tokenizer
@@ -80,7 +80,7 @@ class LongTextRule(NamedTuple):
     def check(self, at: Location, tokens: int, most: int, limit: str = "the model reads") -> None:
         """Raise `InvalidRequest` for more tokens than the limit if the rule refuses long texts."""
         if tokens > most and self.choice == "error":
-            raise InvalidRequest(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
+            raise TextTooLong(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
 
 
 class UsageParameters(WireModel):
@@ -194,7 +194,7 @@ class TextEncoder:
         """Return the most tokens of a text in a sequence that has ``around`` other tokens."""
         if (room := self.max_tokens - around) < 1:
             problem = f"leaves no room for a text beside {around} tokens"
-            raise InvalidRequest(f"{problem}; the model reads {self.max_tokens}", at)
+            raise TextTooLong(f"{problem}; the model reads {self.max_tokens}", at)
         return room
 
     def divide(self, at: Location, tokens: int, around: int = TEXT_TOKENS) -> list[Bounds]:
@@ -279,7 +279,7 @@ class TextEncoder:
         self.rule.check(at, tokens, self.max_tokens)
         if self.rule.choice == "window" and tokens > self.max_tokens:
             if not self.rule.divides_pairs:
-                raise InvalidRequest(
+                raise TextTooLong(
                     f"is a pair of {tokens} tokens; the model reads {self.max_tokens}, and "
                     "long_text window divides only texts without a pair",
                     at,

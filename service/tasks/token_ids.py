@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.service.errors import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest, TooMany
 from cloze.service.tasks.task import INPUTS, UP_TO, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.wire import NotEmpty, Text, Texts, TokenIds, WireModel
 from cloze.service.text.tokenizer import Spans
@@ -61,7 +61,7 @@ def prepare_texts(
         if tokens > limits.max_results:
             verb, lead = ("have", f"the texts {UP_TO}") if texts else ("has", "")
             problem = f"{verb} at least {tokens} tokens; the limit is {limits.max_results}"
-            raise InvalidRequest(problem, at, lead)
+            raise TooMany(problem, at, lead)
         texts.append((prompt + text, spans))
     return PreparedRequest([], _Tokenized(texts, around), texts=len(texts), others=tokens)
 
@@ -118,7 +118,7 @@ def prepare_ids(
     if not all(lists):
         raise EmptyRequest("has an empty list; it needs at least 1 token id", INPUTS)
     if (count := sum(map(len, lists))) > (most := limits.max_results):
-        raise InvalidRequest(f"has {count} token ids; the limit is {most}", INPUTS)
+        raise TooMany(f"has {count} token ids; the limit is {most}", INPUTS)
     low, high = min(map(min, lists)), max(map(max, lists))
     if low < 0 or high > _MOST_ID:
         problem = f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}"

@@ -14,7 +14,7 @@ from pydantic import Field
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.sequences import TEXT_TOKENS
-from cloze.service.errors import InvalidRequest, Location, quoted
+from cloze.service.errors import InvalidRequest, Location, TextTooLong, quoted
 from cloze.service.tasks.task import (
     Input,
     Outputs,
@@ -138,7 +138,7 @@ def _hypotheses(
     for at, label in limits.checked(labels, _LABELS, "label"):
         if len(label) > _LABEL_CHARACTERS:
             problem = f"has {len(label)} characters; the limit of a label is {_LABEL_CHARACTERS}"
-            raise InvalidRequest(problem, at)
+            raise TextTooLong(problem, at)
         if (other := first.setdefault(label, at)) != at:
             raise InvalidRequest(f"is {quoted(label)}, as {other} is; a label is given once", at)
     template = "This example is {}." if template is None else template
@@ -150,14 +150,14 @@ def _hypotheses(
     # A short body may have a long template and many labels.
     if (length := len(template) * len(labels)) > (most := limits.max_text_characters):
         problem = f"has {len(template)} characters, and with {len(labels)} labels {length}"
-        raise InvalidRequest(f"{problem}; the limit is {most}", _TEMPLATE_PLACE)
+        raise TextTooLong(f"{problem}; the limit is {most}", _TEMPLATE_PLACE)
     sentences = [before + label + after for label in labels]
     without, *hypotheses = context.tokenizer.ids([before + after, *sentences])
     room = limits.max_tokens - context.tokenizer.special.pair_tokens
     for number, hypothesis in enumerate(hypotheses):
         check_has_tokens(hypothesis if hypothesis != without else (), _LABELS.below(number))
         if len(hypothesis) >= room:
-            raise InvalidRequest(
+            raise TextTooLong(
                 f"becomes a sentence of {len(hypothesis)} tokens; the model reads {room}, and at "
                 "least 1 of them is the text's",
                 _LABELS.below(number),

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cloze.service.errors import InvalidRequest
+from cloze.service.errors import TextTooLong
 
 _PIECE_CHARACTERS = 16_384
 """Most characters of a piece, unless the text has no boundary there."""
@@ -119,7 +119,7 @@ def _pieces(
         for first, part in divide(content, boundary, _PIECE_CHARACTERS // growth):
             size = length(part)
             if size > _GROUP_CHARACTERS and size >= _MOST_GROWTH * len(part):
-                raise InvalidRequest(
+                raise TextTooLong(
                     f"{len(part)} characters of a text, without a space, are {size} characters "
                     f"for the model's tokenizer; the limit is {_GROUP_CHARACTERS}"
                 )

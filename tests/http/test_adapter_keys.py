@@ -16,6 +16,7 @@ from cloze.model_store import Store
 from cloze.service.errors import StartupError
 from cloze.service.http.keys import Keys
 from tests.support.adapter_folders import Recipe, classifier, write
+from tests.support.refusals import error_of
 from tests.support.serving import running_server
 
 KEYS = {
@@ -84,7 +85,7 @@ def test_only_its_models_exist_for_a_key(ask: Ask) -> None:
     assert ask("tenant", "/v1/models/topics").status_code == 200
     for path in ("/v1/models/stars", "/v2/models/stars.text-classification", "/v1/models/base"):
         refused = ask("tenant", path)
-        assert refused.status_code == 404
+        assert error_of(refused) == (404, "model_not_found")
         assert "is served to this key (there: topics, topics@1, vectors, vectors@1)" in refused.text
 
 
@@ -109,8 +110,7 @@ def test_a_key_gets_the_results_of_its_adapters_and_of_no_other(ask: Ask) -> Non
         body = {"input": TEXT, "model": model}
         assert ask("tenant", "/v1/embeddings", body).status_code == status
     refused = ask("tagger", "/classify", texts)
-    assert refused.status_code == 424
-    assert "no model that is served to this key can do text-classification" in refused.text
+    assert error_of(refused) == (424, "task_not_supported")
 
 
 def test_openai_client_is_told_as_of_an_unknown_model(
@@ -128,8 +128,7 @@ def test_openai_client_is_told_as_of_an_unknown_model(
 def test_a_key_of_models_that_are_not_served_is_refused(ask: Ask) -> None:
     for path, body in (("/v1/models", None), ("/info", None), ("/embed", {"inputs": TEXT})):
         refused = ask("early", path, body)
-        assert refused.status_code == 403
-        assert "the key early is limited to models that are not served: not-yet" in refused.text
+        assert error_of(refused) == (403, "forbidden")
 
 
 def test_a_malformed_name_is_refused_by_the_command_and_the_file(tmp_path: Path) -> None:

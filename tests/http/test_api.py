@@ -18,6 +18,7 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
 
+from tests.support.refusals import error_of
 from tests.support.serving import Server
 
 JSON = dict[str, Any]
@@ -29,140 +30,6 @@ def call(server: Server, route: str, content: bytes | None = None, **body: Any) 
     return httpx.post(
         server.url + route, content=data, headers={"content-type": "application/json"}, timeout=30
     )
-
-
-BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
-    # bodies that cannot be read
-    ("/embed", b"", 400, "Validation", r"the body is empty"),
-    ("/embed", b"  \n", 400, "Validation", r"the body is empty"),
-    ("/embed", b"{", 400, "Validation", r"the body is not JSON: unexpected end of data at byte 1"),
-    ("/embed", b"{'inputs': 'x'}", 400, "Validation", r"the body is not JSON"),
-    ("/embed", b'\xff\xfe{"inputs": "x"}', 400, "Validation", r"the body is not UTF-8: it begins as UTF-16 or UTF-32"),
-    ("/embed", b'{"inputs": "\\ud800"}', 400, "Validation", r"the body is not JSON: .*surrogate"),
-    ("/fill-mask", b'{"inputs": "[MASK] \\udfff"}', 400, "Validation", r"surrogate"),
-    ("/qa", b'{"inputs": {"question": "\\ud83d", "context": "x"}}', 400, "Validation", r"surrogate"),
-    ("/embed", b"[" * 20_000, 400, "Validation", r"the body is not JSON: depth limit"),
-    ("/embed", b"[]", 422, "Validation", r"the body: "),
-    ("/embed", b'"text"', 422, "Validation", r"the body: "),
-    ("/embed", b"null", 422, "Validation", r"the body: "),
-    # wrong types, missing and unknown fields
-    ("/embed", {}, 422, "Validation", r"^inputs: Field required$"),
-    ("/embed", {"inputs": None}, 422, "Validation", r"^inputs: "),
-    ("/embed", {"inputs": 5}, 422, "Validation", r"^inputs: Input should be a valid string; inputs: Input should be a valid array"),
-    ("/embed", {"inputs": {"text": "x"}}, 422, "Validation", r"^inputs: "),
-    ("/embed", {"inputs": ["a", None]}, 422, "Validation", r"inputs\.1: "),
-    ("/qa", {"inputs": PAIR, "normalise": True}, 422, "Validation", r"^normalise: there is no such field$"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"], "c": 1}}, 422, "Validation", r"^inputs\.c: there is no such field$"),
-    ("/embed", {"inputs": "x", "normalize": "yes"}, 422, "Validation", r"^normalize: Input should be a valid boolean$"),
-    ("/embed", {"inputs": "x", "truncation_direction": "up"}, 422, "Validation", r"truncation_direction: .*'left' or 'right'"),
-    ("/fill-mask", {"inputs": ["[MASK]"], "parameters": {"top_k": "5"}}, 422, "Validation", r"^parameters\.top_k: Input should be a valid integer$"),
-    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"topk": 5}}, 422, "Validation", r"^parameters\.topk: there is no such field"),
-    ("/nsp", {"inputs": {"text": "a"}}, 422, "Validation", r"inputs\.next: Field required"),
-    ("/nsp", {"inputs": "a"}, 422, "Validation", r"^inputs: "),
-    ("/qa", {"inputs": {"question": "a"}}, 422, "Validation", r"inputs\.context: Field required"),
-    ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", r"inputs\.sentences: Field required"),
-    ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 400, "Empty", r"inputs\.source_sentence is empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", ""]}}, 400, "Empty", r"inputs\.sentences\[1\] is empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 2048}}, 422, "Validation", r"inputs\.sentences has 2048 texts; the limit is 2047"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "Empty", r"inputs\.sentences is an empty list"),
-    ("/embed_all", {"inputs": "x", "truncate": "no"}, 422, "Validation", r"^truncate: Input should be a valid boolean$"),
-    ("/embed_all", {"inputs": ["x", ""]}, 400, "Empty", r"inputs\[1\] is empty"),
-    ("/embed_all", {"inputs": ["a " * 200] * 300}, 422, "Validation", r"asks for 48000 vectors; the limit is 32768"),
-    # text-embeddings-inference's routes; tests/http/test_tei.py compares several hundred requests
-    ("/rerank", {"query": "a"}, 422, "Validation", r"^texts: Field required$"),
-    ("/rerank", {"query": "", "texts": ["a"]}, 400, "Empty", r"^query is empty"),
-    ("/rerank", {"query": "a", "texts": ["b", ""]}, 400, "Empty", r"^texts\[1\] is empty"),
-    ("/rerank", {"query": "a", "texts": ["b", "c " * 200], "truncate": False}, 422, "Validation", r"^texts\[1\] has 202 tokens; the model reads 160"),
-    ("/rerank", {"query": "a", "texts": ["b"], "model": "bert-qa"}, 424, "Backend", r"model bert-qa cannot do rerank; it does qa"),
-    ("/predict", {"inputs": "a"}, 424, "Backend", r"no served model can do text-classification"),
-    ("/tokenize", {"inputs": ["a"] * 2049}, 422, "Validation", r"inputs has 2049 texts; the limit is 2048"),
-    ("/tokenize", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),
-    ("/tokenize", {"inputs": "a", "prompt_name": "query"}, 422, "Validation", r"prompt_name 'query'"),
-    ("/decode", {"ids": [5, -1]}, 422, "Validation", r"ids has token ids from -1 to 5; they are 0 to 4294967295"),
-    ("/decode", {"ids": [[5], []]}, 400, "Empty", r"ids has an empty list"),
-    # empty
-    ("/embed", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
-    ("/fill-mask", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
-    ("/nsp", {"inputs": []}, 400, "Empty", r"empty list"),
-    ("/nsp", {"inputs": {"text": "a", "candidates": []}}, 400, "Empty", r"empty list"),
-    ("/qa", {"inputs": []}, 400, "Empty", r"empty list"),
-    ("/embed", {"inputs": ""}, 400, "Empty", r"^inputs is empty; it needs at least 1 character$"),
-    ("/embed", {"inputs": ["a", ""]}, 400, "Empty", r"^inputs\[1\] is empty"),
-    ("/embed", {"inputs": [[5, 6], []]}, 400, "Empty", r"^inputs\[1\] is empty; it needs at least 1 token id$"),
-    ("/fill-mask", {"inputs": ""}, 400, "Empty", r"^inputs is empty"),
-    ("/nsp", {"inputs": {"text": "", "next": "a"}}, 400, "Empty", r"^inputs\.text is empty"),
-    ("/nsp", {"inputs": [{"text": "a", "next": ""}]}, 400, "Empty", r"^inputs\[0\]\.next is empty"),
-    ("/qa", {"inputs": {"question": "", "context": "a"}}, 400, "Empty", r"^inputs\.question is empty"),
-    ("/qa", {"inputs": {"question": "a", "context": " \n "}}, 422, "Validation", r"^inputs\.context has no token"),
-    # masks
-    ("/fill-mask", {"inputs": "no mask"}, 422, "Validation", r"holds no mask token; put \[MASK\]"),
-    ("/fill-mask", {"inputs": ["[MASK]", "none"]}, 422, "Validation", r"^inputs\[1\] holds no mask token"),
-    ("/fill-mask", {"inputs": "[MASK]" * 600}, 422, "Validation", r"holds 600 mask tokens; the limit is 64"),
-    ("/fill-mask", {"inputs": "a " * 200 + "[MASK]"}, 422, "Validation", r"mask token at token 201, but the model reads only tokens 1 to 158"),
-    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"top_k": 0}}, 422, "Validation", r"top_k must be between 1 and \d+, got 0"),
-    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"top_k": 100_000}}, 422, "Validation", r"top_k must be between 1 and \d+, got 100000"),
-    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"targets": ["", " "]}}, 422, "Validation", r"none of the targets"),
-    # limits
-    ("/embed", {"inputs": "a" * 10_000_000}, 413, "Validation", r"the body has 10\d{6} bytes; the limit is 8388608"),
-    ("/embed", {"inputs": ["a"] * 2049}, 422, "Validation", r"inputs has 2049 texts; the limit is 2048"),
-    ("/embed", {"inputs": "a " * 400, "truncate": False}, 422, "Validation", r"has 402 tokens; the model reads 160, and truncate is false"),
-    ("/embed", {"inputs": "a", "dimensions": 65}, 422, "Validation", r"dimensions must be between 1 and 64, got 65"),
-    ("/embed", {"inputs": "a", "dimensions": 0}, 422, "Validation", r"dimensions must be between 1 and 64, got 0"),
-    ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "Validation", r"prompt_name 'query' is not one of the model's prompts"),
-    ("/embed", {"inputs": [5, 10**6]}, 422, "Validation", r"token ids from 5 to 1000000; this model's are 0 to \d+"),
-    ("/embed", {"inputs": [-1]}, 422, "Validation", r"token ids from -1 to -1"),
-    ("/embed", {"inputs": [10**30]}, 422, "Validation", r"inputs"),
-    ("/qa", {"inputs": PAIR, "parameters": {"top_k": 0}}, 422, "Validation", r"top_k must be between 1 and 1000, got 0"),
-    ("/qa", {"inputs": PAIR, "parameters": {"max_seq_len": 161}}, 422, "Validation", r"max_seq_len must be between 8 and 160, got 161"),
-    ("/qa", {"inputs": PAIR, "parameters": {"max_seq_len": 20, "doc_stride": 20}}, 422, "Validation", r"doc_stride must be between 0 and \d+, got 20"),
-    ("/qa", {"inputs": PAIR | {"question": "a " * 50}, "parameters": {"max_seq_len": 20}}, 422, "Validation", r"leaves no room for a text beside"),
-    ("/qa", {"inputs": PAIR, "parameters": {"max_answer_len": 0}}, 422, "Validation", r"max_answer_len must be between 1 and 160, got 0"),
-    ("/qa", {"inputs": [PAIR] * 1001, "parameters": {"top_k": 100}}, 422, "Validation", r"asks for 100100 answers; the limit is 32768"),
-    ("/qa", {"inputs": PAIR | {"context": "a " * 499_000}, "parameters": {"max_seq_len": 8, "doc_stride": 1}}, 422, "Validation", r"windows hold \d+ tokens; the limit of a request is 1048576"),
-    ("/fill-mask", {"inputs": ["[MASK]" * 60] * 20, "parameters": {"top_k": 90}}, 422, "Validation", r"predictions \(masks x top_k\); the limit is 32768"),
-    ("/embed", {"inputs": ["a", "a" * 1_000_001]}, 422, "Validation", r"inputs\[1\] has 1000001 characters; the limit is 1000000"),
-    ("/embed", {"inputs": [{}] * 30_000}, 422, "Validation", r"^inputs"),
-    ("/nsp", {"inputs": [{}] * 30_000}, 422, "Validation", r"^inputs"),
-    ("/embed", {"inputs": [{}] * 40_000}, 413, "Validation", r"the body has over 32768 texts, lists and objects"),
-    ("/embed", b"[" * 100_000, 413, "Validation", r"the body has over 32768 texts, lists and objects"),
-    ("/embed", {"inputs": [1] * 1_100_000}, 413, "Validation", r"the body has over 1081344 values"),
-    ("/embed", {"inputs": [1] * 1_000_000 + [True]}, 422, "Validation", r"list of integers; element 1000000 is another value"),
-    ("/qa", {"inputs": PAIR} | {f"unknown{n}": 1 for n in range(9)}, 422, "Validation", r"^unknown0: there is no such field$"),
-    ("/qa", {"inputs": PAIR, "x" * 1000: 1}, 422, "Validation", r"^x{80}: there is no such field"),
-    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"targets": ["zzz"] * 1001}}, 422, "Validation", r"targets has 1001 tokens; the limit is 1000"),
-    # models
-    ("/embed", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),
-    ("/embed", {"inputs": "a", "model": "bert@7"}, 404, "Validation", r"no model 'bert@7' is served"),
-    ("/embed", {"inputs": "a", "model": "bert-qa"}, 424, "Backend", r"model bert-qa cannot do embed; it does qa"),
-    ("/nsp", {"inputs": {"text": "a", "next": "b"}, "model": "distilbert"}, 424, "Backend", r"model distilbert cannot do nsp"),
-    # routes
-    ("/translate", {"inputs": "a"}, 404, "Validation", r"there is no route '/translate'"),
-    ("/healthz", {}, 405, "Validation", r"/healthz does not answer POST"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("route", "body", "status", "kind", "message"),
-    BAD,
-    ids=[f"{i}-{b[0]}-{b[2]}" for i, b in enumerate(BAD)],
-)
-def test_bad_input_is_told_what_is_wrong(
-    server: Server, route: str, body: JSON | bytes, status: int, kind: str, message: str
-) -> None:
-    response = call(
-        server,
-        route,
-        content=body if isinstance(body, bytes) else None,
-        **(body if isinstance(body, dict) else {}),
-    )
-    assert response.status_code == status, response.text[:300]
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
-    answer = response.json()
-    assert answer.keys() == {"error", "error_type"}
-    assert answer["error_type"] == kind
-    assert re.search(message, answer["error"]), answer["error"][:300]
-    assert len(answer["error"]) < 500, "an error does not repeat what was sent"
 
 
 def test_control_characters_are_cleaned_as_bert_cleans_them(server: Server) -> None:
@@ -270,27 +137,21 @@ def test_bodies_may_be_compressed(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "encoding", "status", "message"),
+    ("content", "encoding", "status", "code"),
     [
-        (b"{}", "br", 415, "the body's Content-Encoding is 'br'; send gzip, or none"),
-        (b"{}", "gzip, gzip", 415, "is 'gzip, gzip'"),
-        (b"{}", "gzip", 400, "the body is not gzip: Error -3"),
-        (
-            gzip.compress(b"{}", mtime=0)[:-3],
-            "gzip",
-            400,
-            "the body is not gzip: it ends too early",
-        ),
-        (b"", "gzip", 400, "the body is empty"),
-        (gzip.compress(b" " * 2**28), "gzip", 413, "the decompressed body has over 8388608 bytes"),
+        (b"{}", "br", 415, "unsupported_encoding"),
+        (b"{}", "gzip, gzip", 415, "unsupported_encoding"),
+        (b"{}", "gzip", 400, "malformed_body"),
+        (gzip.compress(b"{}", mtime=0)[:-3], "gzip", 400, "malformed_body"),
+        (b"", "gzip", 400, "malformed_body"),
+        (gzip.compress(b" " * 2**28), "gzip", 413, "body_too_large"),
     ],
 )
 def test_bad_compression_is_told(
-    server: Server, content: bytes, encoding: str, status: int, message: str
+    server: Server, content: bytes, encoding: str, status: int, code: str
 ) -> None:
     response = compressed(server, content, encoding)
-    assert response.status_code == status
-    assert message in response.json()["error"]
+    assert error_of(response) == (status, code)
     assert response.headers.get("accept-encoding") == ("gzip" if status == 415 else None)
 
 
@@ -315,8 +176,7 @@ def test_chunked_bodies_are_bounded_too(server: Server) -> None:
         yield b'"}'
 
     response = httpx.post(f"{server.url}/embed", content=chunks(), timeout=30)
-    assert response.status_code == 413
-    assert "limit is 8388608" in response.json()["error"]
+    assert error_of(response) == (413, "body_too_large")
 
 
 @pytest.mark.parametrize(
@@ -455,9 +315,7 @@ def test_huggingface_client_answers_questions(client: Client) -> None:
 
 
 def test_huggingface_client_shows_our_errors(client: Client) -> None:
-    with pytest.raises(
-        (HfHubHTTPError, ValidationError), match=r"inputs\.sentences is an empty list"
-    ):
+    with pytest.raises((HfHubHTTPError, ValidationError), match=r"inputs\.sentences is"):
         client("/similarity").sentence_similarity("a", other_sentences=[])
 
 
@@ -486,22 +344,11 @@ def test_the_address_alone_answers_as_the_route_of_the_task(
 
 def test_what_the_address_alone_cannot_tell_is_refused(server: Server) -> None:
     unclear = call(server, "/", inputs="the king", parameters={})
-    assert unclear.status_code == 422
-    assert unclear.json()["error"] == (
-        "inputs without a mask and with parameters may be for /classify or /token-classification, "
-        "and neither of them is served; send the request to the route of its task"
-    )
+    assert error_of(unclear) == (422, "invalid_value")
     fits_none = call(server, "/", inputs={"text": "the king"})
-    assert fits_none.status_code == 422
-    assert (
-        "inputs has an object that fits no task: it has none of source_sentence"
-        in fits_none.json()["error"]
-    )
+    assert error_of(fits_none) == (422, "invalid_value")
     wrong = call(server, "/", inputs="the king [MASK]", normalise=True)
-    assert (wrong.status_code, wrong.json()["error"]) == (
-        422,
-        "normalise: there is no such field",
-    )
+    assert error_of(wrong) == (422, "invalid_body")
 
 
 def test_unknown_fields_of_shared_routes_are_named(server: Server) -> None:

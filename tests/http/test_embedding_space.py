@@ -26,6 +26,7 @@ from cloze.model_store import Store
 from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Manifest, Weights
 from tests.export.test_sentence import saved
+from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.system.test_released_clients import run
 from tests.unit.service.tasks.model import manifest
@@ -206,7 +207,7 @@ def test_every_protocol_names_the_space_and_refuses_another(
     answer = asked(server, "roles", path, body, **{EXPECTED: str(own)})
     assert (answer.status_code, answer.headers[HEADER]) == (200, own)
     refused = asked(server, "roles", path, body, **{EXPECTED: "0123456789abcdef"})
-    assert refused.status_code == 412
+    assert error_of(refused) == (412, "other_embedding_space")
     assert "'0123456789abcdef'" in message(refused)
     assert f"roles@1 are in {own}" in message(refused)
     if path.startswith("/v1"):
@@ -258,18 +259,6 @@ def test_models_clients_and_bulk_runs_name_the_space(
     assert json.loads(done.stdout)["embedding_spaces"] == [own]
     metadata = pq.read_metadata(tmp_path / "out" / "part-00000.parquet").metadata
     assert metadata[b"embedding_space"].decode() == own
-
-
-def test_a_client_that_gets_two_spaces_refuses_them() -> None:
-    names = iter(["one", "two"])
-
-    def reply(_: httpx.Request) -> httpx.Response:
-        headers = {"x-shape": "1,1", "x-dtype": "float32", HEADER: next(names)}
-        return httpx.Response(200, content=b"\0" * 4, headers=headers)
-
-    client = Client("http://x", batch_size=1, transport=httpx.MockTransport(reply))
-    with pytest.raises(Exception, match="in different spaces, one and two; call again"):
-        client.embed(["a", "b"])
 
 
 # ---- roles ---------------------------------------------------------------------------------------

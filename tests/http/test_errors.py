@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -12,38 +14,49 @@ from cloze.service.http.errors import describe_error
 from cloze.service.protocols import PROTOCOLS, WireProtocol, error_response
 from tests.support.records import recorded, scope_of
 
-TABLE: dict[type[Exception], tuple[int, str, str]] = {
-    errors.MalformedRequest: (400, "Validation", "invalid_request_error"),
-    errors.EmptyRequest: (400, "Empty", "invalid_request_error"),
-    errors.Unauthorized: (401, "Validation", "invalid_request_error"),
-    errors.Forbidden: (403, "Validation", "invalid_request_error"),
-    errors.UnknownModel: (404, "Validation", "invalid_request_error"),
-    errors.SlowRequest: (408, "Validation", "invalid_request_error"),
-    errors.ReloadRefused: (409, "Backend", "invalid_request_error"),
-    errors.OtherEmbeddingSpace: (412, "Validation", "invalid_request_error"),
-    errors.RequestTooLarge: (413, "Validation", "invalid_request_error"),
-    errors.UnsupportedEncoding: (415, "Validation", "invalid_request_error"),
-    errors.InvalidRequest: (422, "Validation", "invalid_request_error"),
-    errors.WrongTask: (424, "Backend", "invalid_request_error"),
-    errors.Overloaded: (429, "Overloaded", "rate_limit_error"),
-    errors.ClientGone: (499, "Validation", "invalid_request_error"),
-    errors.EngineFailed: (500, "Backend", "server_error"),
-    errors.AdapterUnavailable: (503, "Unhealthy", "server_error"),
-    errors.ShuttingDown: (503, "Unhealthy", "server_error"),
-    errors.EngineDead: (503, "Unhealthy", "server_error"),
-    errors.DeadlineExceeded: (504, "Overloaded", "server_error"),
-    RuntimeError: (500, "Backend", "server_error"),
+TABLE: dict[type[Exception], tuple[int, str, str, str]] = {
+    errors.MalformedRequest: (400, "malformed_body", "Validation", "invalid_request_error"),
+    errors.EmptyRequest: (400, "empty_input", "Empty", "invalid_request_error"),
+    errors.Unauthorized: (401, "unauthorized", "Validation", "invalid_request_error"),
+    errors.KeyExpired: (401, "key_expired", "Validation", "invalid_request_error"),
+    errors.Forbidden: (403, "forbidden", "Validation", "invalid_request_error"),
+    errors.OtherHost: (403, "host_not_allowed", "Validation", "invalid_request_error"),
+    errors.UnknownModel: (404, "model_not_found", "Validation", "invalid_request_error"),
+    errors.SlowRequest: (408, "body_timeout", "Validation", "invalid_request_error"),
+    errors.ReloadRefused: (409, "reload_refused", "Backend", "invalid_request_error"),
+    errors.OtherEmbeddingSpace: (
+        412,
+        "other_embedding_space",
+        "Validation",
+        "invalid_request_error",
+    ),
+    errors.RequestTooLarge: (413, "body_too_large", "Validation", "invalid_request_error"),
+    errors.UnsupportedEncoding: (
+        415,
+        "unsupported_encoding",
+        "Validation",
+        "invalid_request_error",
+    ),
+    errors.InvalidRequest: (422, "invalid_value", "Validation", "invalid_request_error"),
+    errors.InvalidBody: (422, "invalid_body", "Validation", "invalid_request_error"),
+    errors.TextTooLong: (422, "text_too_long", "Validation", "invalid_request_error"),
+    errors.TooMany: (422, "limit_exceeded", "Validation", "invalid_request_error"),
+    errors.WrongTask: (424, "task_not_supported", "Backend", "invalid_request_error"),
+    errors.Overloaded: (429, "overloaded", "Overloaded", "rate_limit_error"),
+    errors.RateLimited: (429, "rate_limited", "Overloaded", "rate_limit_error"),
+    errors.ClientGone: (499, "client_closed", "Validation", "invalid_request_error"),
+    errors.EngineFailed: (500, "engine_failed", "Backend", "server_error"),
+    errors.AdapterUnavailable: (503, "adapter_unavailable", "Unhealthy", "server_error"),
+    errors.ShuttingDown: (503, "shutting_down", "Unhealthy", "server_error"),
+    errors.EngineDead: (503, "engine_dead", "Unhealthy", "server_error"),
+    errors.DeadlineExceeded: (504, "timeout", "Overloaded", "server_error"),
+    RuntimeError: (500, "internal_error", "Backend", "server_error"),
 }
-"""Status, error_type of text-embeddings-inference, and type of OpenAI."""
+"""Status, code, error_type of text-embeddings-inference, and type of OpenAI."""
 
 
 def error_of(kind: type[Exception]) -> Exception:
-    return errors.Overloaded("why", 3) if kind is errors.Overloaded else kind("why")
-
-
-def leaves(kind: type[Exception]) -> set[type[Exception]]:
-    below = [leaf for child in kind.__subclasses__() for leaf in leaves(child)]
-    return set(below) or {kind}
+    return kind("why", 3) if issubclass(kind, errors.Overloaded) else kind("why")
 
 
 def request() -> Request:
@@ -52,8 +65,12 @@ def request() -> Request:
 
 
 def test_the_table_has_every_error() -> None:
-    ours = {kind for kind in leaves(errors.ServiceError) if kind.__module__.startswith("cloze.")}
-    assert ours == TABLE.keys() - {RuntimeError}
+    ours = {
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.ServiceError)
+    }
+    assert ours - {errors.ServiceError, errors.RequestError} == TABLE.keys() - {RuntimeError}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.prefixes[0])
@@ -61,7 +78,7 @@ def test_the_table_has_every_error() -> None:
 def test_an_error_has_its_status_and_its_type(
     kind: type[Exception], protocol: WireProtocol
 ) -> None:
-    status, error_type, openai_type = TABLE[kind]
+    status, code, error_type, openai_type = TABLE[kind]
     asked = Request(scope_of(recorded(protocol.prefixes[0])))
     response = asyncio.run(error_response(asked, error_of(kind), 30.0))
     message = "an internal error; it was logged" if kind is RuntimeError else "why"
@@ -82,7 +99,8 @@ def test_an_error_has_its_status_and_its_type(
         "/v2/embed": (only_400, {"message": message}),
         "/v2": (only_400, {"error": message}),
     }
-    usual = (status, {"error": message, "error_type": error_type})
+    usual = (status, {"error": message, "error_type": error_type, "code": code})
+    assert response.headers["x-error-code"] == code
     assert (response.status_code, json.loads(response.body)) == expected.get(
         protocol.prefixes[0], usual
     )
@@ -92,3 +110,17 @@ def test_an_error_has_its_status_and_its_type(
 def test_an_error_of_the_router_is_the_client_s(status: int) -> None:
     info = describe_error(request(), HTTPException(status))
     assert (info.status, info.kind) == (status, "Validation")
+
+
+def test_every_code_is_documented_with_its_status_and_type() -> None:
+    """Those of connections and of the router have the type "Validation", and a bug "Backend"."""
+    others = {
+        code: (status, "Backend" if status == 500 else "Validation")
+        for status, code in errors.CODES_OF_STATUSES.items()
+    }
+    codes = others | {code: (status, kind) for status, code, kind, _ in TABLE.values()}
+    assert 20 <= len(codes) <= 35
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\d{3}) \| (\w+) \| .+ \|$", page, re.MULTILINE)
+    assert len(rows) == len(codes)
+    assert {code: (int(status), kind) for code, status, kind in rows} == codes

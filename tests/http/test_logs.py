@@ -85,7 +85,7 @@ def test_texts_are_counted_in_objects_too(server: Server) -> None:
 def test_errors_have_their_kind_and_not_their_message(server: Server) -> None:
     ask(server, {"inputs": "privately nothing to fill"}, "two-2")
     line = line_of(server, "two-2")
-    assert (line["level"], line["status"], line["error"]) == ("warning", 422, "InvalidRequest")
+    assert (line["level"], line["status"], line["error"]) == ("warning", 422, "invalid_value")
     httpx.get(f"{server.url}/privately", headers={"x-request-id": "three-3"})
     assert line_of(server, "three-3")["route"] == "other"
     assert "privately" not in "".join(server.log)

@@ -159,22 +159,6 @@ def test_patterns_are_off_unless_asked_for(client: TestClient) -> None:
     assert (first["start"], first["end"] >= len("ada@example.org")) == (0, True)
 
 
-@pytest.mark.parametrize(("parameters", "message"), [
-    ({"labels": ["PER", "ORG"]}, "labels[1] is 'ORG'; tagger@1 has PER, LOC, misc"),
-    ({"labels": []}, "labels is an empty list; it needs at least 1 label"),
-    ({"min_score": 1.5}, "min_score must be between 0 and 1, got 1.5"),
-    ({"patterns": ["SSN"]}, "parameters.patterns.0: Input should be 'EMAIL', 'PHONE', 'IBAN' or 'CARD'"),
-    ({"region": "Germany"}, "region is 'Germany'; it needs a country in two capital letters"),
-    ({"label_set": "other"}, "label_set 'other' is not one of the label sets"),
-])  # fmt: skip
-def test_bad_input_is_one_line(
-    client: TestClient, parameters: dict[str, Any], message: str
-) -> None:
-    error = ask(client, TEXTS[0], **parameters)["error"]
-    assert message in error
-    assert "\n" not in error
-
-
 def test_every_way_to_ask_gives_the_same(client: TestClient, store: Path, tmp_path: Path) -> None:
     expected = ask(client, TEXTS[:3], patterns=["EMAIL"])
     root = client.post("/", json={"inputs": TEXTS[:3], "parameters": {"patterns": ["EMAIL"]}})

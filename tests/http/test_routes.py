@@ -23,6 +23,7 @@ from cloze.service.tasks.task import TaskLimits
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_on_thread
+from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 from tests.system.test_admission import SLOW, exchange
@@ -65,7 +66,7 @@ def check_shape(path: str, error: Any) -> None:
     elif path.startswith(("/v1", "/embeddings")):
         assert error["error"].keys() == {"message", "type", "param", "code"}, path
     else:
-        assert error.keys() == {"error", "error_type"}, path
+        assert error.keys() == {"error", "error_type", "code"}, path
 
 
 SLOW_CALLS: dict[str, tuple[str, object]] = {
@@ -116,8 +117,7 @@ def full(every_task_store: Path) -> Iterator[Server]:
 def test_a_full_server_refuses_every_route_before_it_reads_the_body(full: Server) -> None:
     for path, _ in samples(full):
         refused = httpx.post(full.url + path, content=b"no json", headers={"x-request-id": "mine"})
-        assert refused.status_code == 429, (path, refused.text)
-        assert "would wait about" in refused.text
+        assert error_of(refused) == (429, "overloaded"), path
         assert refused.headers["x-request-id"] == "mine"
         check_shape(path, refused.json())
 
@@ -226,29 +226,21 @@ def test_a_large_answer_of_tokens_is_that_of_its_parts(every_task: Server) -> No
 
 def test_tokens_of_an_answer_are_limited(every_task: Server) -> None:
     limit = Settings().max_request_results
-    for inputs, start in (
-        ("a " * 40_000, r"inputs has at least \d+ tokens; "),
-        (["a " * 10_000] * 60, r"the texts up to inputs\[3\] have at least \d+ tokens; "),
-    ):
+    for inputs in ("a " * 40_000, ["a " * 10_000] * 60):
         refused = post(every_task, "/tokenize", inputs=inputs)
-        assert refused.status_code == 422
-        assert re.fullmatch(start + f"the limit is {limit}", refused.json()["error"])
+        assert error_of(refused) == (422, "limit_exceeded")
     most = post(every_task, "/tokenize", inputs="a " * (limit - 2))
     assert len(most.json()[0]) == limit
 
 
 def test_ids_to_decode_are_limited(every_task: Server) -> None:
     limit = Settings().max_request_results
-    for ids, message in (
-        ([5] * (limit + 1), f"ids has {limit + 1} token ids; the limit is {limit}"),
-        ([[5]] * 2049, "ids has 2049 texts; the limit is 2048"),
-        (
-            [5, 2**40],
-            f"ids has token ids from 5 to {2**40}; they are 0 to 4294967295",
-        ),
+    for ids, code in (
+        ([5] * (limit + 1), "limit_exceeded"),
+        ([[5]] * 2049, "limit_exceeded"),
+        ([5, 2**40], "invalid_value"),
     ):
-        refused = post(every_task, "/decode", ids=ids)
-        assert (refused.status_code, refused.json()["error"]) == (422, message)
+        assert error_of(post(every_task, "/decode", ids=ids)) == (422, code)
     assert post(every_task, "/decode", ids=[2**32 - 1, 10**9]).json() == [""]
     assert len(post(every_task, "/decode", ids=[5] * limit).json()) == 1
 

@@ -24,6 +24,7 @@ from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import accepted_hosts
 from cloze.service.settings import is_loopback
 from tests.support.certificates import Certificate, make_certificate
+from tests.support.refusals import error_of
 from tests.support.serving import Server, bare_environment, failed_start, running_server
 from tests.support.waiting import wait_until
 
@@ -89,9 +90,8 @@ def test_without_a_key_nothing_runs(guarded: Guarded, path: str) -> None:
     body = {"input": "walk", "model": "bert"} if path.startswith("/v1") else BODY
     for key in ("", "wrong", "team "[:3]):
         refused = guarded.post(path, key, body)
-        assert refused.status_code == 401, refused.text
+        assert error_of(refused) == (401, "unauthorized")
         assert refused.headers["www-authenticate"] == "Bearer"
-        assert "Authorization: Bearer KEY" in refused.text
         assert refused.headers["x-request-id"]
     shape = guarded.post(path, "", body).json()["error"]
     assert isinstance(shape, dict) == path.startswith("/v1")
@@ -101,7 +101,7 @@ def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
     assert guarded.post("/embed", "team").status_code == 200
     assert guarded.get("/info", "team").status_code == 200
     refused = guarded.post("/embed", "scraper")
-    assert (refused.status_code, "lacks the scope inference" in refused.text) == (403, True)
+    assert error_of(refused) == (403, "forbidden")
     assert guarded.get("/metrics", "scraper").status_code == 200
     assert guarded.get("/metrics", "team").status_code == 403
     assert guarded.get("/metrics").status_code == 401
@@ -155,9 +155,8 @@ def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
     statuses = [guarded.post("/embed", "slow").status_code for _ in range(5)]
     assert statuses.count(200) == 3
     refused = guarded.post("/embed", "slow")
-    assert refused.status_code == 429
+    assert error_of(refused) == (429, "rate_limited")
     assert 1 <= int(refused.headers["retry-after"]) <= 21
-    assert "the key slow may send 3 requests per minute" in refused.text
     assert guarded.post("/embed", "team").status_code == 200
 
 
@@ -179,8 +178,7 @@ def test_a_key_has_its_own_limit_of_tokens(guarded: Guarded) -> None:
     body = {"input": "walk", "model": "bert"}
     for path, sent, shape in (("/embed", BODY, str), ("/v1/embeddings", body, dict)):
         refused = guarded.post(path, "reader", sent)
-        assert refused.status_code == 429
-        assert "the key reader may send 20 tokens per minute" in refused.text
+        assert error_of(refused) == (429, "rate_limited")
         assert wait_s - 30 <= int(refused.headers["retry-after"]) <= wait_s
         assert isinstance(refused.json()["error"], shape)
     assert guarded.post("/embed", "team").status_code == 200
@@ -189,8 +187,7 @@ def test_a_key_has_its_own_limit_of_tokens(guarded: Guarded) -> None:
 def test_a_key_expires(guarded: Guarded) -> None:
     for path, sent in (("/embed", BODY), ("/v1/embeddings", {"input": "walk", "model": "bert"})):
         refused = guarded.post(path, "gone", sent)
-        assert refused.status_code == 401
-        assert "the key gone has expired at 2020-01-31 00:00:00+00:00" in refused.text
+        assert error_of(refused) == (401, "key_expired")
     warned = "keys that expire within 14 days: gone (2020-01-31 00:00:00+00:00)\n"
     assert any(line.endswith(warned) for line in guarded.server.log)
     end = (datetime.now(UTC) + timedelta(seconds=4)).isoformat()
@@ -200,7 +197,7 @@ def test_a_key_expires(guarded: Guarded) -> None:
     def has_expired() -> bool:
         answer = guarded.post("/embed", key.stdout.strip())
         statuses.append(answer.status_code)
-        return "the key brief has expired" in answer.text
+        return answer.headers.get("x-error-code") == "key_expired"
 
     wait_until(has_expired)
     assert 200 in statuses
@@ -311,7 +308,7 @@ def test_an_idle_hour_allows_no_more_than_a_minute() -> None:
     key.count(100.0)
     for _ in range(60):
         key.count(3700.0)
-    with pytest.raises(Overloaded, match="60 requests per minute"):
+    with pytest.raises(Overloaded):
         key.count(3700.0)
 
 
@@ -378,7 +375,7 @@ def test_origins_are_refused_unless_named(tiny_store: Path, every_task: Server) 
         readable = set(answer.headers["access-control-expose-headers"].split(", "))
         assert {
             "x-shape", "x-dtype", "x-scale", "x-lengths", "x-embedding-space", "x-warning",
-            "x-ranked-by", "x-request-id", "x-model", "retry-after", "retry-after-ms",
+            "x-ranked-by", "x-request-id", "x-model", "x-error-code", "retry-after", "retry-after-ms",
         } <= readable  # fmt: skip
         assert {name for name in answer.headers if name.startswith("x-")} <= readable
         assert {"x-warning", "x-scale"} <= answer.headers.keys()

@@ -170,23 +170,6 @@ def test_the_length_and_the_case_of_the_tuning_are_kept(
         assert tokens.encode(text).ids == tokens.encode(text.lower()).ids
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "status", "message"),
-    [
-        ("", {}, 400, "inputs is empty"),
-        ("a", {"top_k": 0}, 422, "top_k must be between 1 and 182, got 0"),
-        ("a", {"top_k": 183}, 422, "top_k must be between 1 and 182, got 183"),
-        (["a"] * 200, {"top_k": 182}, 422, "the request asks for 36400 words; the limit is 32768"),
-        ("a " * 200, {"truncate": False}, 422, "inputs has 202 tokens; the model reads 160"),
-    ],
-)
-def test_bad_input_is_refused(
-    server: Server, inputs: Any, options: dict[str, Any], status: int, message: str
-) -> None:
-    response = ask(server, inputs, **options)
-    assert (response.status_code, response.json()["error"][: len(message)]) == (status, message)
-
-
 def test_requests_of_several_tasks_at_once(server: Server) -> None:
     """One encoder runs for all; each request gets what it gets alone."""
     routes = ["/embed_sparse", "/embed"] * 6

@@ -1,6 +1,5 @@
 """Token classification: entities are those of transformers' pipeline, for every strategy."""
 
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,29 +143,6 @@ def test_offsets_are_of_the_text(server: Server) -> None:
     for entity in ask(server, "bert", text, aggregation_strategy="none", ignore_labels=[]).json():
         word = text[entity["start"] : entity["end"]].lower()
         assert entity["word"].removeprefix("##") in (word, word.replace("ü", "u").replace("ö", "o"))
-
-
-@pytest.mark.parametrize(
-    ("inputs", "parameters", "message"),
-    [
-        ("", {}, "inputs is empty"),
-        (["a", " \n"], {}, r"inputs\[1\] has no token"),
-        ("a", {"stride": 158}, "stride must be between 0 and 157, got 158"),
-        (
-            "a",
-            {"stride": 5, "aggregation_strategy": "none"},
-            "stride needs an aggregation_strategy",
-        ),
-        ("a", {"aggregation_strategy": "last"}, "parameters.aggregation_strategy: Input should be"),
-        ("a " * 400_000, {"stride": 150}, "the limit of a request is 1048576"),
-    ],
-)
-def test_bad_input_is_refused(
-    server: Server, inputs: Any, parameters: dict[str, Any], message: str
-) -> None:
-    response = ask(server, "bert", inputs, **parameters)
-    assert response.status_code == (400 if "is empty" in message else 422)
-    assert re.search(message, response.json()["error"])
 
 
 def test_every_graph_passed_its_gate(tagger_store: Path) -> None:

@@ -138,7 +138,7 @@ def test_an_error_is_an_error(tiny_store: Path) -> None:
             httpx.post(f"{server.url}/embed", json={"inputs": ""})
             httpx.post(f"{server.url}/nowhere", json={})
     (refused,) = collector.named("POST /embed")
-    assert attributes(refused)["error.type"] == "EmptyRequest"
+    assert attributes(refused)["error.type"] == "empty_input"
     (unknown,) = collector.named("POST other")
     assert attributes(unknown)["http.response.status_code"] == 404
 

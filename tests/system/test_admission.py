@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 from tests.system.test_promises import (
@@ -79,17 +80,14 @@ def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> N
     refused = embed(full, "walk")
     while refused.status_code == 200:  # a front end learns of the wait by an answer
         refused = embed(full, "walk")
-    assert refused.status_code == 429
-    assert refused.json()["error_type"] == "Overloaded"
-    assert re.search(r"would wait about .* s; CLOZE_MAX_QUEUE_WAIT_MS allows 0.25 s", refused.text)
+    assert error_of(refused) == (429, "overloaded")
     assert int(refused.headers["retry-after"]) >= 1
     openai = httpx.post(
         f"{full.url}/v1/embeddings",
         json={"input": "walk", "model": "bert"},
         headers={"x-request-id": "mine"},
     )
-    assert openai.status_code == 429
-    assert "would wait" in openai.json()["error"]["message"]
+    assert error_of(openai) == (429, "overloaded")
     assert openai.headers["x-request-id"] == "mine"
     assert httpx.get(f"{full.url}/healthz").status_code == 200
     assert (
@@ -161,8 +159,7 @@ def test_a_wrong_time_limit_is_refused(every_task: Server, route: str, value: st
     body = {"inputs": "walk"} if route == "/embed" else {"input": "walk", "model": "bert"}
     headers = {"x-request-timeout-ms": value}
     answer = httpx.post(f"{every_task.url}{route}", json=body, headers=headers)
-    assert answer.status_code in (400, 422), answer.text
-    assert "x-request-timeout-ms: a whole number from 1 to 300000, got" in answer.text
+    assert error_of(answer) == (422 if route == "/embed" else 400, "invalid_value")
 
 
 def test_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
@@ -170,8 +167,7 @@ def test_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
         started = time.monotonic()
         headers = {"x-request-timeout-ms": "300"}
         answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"}, headers=headers)
-        assert answer.status_code == 504
-        assert "300 ms" in answer.text
+        assert error_of(answer) == (504, "timeout")
         assert 0.25 < time.monotonic() - started < 2.5
         wait_for_run(server, "river")
         assert embed(server, "walk").status_code == 200

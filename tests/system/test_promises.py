@@ -37,6 +37,7 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.faulty_server import started_line
+from tests.support.refusals import error_of
 from tests.support.serving import Server, bare_environment, children, running_server
 from tests.support.tiny import save_checkpoint
 from tests.support.waiting import wait_until
@@ -142,11 +143,7 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server
             hung = pool.submit(embed, server, "tree")
             wait_for_run(server, "tree")
             responses = at_once(server, WORDS)
-        assert hung.result().status_code == 504
-        assert hung.result().json() == {
-            "error": "no answer within the limit of 700 ms",
-            "error_type": "Overloaded",
-        }
+        assert error_of(hung.result()) == (504, "timeout")
         assert {response.status_code for response in responses} == {200}
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
@@ -183,8 +180,7 @@ def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path, faulty_server: 
         statuses = [response.status_code for response in responses]
         assert set(statuses) == {200, 429}
         refused = responses[statuses.index(429)]
-        assert refused.json()["error_type"] == "Overloaded"
-        assert "limit of 20" in refused.json()["error"]
+        assert error_of(refused) == (429, "overloaded")
         assert int(refused.headers["retry-after"]) >= 1
 
 
@@ -201,19 +197,20 @@ def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path, faulty_serve
         wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') == 20)
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-            pytest.raises(openai.RateLimitError, match="limit of 20"),
+            pytest.raises(openai.RateLimitError),
         ):
             client.embeddings.create(model="bert", input="paris")
         with (
             InferenceClient(base_url=server.url) as hub,
-            pytest.raises(HfHubHTTPError, match="limit of 20"),
+            pytest.raises(HfHubHTTPError) as hubs,
         ):
             hub.feature_extraction("paris")
         with (
             Client(server.url, retries=0) as ours,
-            pytest.raises(ServerBusy, match="limit of 20") as caught,
+            pytest.raises(ServerBusy) as caught,
         ):
             ours.embed("paris")
+        assert caught.value.code == hubs.value.response.headers["x-error-code"] == "overloaded"
         assert caught.value.retry_after_s is not None
         assert {running.result().status_code, waiting.result().status_code} == {200}
 
@@ -491,8 +488,7 @@ def test_4_requests_wait_for_the_next_engine_process_until_their_deadlines(
         limits = [300] * 4 + [17_000]
         hasty = [pool.submit(timed_embed, server, "paris", limit_ms) for limit_ms in limits]
         for limit_ms, answer in zip(limits, [future.result() for future in hasty], strict=True):
-            assert answer.status_code == 504
-            assert f"limit of {limit_ms} ms" in answer.json()["error"]
+            assert error_of(answer) == (504, "timeout")
             assert 0 <= answer.elapsed.total_seconds() - limit_ms / 1000 < 10
         assert time.monotonic() - began > 17
         assert not any(future.done() for future in (running, *patient))
@@ -512,8 +508,7 @@ def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
         wait_until(lambda: metric(server, "cloze_requests_in_flight") > 1)  # one of them asks this
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert waiting.result().status_code == 503
-        assert "the server shut down" in waiting.result().json()["error"]
+        assert error_of(waiting.result()) == (503, "shutting_down")
         server.process.wait(20)
         assert time.monotonic() - began < 15
 
@@ -525,8 +520,7 @@ def test_4_a_request_that_ends_two_engine_processes_is_given_up(tiny_store: Path
             wait_for_run(server, "river", count=run)
             (engine,) = children(server.process.pid, "engine-0")
             os.kill(engine, signal.SIGKILL)
-        assert guilty.result().status_code == 503
-        assert "the engine is dead" in guilty.result().json()["error"]
+        assert error_of(guilty.result()) == (503, "engine_dead")
         until(lambda: embed(server, "paris"), 200)
 
 
@@ -884,11 +878,7 @@ def test_7_readiness_goes_before_the_server_does(tiny_store: Path) -> None:
         assert client.get("/readyz").status_code == 503
         assert client.get("/healthz").status_code == 200
         response = client.post("/embed", json={"inputs": "a"})
-        assert response.status_code == 503
-        assert response.json() == {
-            "error": "the server is shutting down",
-            "error_type": "Unhealthy",
-        }
+        assert error_of(response) == (503, "shutting_down")
 
 
 def test_the_store_fixture_has_what_these_tests_need(tiny_store: Path) -> None:

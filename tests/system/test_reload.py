@@ -22,7 +22,6 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.errors import BUSY
 from tests.support.certificates import make_certificate
 from tests.support.crafted import read_body, seal
 from tests.support.serving import Server, children, running_server
@@ -206,12 +205,12 @@ def test_several_at_once_are_all_answered(store: Store, tmp_path: Path) -> None:
     ):
         answers = [future.result() for future in [threads.submit(ask, server) for _ in range(4)]]
         done = [answer.json() for answer in answers if answer.status_code == 200]
-        refused = [answer.json()["error"] for answer in answers if answer.status_code == 409]
+        refused = [answer.json()["code"] for answer in answers if answer.status_code == 409]
         assert len(done) + len(refused) == 4
         assert done
         unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}, "refused": {}}
         assert all(body == unchanged for body in done)
-        assert set(refused) <= {BUSY}
+        assert set(refused) <= {"reload_refused"}
         assert server.reload() == "reloaded: kept bert@1"
 
 
@@ -234,7 +233,7 @@ def test_a_third_snapshot_waits_for_the_first(
         wait_until(lambda: any("a run with river starts" in line for line in server.log))
         assert ask(server).json()["added"] == ["bert@2"]
         refused = ask(server)
-        assert (refused.status_code, refused.json()["error"]) == (409, BUSY)
+        assert (refused.status_code, refused.json()["code"]) == (409, "reload_refused")
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: any("a reload waits" in line for line in server.log))
         assert not any("kept bert@2" in line for line in server.log)

@@ -349,11 +349,14 @@ def test_a_busy_server_is_asked_again(status: int, waits: list[float]) -> None:
 
 
 def test_retries_end(waits: list[float]) -> None:
-    recorded, info = failing(429, 4, json={"error": "full"}, headers={"x-request-id": "r1"})
+    recorded, info = failing(
+        429, 4, json={"error": "full"}, headers={"x-request-id": "r1", "x-error-code": "overloaded"}
+    )
     with pytest.raises(ServerBusy, match="429: full") as caught:
         info()
     assert len(recorded.requests) == 4
     assert (caught.value.status, caught.value.request_id) == (429, "r1")
+    assert caught.value.code == "overloaded"
     assert caught.value.retry_after_s is None
 
 
@@ -465,6 +468,22 @@ def test_headers_go_with_every_request() -> None:
         client.info()
     assert recorded.requests[0].headers["authorization"] == "Bearer k"
     assert recorded.client._http.is_closed
+
+
+@pytest.mark.parametrize("name", ["embed", "embed_all", "embed_sparse"])
+def test_vectors_of_two_spaces_are_not_joined(name: str) -> None:
+    spaces = iter(["one", "two", "one", "one"])
+
+    def reply(_: httpx.Request) -> httpx.Response:
+        shape = {"x-shape": "1,1", "x-dtype": "float32", "x-lengths": "1"}
+        content = b"[[]]" if name == "embed_sparse" else b"\0" * 4
+        headers = shape | {"x-embedding-space": next(spaces)}
+        return httpx.Response(200, content=content, headers=headers)
+
+    call = getattr(Recorded(reply, batch_size=1).client, name)
+    with pytest.raises(ServerFailed, match="one and two"):
+        call(["a", "b"])
+    assert len(call(["a", "b"])) == 2
 
 
 @pytest.mark.parametrize("name", ["embed", "embed_all", "embed_sparse"])

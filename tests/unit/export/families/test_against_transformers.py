@@ -128,9 +128,11 @@ CLASSES = {
 
 
 def settings_of(family: str, tokenizer: Tokenizer, **settings: Any) -> Any:
+    """Return the settings of a family; the value ``...`` leaves one out."""
     kind = transformers.CONFIG_MAPPING[family]
-    given = SIZES | OWN[family] | {"vocab_size": tokenizer.get_vocab_size()} | settings
-    return kind(**{"pad_token_id": 1 if family in OFFSET else 0} | given)
+    given = {"pad_token_id": 1 if family in OFFSET else 0} | SIZES | OWN[family]
+    given |= {"vocab_size": tokenizer.get_vocab_size()} | settings
+    return kind(**{name: value for name, value in given.items() if value is not ...})
 
 
 def save(family: str, head: str, folder: Path, **settings: Any) -> Any:

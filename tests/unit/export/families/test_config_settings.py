@@ -110,6 +110,62 @@ def test_every_setting_is_honoured_named_or_refused(family: str, head: str, tmp_
     assert outcomes >= {"same", "refused"}
 
 
+class Read(dict[str, Any]):
+    """Settings that note which of them are read."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(given)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("head", ["masked_lm", "sequence_classification"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_setting_may_be_left_out_or_is_demanded(
+    family: str, head: str, tmp_path: Path
+) -> None:
+    """A checkpoint that lacks a setting has what transformers takes for that setting."""
+    save(family, head, tmp_path / "whole")
+    described = FAMILIES[family]
+    base = json.loads((tmp_path / "whole" / "config.json").read_text())
+    given = Read(base)
+    parsed = described.read_config(given)
+    kept = transformers.CONFIG_MAPPING[family]().to_dict()
+    names = set()
+    for name in sorted(given.names - {"architectures", "auto_map"}):
+        left = {key: value for key, value in base.items() if key != name}
+        try:
+            other = described.read_config(dict(described.defaults) | left)
+        except (KeyError, ValueError):  # it is demanded
+            continue
+        names.add(name)
+        if name in base and base[name] == kept.get(name):
+            assert other == parsed, name
+        else:
+            check_without(family, head, tmp_path / name, name)
+    assert names
+
+
+def check_without(family: str, head: str, folder: Path, name: str) -> None:
+    """Compare a checkpoint that was made, and is read, without a setting."""
+    save(family, head, folder, **{name: ...})
+    file = folder / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({key: one for key, one in settings.items() if key != name}))
+    network = oracle(folder, head)
+    assert network is not None, name
+    ids = ids_of(network, 9)
+    assert same(ours(load_checkpoint(str(folder)), head, ids), theirs(network, head, ids)), name
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_setting_has_the_default_of_transformers_or_is_demanded(

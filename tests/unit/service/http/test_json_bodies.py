@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from cloze.service.errors import InvalidRequest, MalformedRequest, RequestTooLarge
 from cloze.service.http.body import SHORT_BYTES, BodyLimits, load, validate
 from cloze.service.threads import run_on_thread
+from tests.support.refusals import refused
 
 FREE = BodyLimits(10**9, 10**9, 10**9)
 SIZES = (2, 3, 4, 5, 7, 9, 20)
@@ -43,9 +44,9 @@ def test_a_byte_order_mark_of_utf_8_is_ignored(size: int) -> None:
     """RFC 8259, section 8.1, allows that; PowerShell writes one."""
     text = '{"a": [1, "é"], "b": 2}'
     assert load(text.encode("utf-8-sig"), FREE, size) == orjson.loads(text)
-    with pytest.raises(MalformedRequest, match="the body is empty"):
+    with refused("malformed_body"):
         load("".encode("utf-8-sig"), FREE, size)
-    with pytest.raises(MalformedRequest, match=r"at byte 16$"):
+    with refused("malformed_body", 16):
         load('{"aa": [1, 2]]'.encode("utf-8-sig") + b" ", FREE, SHORT_BYTES)
 
 
@@ -67,9 +68,9 @@ def test_a_byte_order_mark_of_utf_8_is_ignored(size: int) -> None:
     ],
 )
 def test_errors_of_small_bodies(data: bytes, message: str) -> None:
-    with pytest.raises(MalformedRequest) as refused:
+    with pytest.raises(MalformedRequest) as caught:
         load(data, FREE)
-    assert str(refused.value) == message
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -85,14 +86,14 @@ def test_errors_of_small_bodies(data: bytes, message: str) -> None:
 def test_the_limits_of_parts_and_values(data: bytes, parts: int, values: int) -> None:
     for size in (2, 3, 5):
         assert load(data, BodyLimits(10**9, parts, values), size) == orjson.loads(data)
-        with pytest.raises(RequestTooLarge) as refused:
+        with pytest.raises(RequestTooLarge) as caught:
             load(data, BodyLimits(10**9, parts - 1, values), size)
-        assert str(refused.value) == (
+        assert str(caught.value) == (
             f"the body has over {parts - 1} texts, lists and objects, the limit"
         )
-        with pytest.raises(RequestTooLarge) as refused:
+        with pytest.raises(RequestTooLarge) as caught:
             load(data, BodyLimits(10**9, parts, values - 1), size)
-        assert str(refused.value) == f"the body has over {values - 1} values, the limit"
+        assert str(caught.value) == f"the body has over {values - 1} values, the limit"
     assert load(data, BodyLimits(10**9, 0, 0), len(data)) == orjson.loads(data), "a short body"
 
 
@@ -137,13 +138,13 @@ class Texts(BaseModel):
 
 
 def test_a_wrong_value_is_named_by_its_place_in_lists_too() -> None:
-    with pytest.raises(InvalidRequest, match=r"^inputs\.1: "):
+    with refused("invalid_body", 1):
         validate(Texts, {"inputs": ["a", 5]})
-    with pytest.raises(InvalidRequest, match=r"^inputs: "):
+    with refused("invalid_body"):
         validate(Texts, {"inputs": "a"})
-    with pytest.raises(InvalidRequest, match=r"^inputs: "):
+    with refused("invalid_body"):
         validate(Texts, {})
-    with pytest.raises(InvalidRequest, match=r"^the body: "):
+    with refused("invalid_body"):
         validate(Texts, ["a"])
 
 
@@ -189,10 +190,10 @@ class Whole(BaseModel):
     ],
 )
 def test_errors_of_shapes(value: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as caught:
         validate(Whole, value)
-    assert str(refused.value).startswith(message)
-    assert "secret" not in str(refused.value)
+    assert str(caught.value).startswith(message)
+    assert "secret" not in str(caught.value)
 
 
 class Containers(BaseModel):
@@ -212,9 +213,9 @@ class Containers(BaseModel):
     ],
 )
 def test_errors_are_in_the_terms_of_json(name: str, message: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as caught:
         validate(Containers, {name: 3})
-    assert str(refused.value) == message
+    assert str(caught.value) == message
 
 
 class Many(BaseModel):
@@ -236,9 +237,9 @@ class Inner(BaseModel):
 
 
 def test_four_errors_of_the_first_field_are_named() -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as caught:
         validate(Many, {"a": 1, "b": 2, "inner": {}})
     shown = "; ".join(f"inner.{name}: Field required" for name in "abcd")
-    assert str(refused.value) == shown
-    with pytest.raises(InvalidRequest, match=r"^a: Field required$"):
+    assert str(caught.value) == shown
+    with refused("invalid_body"):
         validate(Many, {})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from cloze.service.errors import InvalidRequest, UnknownModel
+from cloze.service.errors import InvalidRequest
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import error_response, openai, protocol
 from cloze.service.protocols.protocol import ErrorBody
@@ -30,29 +30,30 @@ from tests.support.records import recorded, scope_of
     ],
 )
 def test_an_error_of_openai_s_protocol(status: int, kind: str) -> None:
-    info = ErrorInfo(status, "Validation", "why", InvalidRequest("why"))
+    info = ErrorInfo(status, "Validation", "invalid_value", "why")
     error = {"message": "why", "type": kind, "param": None, "code": None}
     assert asdict(openai.error_body(info)) == {"error": error, "detail": "why"}
 
 
 def test_an_unknown_model_has_a_code() -> None:
-    info = ErrorInfo(404, "Validation", "why", UnknownModel("why"))
+    info = ErrorInfo(404, "Validation", "model_not_found", "why")
     assert openai.error_body(info).error.code == "model_not_found"
 
 
 def test_an_error_of_the_native_protocol() -> None:
-    info = ErrorInfo(504, "Overloaded", "why", InvalidRequest("why"))
-    assert protocol.error_body(info) == ErrorBody("why", "Overloaded")
+    info = ErrorInfo(504, "Overloaded", "timeout", "why")
+    assert protocol.error_body(info) == ErrorBody("why", "Overloaded", "timeout")
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:
     def shape(path: str) -> dict[str, Any]:
         request = Request(scope_of(recorded(path)))
         response = asyncio.run(error_response(request, InvalidRequest("why"), 30.0))
+        assert response.headers["x-error-code"] == "invalid_value", path
         body: dict[str, Any] = json.loads(response.body)
         return body
 
-    native = {"error": "why", "error_type": "Validation"}
+    native = {"error": "why", "error_type": "Validation", "code": "invalid_value"}
     for path in ("/", "/embed", "/predict", "/nowhere", "/v1", "*"):
         assert shape(path) == native, path
     for path in ("/v1/embeddings", "/v1/nowhere", "/embeddings"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloze.service.errors import EmptyRequest, InvalidRequest, MalformedRequest
+from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.http.routes import NPY
 from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
@@ -21,6 +21,7 @@ from cloze.service.tasks.nsp import NspLabel, RankedCandidate
 from cloze.service.tasks.task import PreparedRequest, TaskContext, TextUsage
 from cloze.service.tasks.text_classification import LabelScore
 from cloze.service.tasks.wire import NoParameters
+from tests.support.refusals import refused
 from tests.unit.service.protocols.service import Service
 
 # ---- binary tensors ----------------------------------------------------------------------------
@@ -41,7 +42,7 @@ def test_the_json_ends_where_the_header_says() -> None:
 
 @pytest.mark.parametrize("length", ["0", "3", "-1", "x", "", "1" * 16, "\u00b2", "1.0"])
 def test_lengths_outside_the_body(length: str) -> None:
-    with pytest.raises(MalformedRequest, match="a whole number from 1 to the 2 bytes of the body"):
+    with refused("malformed_body", 1, 2):
         tensors.split(b"{}", length.encode("latin-1"))
 
 
@@ -51,7 +52,7 @@ def test_texts_are_their_bytes() -> None:
     assert tensors.read_texts(memoryview(data), "text", 3) == texts
     assert tensors.write_tensor(texts) == data
     assert tensors.read_texts(memoryview(b""), "text", 0) == []
-    with pytest.raises(InvalidRequest, match="text has over 2 texts, the limit"):
+    with refused("limit_exceeded", 2, at="text"):
         tensors.read_texts(memoryview(data), "text", 2)
 
 
@@ -65,7 +66,7 @@ def test_texts_are_their_bytes() -> None:
     ],
 )
 def test_cut_and_malformed_texts(data: bytes, problem: str) -> None:
-    with pytest.raises(InvalidRequest, match=problem):
+    with refused("invalid_value", at="text"):
         tensors.read_texts(memoryview(data), "text", 9)
 
 
@@ -114,35 +115,38 @@ def test_rows_of_tensors_are_the_objects_of_a_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "given", "error", "problem"),
+    ("task", "given", "error", "code", "at"),
     [
-        ("qa", {"question": ["a"]}, InvalidRequest, "lacks the tensor context; qa needs it"),
+        ("qa", {"question": ["a"]}, InvalidRequest, "invalid_value", "inputs"),
         (
             "qa",
             {"question": ["a"], "context": ["b"], "x": ["c"]},
             InvalidRequest,
-            "has a tensor 'x'",
+            "invalid_value",
+            "inputs",
         ),
-        ("qa", {"question": ["a"], "context": []}, EmptyRequest, "context is empty"),
-        ("qa", {"question": ["a"], "context": ["b", "c"]}, InvalidRequest, "question 1, context 2"),
+        ("qa", {"question": ["a"], "context": []}, EmptyRequest, "empty_input", "context"),
+        ("qa", {"question": ["a"], "context": ["b", "c"]}, InvalidRequest, "invalid_value", None),
         (
             "similarity",
             {"source_sentence": ["a", "b"], "sentences": ["c"]},
             InvalidRequest,
-            "needs exactly 1",
+            "invalid_value",
+            "source_sentence",
         ),
         (
             "similarity",
             {"source_sentence": ["a"], "sentences": []},
             EmptyRequest,
-            "sentences is empty",
+            "empty_input",
+            "sentences",
         ),
     ],
 )
 def test_tensors_that_do_not_fit(
-    task: str, given: dict, error: type[Exception], problem: str
+    task: str, given: dict, error: type[Exception], code: str, at: str | None
 ) -> None:
-    with pytest.raises(error, match=problem):
+    with refused(code, at=at):
         TaskTensors(TASKS[task]).to_inputs(given)
 
 
@@ -249,12 +253,12 @@ def test_vectors_of_fewer_bits() -> None:
     zeros, scale = native.DTYPES["int8"](np.zeros((1, 2), np.float32))
     assert (zeros.tolist(), scale) == ([[0, 0]], 1.0)
     for accept in (f"{RAW}; dtype=float64", f"{NPY}; dtype="):
-        with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
+        with refused("invalid_value"):
             native.vector_format(accept.encode())
     native.vector_format(f"{RAW}; dtype=int8".encode())
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as caught:
         native.vector_format(f"{RAW}; dtype={'x' * 99}".encode())
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         f"Accept asks for dtype '{'x' * 40}'; there are float32, float16, int8, ubinary"
     )
 

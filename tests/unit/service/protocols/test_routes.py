@@ -18,6 +18,7 @@ from cloze.service.http.bytes_held import Hold
 from cloze.service.http.routes import NPY, RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
+from tests.support.refusals import error_of
 from tests.unit.service.protocols.service import OneLabel, Service
 
 CLASSES = {
@@ -54,10 +55,6 @@ def ok(response: httpx.Response) -> Any:
     return response.json()
 
 
-def refused(response: httpx.Response) -> tuple[int, str]:
-    return response.status_code, response.json()["error"]
-
-
 # ---- the route of a task -----------------------------------------------------------------------
 
 
@@ -84,12 +81,10 @@ def test_which_routes_ignore_unknown_fields(service: Service) -> None:
         assert response.headers["x-warning"] == "ignored unknown fields: colour", path
     assert "x-warning" not in service.post("/embed", {"inputs": "the"}).headers
     for path in ("/fill-mask", "/nsp", "/qa", "/classify", "/token-classification", "/score"):
-        status, _ = refused(service.post(path, {"inputs": "the [MASK]", "colour": 1}))
-        assert status == 422, path
-    status, message = refused(
-        service.post("/fill-mask", {"inputs": "[MASK]", "parameters": {"x": 1}})
-    )
-    assert (status, message) == (422, "parameters.x: there is no such field")
+        response = service.post(path, {"inputs": "the [MASK]", "colour": 1})
+        assert error_of(response) == (422, "invalid_body"), path
+    response = service.post("/fill-mask", {"inputs": "[MASK]", "parameters": {"x": 1}})
+    assert error_of(response) == (422, "invalid_body")
 
 
 def test_the_report_on_the_texts(service: Service) -> None:
@@ -156,9 +151,10 @@ def test_the_model_that_a_request_names(service: Service) -> None:
     ):
         ok(service.post("/embed", {"inputs": "the", "model": model}))
         assert service.seen.model == served
-    assert refused(service.post("/embed", {"inputs": "a", "model": "x"}))[0] == 404
-    status, message = refused(service.post("/fill-mask", {"inputs": "[MASK]", "model": "small"}))
-    assert (status, message) == (424, "model small cannot do fill-mask; it does embed, similarity")
+    missing = service.post("/embed", {"inputs": "a", "model": "x"})
+    assert error_of(missing) == (404, "model_not_found")
+    unable = service.post("/fill-mask", {"inputs": "[MASK]", "model": "small"})
+    assert error_of(unable) == (424, "task_not_supported")
 
 
 def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
@@ -180,8 +176,8 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     many = {"inputs": [[109] * 8] * 290}
     for client in ("x", "x", "y"):
         alone._runner.run(alone.limits.begin_answer(ServedRequest(client=client)))
-    status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
-    assert (status, message) == (504, "no answer within the limit of 400 ms")
+    late = alone.post("/embed_all", many, x_request_timeout_ms="400")
+    assert error_of(late) == (504, "timeout")
     assert alone.seen.rejection is Rejection.STATED_LIMIT
     ok(alone.post("/embed_all", {"inputs": "the"}, x_request_timeout_ms="400"))
 
@@ -237,20 +233,19 @@ def test_a_wrong_header_is_found_before_the_engine_runs(alone: Service) -> None:
 
 
 def test_errors_of_the_engine_and_of_texts(service: Service) -> None:
-    status, message = refused(service.post("/embed", {"inputs": "war"}))
-    assert (status, message) == (500, "the engine cannot run this input (RuntimeError)")
-    assert service.seen.error == "EngineFailed"
+    assert error_of(service.post("/embed", {"inputs": "war"})) == (500, "engine_failed")
+    assert service.seen.error == "engine_failed"
     assert service.seen.rejection is None
-    assert refused(service.post("/embed", {"inputs": ""}))[0] == 400
-    assert refused(service.post("/embed", {"inputs": ["a"] * 301}))[0] == 422
+    assert error_of(service.post("/embed", {"inputs": ""})) == (400, "empty_input")
+    many = service.post("/embed", {"inputs": ["a"] * 301})
+    assert error_of(many) == (422, "limit_exceeded")
 
 
 def test_a_full_queue_is_a_rejection(alone: Service) -> None:
     alone.queues[0].close()
-    status, _ = refused(alone.post("/embed", {"inputs": "the"}))
-    assert status == 503
+    assert error_of(alone.post("/embed", {"inputs": "the"})) == (503, "shutting_down")
     assert alone.seen.rejection is Rejection.SHUTTING_DOWN
-    assert alone.seen.error == "ShuttingDown"
+    assert alone.seen.error == "shutting_down"
 
 
 # ---- vectors as bytes --------------------------------------------------------------------------
@@ -264,9 +259,8 @@ def test_vectors_in_the_format_that_is_accepted(service: Service) -> None:
     response = service.post("/embed_all", body, accept=RAW)
     assert (response.headers["x-lengths"], response.headers["x-shape"]) == ("3,3", "6,4")
     assert "x-compute-tokens" in response.headers
-    status, message = refused(service.post("/embed", body, accept=f"{RAW}; dtype=int4"))
-    assert status == 422
-    assert message.startswith("Accept asks for dtype 'int4'")
+    unknown = service.post("/embed", body, accept=f"{RAW}; dtype=int4")
+    assert error_of(unknown) == (422, "invalid_value")
     assert service.post("/embed", body, accept=NPY).content[:6] == b"\x93NUMPY"
     labels = service.post("/classify", {"inputs": "a"}, accept=f"{RAW}; dtype=int4")
     assert labels.status_code == 200, "only vectors have a dtype"
@@ -299,46 +293,33 @@ def test_the_body_chooses_the_task(service: Service) -> None:
 
 
 def test_bodies_that_fit_no_task(service: Service) -> None:
-    status, message = refused(service.post("/", {"inputs": {"x": 1}}))
-    assert status == 422
-    assert message.startswith("inputs has an object that fits no task: it has none of ")
-    assert "question" in message
-    status, message = refused(service.post("/", {"inputs": "a", "parameters": {}}))
-    assert (status, message) == (
-        422,
-        "inputs without a mask and with parameters may be for /classify or "
-        "/token-classification, and both of them are served; send the request to the route of its "
-        "task",
-    )
-    assert refused(service.post("/", {}))[1] == "inputs: Field required"
-    assert refused(service.post("/", {"inputs": "the", "normalize": 1}))[0] == 422
-    assert refused(service.ask("POST", "/", content=b"{"))[0] == 400
+    for body, code in (
+        ({"inputs": {"x": 1}}, "invalid_value"),
+        ({"inputs": "a", "parameters": {}}, "invalid_value"),
+        ({}, "invalid_body"),
+        ({"inputs": "the", "normalize": 1}, "invalid_body"),
+    ):
+        assert error_of(service.post("/", body)) == (422, code)
+    assert error_of(service.ask("POST", "/", content=b"{")) == (400, "malformed_body")
 
 
 def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) -> None:
     with Service(tmp_path, [CLASSIFIER]) as one:
         assert dispatched(one, "a", parameters={}) == {"label", "score"}
-        assert refused(one.post("/", {"inputs": "[MASK]"})) == (
-            424,
-            "no served model can do embed; export one from a checkpoint that has the head: "
-            "cloze export CHECKPOINT --name NAME --task embed, and then cloze serve",
-        )
+        assert error_of(one.post("/", {"inputs": "[MASK]"})) == (424, "task_not_supported")
     with Service(tmp_path, [EMBEDDER]) as neither:
-        assert (
-            "and neither of them"
-            in refused(neither.post("/", {"inputs": "a", "parameters": {}}))[1]
-        )
+        unclear = neither.post("/", {"inputs": "a", "parameters": {}})
+        assert error_of(unclear) == (422, "invalid_value")
     offered = {"embed": TASKS["embed"], "qa": TASKS["qa"]}
     with Service(tmp_path, tasks=offered) as few:
         assert dispatched(few, "[MASK]") == {"float"}, "nobody offers fill-mask"
-        assert refused(few.post("/", {"inputs": {"next": "a"}}))[0] == 422
+        assert error_of(few.post("/", {"inputs": {"next": "a"}})) == (422, "invalid_value")
         assert dispatched(few, {"question": "a", "context": "b"}) >= {"answer"}
         assert few.post("/predict", {"inputs": "a"}).status_code == 404
         assert few.post("/rerank", {"query": "a", "texts": ["b"]}).status_code == 404
         assert few.post("/decode", {"ids": [5]}).status_code == 200
     with Service(tmp_path, tasks={"fill-mask": TASKS["fill-mask"]}) as masks:
-        status, message = refused(masks.post("/", {"inputs": "a"}))
-        assert (status, message) == (424, "this server does not offer embed")
+        assert error_of(masks.post("/", {"inputs": "a"})) == (424, "task_not_supported")
 
 
 def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
@@ -405,10 +386,36 @@ def test_labels_of_predict(service: Service) -> None:
     response = service.post("/predict", {"inputs": "a", "top_n": 3})
     assert response.headers["x-warning"] == "ignored unknown fields: top_n"
     long = {"inputs": "a b c d e f g h i j k", "truncate": False}
-    assert refused(service.post("/predict", long))[0] == 422
+    assert error_of(service.post("/predict", long)) == (422, "text_too_long")
     ok(service.post("/predict", long | {"truncate": True}))
     for wrong in ({"inputs": []}, {"inputs": [["a", "b", "c"]]}, {"inputs": ["a", "b", "c"]}, {}):
         assert service.post("/predict", wrong).status_code in (400, 422)
+
+
+@pytest.mark.parametrize("path", ["/predict", "/classify", "/embed", "/embed_all", "/embed_sparse"])
+def test_the_end_that_is_cut(service: Service, path: str) -> None:
+    """The engine fails on the first word unless it is cut."""
+
+    def ask(**parameters: Any) -> httpx.Response:
+        given = {"parameters": parameters} if path == "/classify" else parameters
+        return service.post(path, {"inputs": "war a b c d e f g h i j k"} | given)
+
+    assert ask().status_code == 500
+    assert ask(truncation_direction="left").status_code == 200
+    assert ask(truncation_direction="right").status_code == 500
+    assert error_of(ask(truncate=False)) == (422, "text_too_long")
+
+
+def test_how_a_long_text_is_cut_in_cohere_s_words(service: Service) -> None:
+    texts = ["war a b c d e f g h i j k"]
+    body = {"model": "tiny", "input_type": "search_query", "texts": texts}
+    for truncate, answer in (
+        ("NONE", (400, "text_too_long")),
+        ("END", (500, "engine_failed")),
+        (None, (500, "engine_failed")),
+    ):
+        assert error_of(service.post("/v2/embed", body | {"truncate": truncate})) == answer
+    assert service.post("/v2/embed", body | {"truncate": "START"}).status_code == 200
 
 
 def test_ranks_by_embeddings(service: Service) -> None:
@@ -424,12 +431,16 @@ def test_ranks_by_embeddings(service: Service) -> None:
     response = service.post("/rerank", body | {"truncation": 1})
     assert response.headers["x-warning"] == "ignored unknown fields: truncation"
     long = {"query": "a", "texts": ["a b c d e f g h i j k l"], "truncate": False}
-    status, message = refused(service.post("/rerank", long))
-    assert status == 422
-    assert message.startswith("texts[0] has 14 tokens")
-    assert refused(service.post("/rerank", {"query": "", "texts": ["a"]}))[1].startswith("query is")
-    status, message = refused(service.post("/rerank", {"query": "a", "texts": []}))
-    assert (status, message) == (400, "texts is an empty list; it needs at least 1 text")
+    refused = service.post("/rerank", long)
+    assert error_of(refused) == (422, "text_too_long")
+    assert refused.json()["error"].startswith("texts[0] ")
+    for body, place in (
+        ({"query": "", "texts": ["a"]}, "query"),
+        ({"query": "a", "texts": []}, "texts"),
+    ):
+        refused = service.post("/rerank", body)
+        assert error_of(refused) == (400, "empty_input")
+        assert refused.json()["error"].startswith(f"{place} ")
 
 
 def test_a_classifier_of_one_label_ranks_first(tmp_path: Path) -> None:
@@ -440,7 +451,9 @@ def test_a_classifier_of_one_label_ranks_first(tmp_path: Path) -> None:
         assert response.headers["x-ranked-by"] == "classifier"
         assert ok(response) == [{"index": 1, "score": 6.0}, {"index": 0, "score": 5.0}]
         long = body | {"texts": ["b", "a b c d e f g h i j k l"], "truncate": False}
-        assert refused(made.post("/rerank", long))[1].startswith("texts[1] has ")
+        refused = made.post("/rerank", long)
+        assert error_of(refused) == (422, "text_too_long")
+        assert refused.json()["error"].startswith("texts[1] ")
         response = made.post("/rerank", body | {"model": "tiny"})
         assert response.headers["x-ranked-by"] == "similarity"
 
@@ -460,7 +473,9 @@ def test_tokens_and_texts(service: Service) -> None:
     assert kept == ["the [SEP]"]
     assert service.post("/decode", {"ids": [5], "x": 1}).headers["x-warning"].endswith(" x")
     assert service.post("/tokenize", {"inputs": "a", "x": 1}).headers["x-warning"].endswith(" x")
-    assert refused(service.post("/decode", {"ids": [-1]}))[1].startswith("ids")
+    refused = service.post("/decode", {"ids": [-1]})
+    assert error_of(refused) == (422, "invalid_value")
+    assert refused.json()["error"].startswith("ids ")
     ok(service.post("/tokenize", {"inputs": "the", "model": "small"}))
     assert service.seen.model == "small@1"
 
@@ -523,24 +538,24 @@ def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "message"),
+    ("body", "status", "code"),
     [
-        ({"input": "", "model": "tiny"}, 400, "input is empty; it needs at least 1 character"),
-        ({"input": ["a"] * 301, "model": "tiny"}, 400, "input has 301 texts; the limit is 300"),
-        ({"input": "a"}, 400, "model: Field required"),
-        ({"input": "a", "model": "x"}, 404, "no model 'x' is served"),
-        ({"input": "a", "model": "tiny", "dimensions": 9}, 400, "dimensions must be between"),
-        ({"input": "a", "model": "tiny", "more": 1}, 400, "more: there is no such field"),
+        ({"input": "", "model": "tiny"}, 400, "empty_input"),
+        ({"input": ["a"] * 301, "model": "tiny"}, 400, "limit_exceeded"),
+        ({"input": "a"}, 400, "invalid_body"),
+        ({"input": "a", "model": "x"}, 404, "model_not_found"),
+        ({"input": "a", "model": "tiny", "dimensions": 9}, 400, "invalid_value"),
+        ({"input": "a", "model": "tiny", "more": 1}, 400, "invalid_body"),
     ],
 )
 def test_errors_in_openai_s_shape(
-    service: Service, body: dict[str, Any], status: int, message: str
+    service: Service, body: dict[str, Any], status: int, code: str
 ) -> None:
     for path in ("/v1/embeddings", "/embeddings"):
         response = service.post(path, body)
         error = response.json()["error"]
-        assert (response.status_code, error["type"]) == (status, "invalid_request_error")
-        assert error["message"].startswith(message)
+        assert error_of(response) == (status, code)
+        assert error["type"] == "invalid_request_error"
         assert error["code"] == ("model_not_found" if status == 404 else None)
 
 
@@ -589,52 +604,37 @@ def test_embeddings_in_cohere_s_shape(service: Service) -> None:
     assert same == answer | {"id": same["id"]}
 
 
-OTHER_KINDS = "Input should be 'float', 'base64', 'binary' or 'ubinary'"
-TOO_MANY = "List should have at most 1 item after validation, not 2"
 PART = {"type": "text", "text": "a"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "message"),
+    ("fields", "status", "code"),
     [
-        ({"texts": ["a", ""]}, 400, "texts[1] is empty; it needs at least 1 character"),
-        ({"texts": []}, 400, "texts is an empty list; it needs at least 1 text"),
-        ({"texts": "a"}, 400, "texts: Input should be a valid array"),
-        ({"texts": None}, 400, "the request has neither of texts and inputs; send one of them"),
-        ({"inputs": []}, 400, "the request has both of texts and inputs; send one of them"),
-        (
-            {"texts": None, "inputs": [{"content": [PART | {"text": ""}]}]},
-            400,
-            "inputs[0] is empty; it needs at least 1 character",
-        ),
-        (
-            {"texts": None, "inputs": [{"content": [PART] * 2}]},
-            400,
-            f"inputs.0.content: {TOO_MANY}",
-        ),
-        (
-            {"texts": None, "inputs": [{"content": [IMAGE]}]},
-            400,
-            "inputs.0.content.0.type: Input should be 'text'",
-        ),
-        ({"images": ["data:"]}, 400, "images: there is no such field"),
-        ({"max_tokens": 5}, 400, "max_tokens: there is no such field"),
-        ({"embedding_types": ["int8"]}, 400, f"embedding_types.0: {OTHER_KINDS}"),
-        ({"input_type": "image"}, 400, "input_type 'image' is not one of query, document"),
-        ({"output_dimension": 9}, 400, "output_dimension must be between 1 and 4, got 9"),
-        ({"truncate": "LEFT"}, 400, "truncate: Input should be 'NONE', 'START' or 'END'"),
-        ({"texts": ["a b c d e f g h i j"], "truncate": "NONE"}, 400, "texts[0] has 12 tokens"),
-        ({"model": "x"}, 404, "no model 'x' is served"),
+        ({"texts": ["a", ""]}, 400, "empty_input"),
+        ({"texts": []}, 400, "empty_input"),
+        ({"texts": "a"}, 400, "invalid_body"),
+        ({"texts": None}, 400, "invalid_value"),
+        ({"inputs": []}, 400, "invalid_value"),
+        ({"texts": None, "inputs": [{"content": [PART | {"text": ""}]}]}, 400, "empty_input"),
+        ({"texts": None, "inputs": [{"content": [PART] * 2}]}, 400, "invalid_body"),
+        ({"texts": None, "inputs": [{"content": [IMAGE]}]}, 400, "invalid_body"),
+        ({"images": ["data:"]}, 400, "invalid_body"),
+        ({"max_tokens": 5}, 400, "invalid_body"),
+        ({"embedding_types": ["int8"]}, 400, "invalid_body"),
+        ({"input_type": "image"}, 400, "invalid_value"),
+        ({"output_dimension": 9}, 400, "invalid_value"),
+        ({"truncate": "LEFT"}, 400, "invalid_body"),
+        ({"texts": ["a b c d e f g h i j"], "truncate": "NONE"}, 400, "text_too_long"),
+        ({"model": "x"}, 404, "model_not_found"),
     ],
 )
 def test_errors_in_cohere_s_shape(
-    service: Service, fields: dict[str, Any], status: int, message: str
+    service: Service, fields: dict[str, Any], status: int, code: str
 ) -> None:
     response = service.post("/v2/embed", COHERE | fields)
-    assert response.status_code == status
+    assert error_of(response) == (status, code)
     assert response.json().keys() == {"message"}
-    assert response.json()["message"].startswith(message)
 
 
 # ---- the Open Inference Protocol ---------------------------------------------------------------
@@ -730,28 +730,28 @@ def test_bytes_in_and_out(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "tensors", "fields", "status", "message"),
+    ("model", "tensors", "fields", "status", "code"),
     [
-        ("tiny", [], {}, 404, "no model 'tiny' is served; a name is <bundle>.<task>, such as tiny.fill-mask"),
-        (".embed", [], {}, 404, "no model '.embed' is served; a name is"),
-        ("tiny.x", [], {}, 404, "no model 'tiny.x' is served; a name is"),
-        ("x.embed", [], {}, 404, "no model 'x' is served"),
-        ("small.qa", [], {}, 404, "no model 'small.qa' is served: model small cannot do qa"),
-        ("tiny.embed", [], {}, 400, "inputs lacks the tensor text"),
-        ("tiny.embed", [tensor("text", "a"), tensor("text", "b")], {}, 400, "inputs has 'text' twice"),
-        ("tiny.embed", [tensor("text", "a", shape=[2])], {}, 400, "text has 1 texts; its shape says 2"),
-        ("tiny.embed", [tensor("text", "a", shape=[])], {}, 400, "text has the shape []; send [n] or [n, 1]"),
-        ("tiny.embed", [tensor("text", "a", shape=[1, 2])], {}, 400, "text has the shape [1, 2]; send"),
-        ("tiny.embed", [tensor("text", "a", shape=[1, 1, 1])], {}, 400, "text has the shape [1, 1, 1]; send"),
-        ("tiny.embed", [tensor("text", data=None)], {}, 400, "text has neither data nor binary_data_size"),
-        ("tiny.embed", [tensor("text", "a")], {"outputs": [{"name": "x"}]}, 400, "outputs names 'x'; embed has embedding, count"),
-        ("tiny.embed", [tensor("text", "a")], {"parameters": {"x": 1}}, 400, "parameters.x: there is no such field"),
-        ("tiny.embed", [sized("text", 1, 1)], {}, 400, "text has the binary_data_size 1; 0 bytes are left"),
-        ("tiny.embed", [sized("text", -1, 1)], {}, 400, "text has the binary_data_size -1; 0 bytes are left"),
-        ("tiny.embed", [sized("text", "1", 1)], {}, 400, "text has the binary_data_size '1', no whole number"),
-        ("tiny.embed", [sized("text", 0, 1) | {"data": ["a"]}], {}, 400, "text has both data and binary_data_size"),
-        ("tiny.embed", [tensor("text", "a")], {"id": "x" * 1025}, 400, "id: String should have at most 1024"),
-        ("tiny.embed", [tensor("text", "a", shape=[1] * 9)], {}, 400, "inputs.0.shape: List should have at most 8"),
+        ("tiny", [], {}, 404, "model_not_found"),
+        (".embed", [], {}, 404, "model_not_found"),
+        ("tiny.x", [], {}, 404, "model_not_found"),
+        ("x.embed", [], {}, 404, "model_not_found"),
+        ("small.qa", [], {}, 404, "model_not_found"),
+        ("tiny.embed", [], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a"), tensor("text", "b")], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a", shape=[2])], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a", shape=[])], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a", shape=[1, 2])], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a", shape=[1, 1, 1])], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", data=None)], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a")], {"outputs": [{"name": "x"}]}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a")], {"parameters": {"x": 1}}, 400, "invalid_body"),
+        ("tiny.embed", [sized("text", 1, 1)], {}, 400, "invalid_value"),
+        ("tiny.embed", [sized("text", -1, 1)], {}, 400, "invalid_value"),
+        ("tiny.embed", [sized("text", "1", 1)], {}, 400, "invalid_value"),
+        ("tiny.embed", [sized("text", 0, 1) | {"data": ["a"]}], {}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a")], {"id": "x" * 1025}, 400, "invalid_body"),
+        ("tiny.embed", [tensor("text", "a", shape=[1] * 9)], {}, 400, "invalid_body"),
     ],
 )  # fmt: skip
 def test_requests_of_tensors_that_are_refused(
@@ -760,34 +760,26 @@ def test_requests_of_tensors_that_are_refused(
     tensors: list[Any],
     fields: dict[str, Any],
     status: int,
-    message: str,
+    code: str,
 ) -> None:
     response = infer(service, model, *tensors, **fields)
-    assert response.status_code == status
+    assert error_of(response) == (status, code)
     assert response.json().keys() == {"error"}
-    assert response.json()["error"].startswith(message)
 
 
 def test_bytes_that_are_refused(service: Service) -> None:
     texts = packed("a", "b", "c", "d")
-    for options, message in (
-        (
-            binary([sized("text", 5, 1)], packed("a") + b"xyz"),
-            "3 bytes after the JSON belong to no",
-        ),
-        (binary([sized("text", len(texts), 4)], texts), "text has over 3 texts, the limit"),
+    for options, code in (
+        (binary([sized("text", 5, 1)], packed("a") + b"xyz"), "invalid_value"),
+        (binary([sized("text", len(texts), 4)], texts), "limit_exceeded"),
         (
             binary([sized("text", 5, 1), sized("more", 7, 1)], packed("a") + b"123"),
-            "more has the binary_data_size 7; 3 bytes are left",
+            "invalid_value",
         ),
-        (
-            binary([sized("text", 6, 1)], packed("a")),
-            "text has the binary_data_size 6; 5 bytes are",
-        ),
+        (binary([sized("text", 6, 1)], packed("a")), "invalid_value"),
     ):
         response = service.ask("POST", "/v2/models/tiny.embed/infer", **options)
-        assert response.status_code == 400
-        assert response.json()["error"].startswith(message)
+        assert error_of(response) == (400, code)
 
 
 def test_what_is_said_of_a_model(service: Service) -> None:

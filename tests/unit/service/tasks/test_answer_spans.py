@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import answer_spans
 from cloze.service.tasks.answer_spans import (
     QaAnswer,
@@ -19,6 +18,7 @@ from cloze.service.tasks.answer_spans import (
 )
 from cloze.service.tasks.texts import Bounds
 from cloze.service.text.tokenizer import Spans
+from tests.support.refusals import refused
 
 
 def spans(offsets: list[tuple[int, int]], words: list[int]) -> Spans:
@@ -276,11 +276,11 @@ def test_a_window_whose_spans_have_no_probability_has_one() -> None:
 def test_spans_are_limited_by_their_memory() -> None:
     largest = (24_000_000 - 256) // 2  # a text is kept twice, beside 256 bytes
     SpanMemory().add(largest)
-    with pytest.raises(InvalidRequest, match="spans of the windows need more than 24000000 bytes"):
+    with refused("limit_exceeded", 24000000):
         SpanMemory().add(largest + 1)
     memory = SpanMemory()
     memory.add(largest - 100)
-    with pytest.raises(InvalidRequest, match="need more than"):
+    with refused("limit_exceeded"):
         memory.add(0)
 
 
@@ -293,7 +293,7 @@ def test_only_the_answers_of_the_questions_before_are_kept() -> None:
         memory.keep([answer, answer])
     memory.add(left)
     memory.keep([])
-    with pytest.raises(InvalidRequest, match="need more than"):
+    with refused("limit_exceeded"):
         memory.add(left + 1)
 
 
@@ -307,7 +307,7 @@ def test_the_spans_of_an_answer_are_counted() -> None:
     best_answers(question, logits, OPTIONS)  # alone
     third = [np.zeros((2, 2), np.float32)]
     best_answers(question, third, OPTIONS, memory)
-    with pytest.raises(InvalidRequest, match="send fewer contexts"):
+    with refused("limit_exceeded"):
         best_answers(question, logits, OPTIONS, memory)
 
 

@@ -10,9 +10,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
-from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import CONTEXT, LIMITS, decoded, limited, manifest, prepared
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -97,26 +97,36 @@ def test_each_text_has_the_entities_of_its_windows() -> None:
 
 
 def test_texts_are_checked_and_named() -> None:
-    with pytest.raises(EmptyRequest, match=r"inputs\[1\] is empty"):
+    with refused("empty_input", at="inputs[1]"):
         prepared("token-classification", ["a", ""])
-    with pytest.raises(InvalidRequest, match="inputs has 201 characters"):
+    with refused("text_too_long", 201, at="inputs"):
         prepared("token-classification", "a" * 201)
-    with pytest.raises(InvalidRequest, match=r"inputs\[1\] has no token"):
+    with refused("invalid_value", at="inputs[1]"):
         prepared("token-classification", ["a", " "])
     long = "a b c d e f g h i j k"
     assert prepared("token-classification", [long, "a", long]).truncated == 2
     tight = limited(max_request_tokens=47)
-    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the windows hold 48 tokens"):
+    with refused("limit_exceeded", 48, at="inputs[1]"):
         prepared("token-classification", [long, long], tight, long_text="window")
 
 
-def test_an_entity_of_equal_length_and_score_stays() -> None:
-    text = "a b c d e f g h i j k"
+@pytest.mark.parametrize(
+    ("text", "first", "second", "places"),
+    [
+        ("a b c d e f g h i j k", [6, 7], [1, 2], [(12, 15)]),  # of equal length and score
+        ("a b c d e f g,h i j k", [6], [1], [(12, 13), (13, 14)]),  # they touch
+        ("a b c d e f g,h i j k", [6, 7], [1], [(12, 14)]),
+        ("a b c d e f g,h i j k", [6], [0, 1], [(12, 14)]),
+    ],
+)
+def test_which_entities_of_two_windows_stay(
+    text: str, first: list[int], second: list[int], places: list[tuple[int, int]]
+) -> None:
     request = prepared("token-classification", text, CONTEXT, stride=4)
-    first, second = [OUT] * 6 + [LOC, LOC] + [OUT] * 2, [OUT, LOC, LOC, OUT, OUT]
-    outputs = [
-        {"token_classification": ArrayResult(np.stack([OUT, *window, OUT]))}
-        for window in (first, second)
-    ]
-    [found] = decoded("token-classification", request, outputs)
-    assert [(e.entity_group, e.start, e.end) for e in found] == [("LOC", 12, 15)]
+    outputs = []
+    for encoding, found in zip(request.encodings, (first, second), strict=True):
+        rows = np.stack([OUT] * len(encoding))
+        rows[np.array(found) + 1] = LOC
+        outputs.append({"token_classification": ArrayResult(rows)})
+    [entities] = decoded("token-classification", request, outputs)
+    assert [(e.start, e.end) for e in entities] == places

@@ -8,9 +8,9 @@ import pytest
 
 from cloze.model_store.heads import ArrayResult, HeadRequest
 from cloze.model_store.heads.multi_vector import LateInteraction
-from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import late_interaction, rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import ID, MASK, context, decoded, ids, prepared, tokens
 
 OPTIONS: dict[str, Any] = {
@@ -107,9 +107,9 @@ def test_token_ids_and_roles() -> None:
     for word in ("query", "search_query"):
         asked = prepared("embed-all", "the", MODEL, input_type=word)
         assert tokens(asked) == ["[CLS] ? the [SEP] [MASK] [MASK] [MASK]"]
-    with pytest.raises(InvalidRequest, match=r"'passage' is not one of the model's roles"):
+    with refused("invalid_value", at="prompt_name"):
         prepared("embed-all", "the", MODEL, prompt_name="passage")
-    with pytest.raises(InvalidRequest, match="has 10 tokens; the model reads 8"):
+    with refused("text_too_long", 10, 8, at="inputs"):
         prepared("embed-all", "a b c d e f g", MODEL, truncate=False)
 
 
@@ -147,7 +147,7 @@ def test_vectors_of_a_ranking_are_limited() -> None:
     enough = replace(MODEL, limits=replace(MODEL.limits, max_results=25))
     rerank.prepare(inputs, parameters, enough)
     few = replace(MODEL, limits=replace(MODEL.limits, max_results=24))
-    with pytest.raises(InvalidRequest, match="the request compares 25 vectors; the limit is 24"):
+    with refused("limit_exceeded", 25, 24):
         rerank.prepare(inputs, parameters, few)
 
 
@@ -157,9 +157,9 @@ def test_lexical_weights_are_the_largest_of_each_token() -> None:
         embedding=None,
         heads={"lexical": {"skipped_ids": [ID["[CLS]"], ID["[SEP]"]]}},
     )
-    request = prepared("embed-sparse", "the door the year old", lexical)
+    request = prepared("embed-sparse", "the door the the year old", lexical)
     assert [one.requests for one in request.encodings] == [{"lexical": HeadRequest()}]
-    weights = np.array([9, 1, 0.5, 3, 0, 2, 9], np.float32)[:, None]
+    weights = np.array([9, 1, 0.5, 3, 1.5, 0, 2, 9], np.float32)[:, None]
     outputs = [{"lexical": ArrayResult(weights)}]
     [words] = decoded("embed-sparse", request, outputs, lexical)
     assert [(word.index, word.value) for word in words] == [
@@ -168,7 +168,7 @@ def test_lexical_weights_are_the_largest_of_each_token() -> None:
         (ID["door"], 0.5),
     ]
     request = prepared(
-        "embed-sparse", "the door the year old", lexical, top_k=1, return_tokens=True
+        "embed-sparse", "the door the the year old", lexical, top_k=1, return_tokens=True
     )
     [[word]] = decoded("embed-sparse", request, outputs, lexical)
     assert (word.token, word.value) == ("the", 3.0)

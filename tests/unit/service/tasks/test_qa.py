@@ -7,10 +7,10 @@ import pytest
 
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.span import SpanOptions
-from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TextUsage
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     context,
     decoded,
@@ -41,7 +41,7 @@ def test_a_short_context_is_one_window() -> None:
 
 def test_contexts_of_one_window_count_towards_the_tokens_of_a_request() -> None:
     assert len(prepared("qa", [pair(SEVEN)] * 2, limited(max_request_tokens=24)).encodings) == 2
-    with pytest.raises(InvalidRequest, match="the windows hold 36 tokens"):
+    with refused("limit_exceeded", 36, at="inputs[2]"):
         prepared("qa", [pair(SEVEN)] * 3, limited(max_request_tokens=35))
 
 
@@ -116,9 +116,7 @@ def test_a_long_question_is_cut() -> None:
     )
     assert tokens(request) == ["[CLS] who is [SEP] a [SEP]"]
     assert (request.truncated, request.usage) == (1, [TextUsage(9, 6)])
-    with pytest.raises(
-        InvalidRequest, match=r"inputs.question has 5 tokens; max_question_len is 2"
-    ):
+    with refused("text_too_long", 5, 2, at="inputs.question"):
         prepared("qa", pair("a", "who is the old king"), max_question_len=2, long_text="error")
     prepared("qa", pair("a"), max_question_len=2, long_text="error")
 
@@ -127,7 +125,7 @@ def test_a_long_context_is_cut_or_refused_if_asked() -> None:
     request = prepared("qa", pair(f"{SEVEN} h"), long_text="truncate", return_usage=True)
     assert tokens(request) == [f"[CLS] who is [SEP] {SEVEN} [SEP]"]
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
-    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; the model reads 12"):
+    with refused("text_too_long", 13, 12, at="inputs"):
         prepared("qa", pair(f"{SEVEN} h"), long_text="error")
     prepared("qa", pair(SEVEN), long_text="error")
     assert prepared("qa", pair(SEVEN), long_text="truncate").truncated == 0
@@ -156,7 +154,7 @@ def test_parameters_have_limits(name: str, low: int, high: int) -> None:
     for value in (low, high):
         prepared("qa", pair("a"), **{name: value})
     for value in (low - 1, high + 1):
-        with pytest.raises(InvalidRequest, match=f"{name} must be between {low} and {high}"):
+        with refused("invalid_value", low, high, value, at=name):
             prepared("qa", pair("a"), **{name: value})
 
 
@@ -174,26 +172,24 @@ def test_defaults_are_those_of_the_pipeline_within_the_model() -> None:
 
 def test_a_request_is_limited() -> None:
     prepared("qa", [pair("a")] * 4, top_k=15)
-    with pytest.raises(InvalidRequest, match="asks for 64 answers; the limit is 60"):
+    with refused("limit_exceeded", 64, 60):
         prepared("qa", [pair("a")] * 4, top_k=16)
     long = [pair(f"{SEVEN} h")] * 2  # two windows of 12 tokens each
     prepared("qa", long, limited(max_request_tokens=48))
-    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the windows hold 48 tokens"):
+    with refused("limit_exceeded", 48, at="inputs[1]"):
         prepared("qa", long, limited(max_request_tokens=47))
 
 
 def test_texts_without_tokens_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"inputs.context has no token"):
+    with refused("invalid_value", at="inputs.context"):
         prepared("qa", pair(" "))
-    with pytest.raises(InvalidRequest, match=r"inputs\[0\].question has no token"):
+    with refused("invalid_value", at="inputs[0].question"):
         prepared("qa", [pair("a", " ")])
-    with pytest.raises(EmptyRequest, match=r"inputs.context is empty"):
+    with refused("empty_input", at="inputs.context"):
         prepared("qa", pair(""))
-    with pytest.raises(EmptyRequest, match=r"inputs.question is empty"):
+    with refused("empty_input", at="inputs.question"):
         prepared("qa", pair("a", ""))
-    with pytest.raises(
-        InvalidRequest, match=r"inputs.question leaves no room for a text beside 12"
-    ):
+    with refused("text_too_long", 12, at="inputs.question"):
         prepared("qa", pair("a", "a b c d e f g h i"))
     prepared("qa", pair("a", "a b c d e f g h"))
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from phonenumbers import Leniency, PhoneNumberMatcher
 
 from cloze.model_store.heads import ArrayResult
-from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction
-from tests.unit.service.tasks.model import CONTEXT, LABELS, decoded, prepared
+from tests.support.refusals import refused
+from tests.unit.service.tasks.model import LABELS, context, decoded, prepared
 
 OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
 
@@ -70,6 +70,25 @@ def test_neighbours_are_two_names() -> None:
     assert redacted("a,b", tagged(3, {0: PER, 1: LOC})).text == "<PER_1><LOC_1>b"
 
 
+def test_neighbours_in_two_windows_are_two_names() -> None:
+    windows = tagged(10, {8: LOC}), tagged(6, {1: PER})
+    assert redacted("a b c d e f g h i,k l m n", *windows).text == (
+        "a b c d e f g h <LOC_1><PER_1>k l m n"
+    )
+
+
+@pytest.mark.parametrize("label", ["LOC", "loc", "a b"])
+def test_a_placeholder_that_the_text_has_is_not_given_again(label: str) -> None:
+    labels = {"labels": (*LABELS[:-1], label)}
+    described = {"token_classification": labels}
+    model = context(tasks=("token-classification",), embedding=None, heads=described)
+    request = prepared("redact", f"<{label}_1> b", model)
+    [encoding] = request.encodings
+    outputs = [tagged(len(encoding) - 2, {len(encoding) - 3: LOC})]
+    [result] = decoded("redact", request, outputs, model)
+    assert result.text == f"<{label}_1> <{label}_2>"
+
+
 def test_a_word_is_replaced_whole_by_its_first_token() -> None:
     assert redacted("walked home", tagged(6, {0: PER})).text == "<PER_1> home"
 
@@ -81,16 +100,17 @@ def test_an_entity_of_the_least_score_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "message"),
+    ("parameters", "code", "at"),
     [
-        ({"labels": ["PER", "O"]}, r"labels\[1\] is 'O'; tiny@3 has PER, LOC"),
-        ({"labels": ["PER"] * 5}, "labels has 5 labels; the limit is 4"),
-        ({"region": "de"}, "region is 'de'; it needs a country in two capital letters"),
-        ({"min_score": -0.1}, "min_score must be between 0 and 1"),
+        ({"labels": ["PER", "O"]}, "invalid_value", "labels[1]"),
+        ({"labels": ["PER"] * 5}, "limit_exceeded", "labels"),
+        ({"region": "de"}, "invalid_value", "region"),
+        ({"min_score": -0.1}, "invalid_value", "min_score"),
+        ({"label_set": "other"}, "invalid_value", "label_set"),
     ],
 )
-def test_what_is_refused(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+def test_what_is_refused(parameters: dict[str, Any], code: str, at: str) -> None:
+    with refused(code, at=at):
         prepared("redact", "a", **parameters)
 
 
@@ -167,8 +187,3 @@ def test_an_address_at_the_end_of_a_slice_is_found() -> None:
         assert list(find(text, "EMAIL")) == [(before, before + len(address))]
     alone = "a" * (2 * SLICE) + "@example.org"
     assert list(find(alone, "EMAIL")) == [(0, len(alone))]
-
-
-def test_the_context_has_no_label_sets() -> None:
-    with pytest.raises(InvalidRequest, match="label_set 'other' is not one of the label sets"):
-        prepared("redact", "a", CONTEXT, label_set="other")

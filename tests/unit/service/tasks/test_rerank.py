@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
-from cloze.service.errors import EmptyRequest, InvalidRequest
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import CONTEXT, LABELS, context, tokens, types
 
 
@@ -121,9 +121,9 @@ def test_long_texts_are_cut_as_asked() -> None:
         "[CLS] the door [SEP] d e f g h i j [SEP]"
     ]
     for parameters in ({"truncate": False}, {"long_text": "error"}):
-        with pytest.raises(InvalidRequest, match=r"texts\[0\] has 15 tokens; the model reads 12"):
+        with refused("text_too_long", 15, 12, at="texts[0]"):
             asked([long], **parameters)
-        with pytest.raises(InvalidRequest, match=r"texts\[0\] has 12 tokens; .* reads 10"):
+        with refused("text_too_long", 12, 10, at="texts[0]"):
             asked([long], CONTEXT, **parameters)
 
 
@@ -151,15 +151,15 @@ def test_the_usage_is_that_of_the_texts_without_the_query() -> None:
 def test_texts_are_limited_and_named() -> None:
     asked(["a"] * 4)
     asked(["a" * 200])
-    with pytest.raises(InvalidRequest, match="texts has 5 texts; the limit is 4"):
+    with refused("limit_exceeded", 5, 4, at="texts"):
         asked(["a"] * 5)
-    with pytest.raises(EmptyRequest, match="texts is an empty list"):
+    with refused("empty_input", at="texts"):
         asked([])
-    with pytest.raises(EmptyRequest, match=r"texts\[1\] is empty"):
+    with refused("empty_input", at="texts[1]"):
         asked(["a", ""])
-    with pytest.raises(EmptyRequest, match="query is empty"):
+    with refused("empty_input", at="query"):
         asked(["a"], query="")
-    with pytest.raises(InvalidRequest, match="query has 201 characters; the limit is 200"):
+    with refused("text_too_long", 201, 200, at="query"):
         asked(["a"], query="a" * 201)
-    with pytest.raises(InvalidRequest, match=r"texts\[0\] has 201 characters"):
+    with refused("text_too_long", 201, at="texts[0]"):
         asked(["a" * 201])

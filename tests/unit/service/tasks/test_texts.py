@@ -2,10 +2,11 @@
 
 import pytest
 
-from cloze.service.errors import EmptyRequest, InvalidRequest
+from cloze.service.errors import EmptyRequest
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import check_range
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import LIMITS
 
 
@@ -28,7 +29,7 @@ def test_the_choice_for_a_long_text(fields: dict, choice: str) -> None:
 @pytest.mark.parametrize(("truncate", "long_text"), [(True, "error"), (False, "truncate")])
 def test_contradicting_parameters_are_refused(truncate: bool, long_text: str) -> None:
     parameters = TruncationParameters(truncate=truncate, long_text=long_text)
-    with pytest.raises(InvalidRequest, match=f"truncate {str(truncate).lower()} contradicts"):
+    with refused("invalid_value"):
         _ = parameters.rule().choice
 
 
@@ -45,21 +46,21 @@ def test_one_input_or_a_list() -> None:
     assert str(LIMITS.checked([[5], [6]])[1][0]) == "inputs[1]"
     with pytest.raises(EmptyRequest):
         LIMITS.checked([])
-    with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
+    with refused("limit_exceeded", 5, 4, at="inputs"):
         LIMITS.checked(["a"] * 5)
 
 
 def test_limits_are_inclusive() -> None:
     LIMITS.checked("a" * 200, INPUTS)
-    with pytest.raises(InvalidRequest, match="inputs has 201 characters; the limit is 200"):
+    with refused("text_too_long", 201, 200, at="inputs"):
         LIMITS.checked("a" * 201, INPUTS)
-    with pytest.raises(EmptyRequest, match="inputs is empty"):
+    with refused("empty_input", at="inputs"):
         LIMITS.checked("", INPUTS)
     LIMITS.check_results(60, "the texts need")
-    with pytest.raises(InvalidRequest, match="the texts need 61 predictions; the limit is 60"):
+    with refused("limit_exceeded", 61, 60):
         LIMITS.check_results(61, "the texts need")
     check_range(2, 2, 4, "top_k")
     check_range(4, 2, 4, "top_k")
     for value in (1, 5):
-        with pytest.raises(InvalidRequest, match=f"top_k must be between 2 and 4, got {value}"):
+        with refused("invalid_value", 2, 4, value, at="top_k"):
             check_range(value, 2, 4, "top_k")

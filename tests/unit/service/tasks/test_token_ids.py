@@ -1,13 +1,15 @@
 """Tokens of texts, and texts of tokens: places in bytes, limits, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
 
-from cloze.service.errors import EmptyRequest, InvalidRequest
+from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import token_ids
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
+from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     CLS,
     CONTEXT,
@@ -83,7 +85,7 @@ def test_a_prompt_is_part_of_the_text() -> None:
         (":", 4, 5),
         ("the", 6, 9),
     ]
-    with pytest.raises(InvalidRequest, match="prompt_name 'no' is not one"):
+    with refused("invalid_value", at="prompt_name"):
         tokenized("the", prompt_name="no")
 
 
@@ -101,11 +103,9 @@ def test_a_text_of_spaces_has_special_tokens_only() -> None:
 
 def test_tokens_are_limited_per_request() -> None:
     tokenized(["a b c", "d"], limited(max_results=8))
-    with pytest.raises(
-        InvalidRequest, match=r"the texts up to inputs\[1\] have at least 8 tokens; the limit is 7"
-    ):
+    with refused("limit_exceeded", 8, 7, at="inputs[1]"):
         tokenized(["a b c", "d"], limited(max_results=7))
-    with pytest.raises(InvalidRequest, match="inputs has at least 5 tokens; the limit is 4"):
+    with refused("limit_exceeded", 5, 4, at="inputs"):
         tokenized("a b c", limited(max_results=4))
     tokenized(["a b c", "d"], limited(max_results=4), add_special_tokens=False)
 
@@ -114,19 +114,18 @@ def test_a_text_that_exceeds_the_limit_is_not_tokenized_to_its_end() -> None:
     model = limited(max_text_characters=200_000, max_results=100)
     with pytest.raises(InvalidRequest) as error:
         tokenized("a b " * 40_000, model)
-    assert "at least" in str(error.value)
-    assert int(str(error.value).split("at least ")[1].split()[0]) < 60_000  # of 80,000
+    assert int(re.findall(r"\d+", str(error.value))[0]) < 60_000  # of 80,000
 
 
 def test_texts_to_tokenize_are_checked() -> None:
     tokenized(["a"] * 4)
-    with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
+    with refused("limit_exceeded", 5, 4, at="inputs"):
         tokenized(["a"] * 5)
-    with pytest.raises(EmptyRequest, match=r"inputs\[1\] is empty"):
+    with refused("empty_input", at="inputs[1]"):
         tokenized(["a", ""])
-    with pytest.raises(EmptyRequest, match=r"^inputs is empty"):
+    with refused("empty_input", at="inputs"):
         tokenized("")
-    with pytest.raises(InvalidRequest, match="inputs has 201 characters"):
+    with refused("text_too_long", 201, at="inputs"):
         tokenized("a" * 201)
 
 
@@ -158,21 +157,19 @@ def test_special_tokens_are_left_out_unless_asked_for() -> None:
 def test_ids_outside_the_vocabulary_have_no_text() -> None:
     assert texts_of([0, len(VOCABULARY), 2**32 - 1, ID["the"]]) == ["[PAD] the"]
     for wrong in ([-1, 5], [[5], [-1]]):
-        with pytest.raises(
-            InvalidRequest, match="token ids from -1 to 5; they are 0 to 4294967295"
-        ):
+        with refused("invalid_value", -1, 5, 0, 4294967295, at="inputs"):
             prepared_ids(wrong)
-    with pytest.raises(InvalidRequest, match="token ids from 5 to 4294967296"):
+    with refused("invalid_value", 5, 4294967296, at="inputs"):
         prepared_ids([[2**32], [5]])
 
 
 def test_ids_are_limited_per_request() -> None:
     prepared_ids([[1]] * 4)
-    with pytest.raises(InvalidRequest, match="inputs has 5 texts; the limit is 4"):
+    with refused("limit_exceeded", 5, 4, at="inputs"):
         prepared_ids([[1]] * 5)
     prepared_ids([[1] * 30] * 2)
-    with pytest.raises(InvalidRequest, match="inputs has 61 token ids; the limit is 60"):
+    with refused("limit_exceeded", 61, 60, at="inputs"):
         prepared_ids([[1] * 31, [1] * 30])
     for empty in ([], [[]], [[1], []]):
-        with pytest.raises(EmptyRequest, match="empty list; it needs at least 1 token id"):
+        with refused("empty_input", at="inputs"):
             prepared_ids(empty)

@@ -1,0 +1,92 @@
+"""What is part of the name of a vector space, on a manifest without files."""
+
+from typing import Any
+
+import pytest
+
+from cloze.model_store import Manifest
+from cloze.model_store.embedding_space import (
+    VectorRecipe,
+    embedding_space,
+    own_recipe,
+    own_recipes,
+    tokens_recipe,
+)
+from tests.unit.service.tasks.model import manifest
+
+TOKENS_ONLY = {"tasks": ("embed-all",), "embedding": None, "heads": {}}
+
+RECIPE = VectorRecipe("mean", normalize=True, dimensions=4)
+
+
+def name(described: Manifest, precision: str = "fp32", **changes: Any) -> str | None:
+    fields = {"pooling": "mean", "normalize": True, "dimensions": 4} | changes
+    return embedding_space(described, precision, VectorRecipe(**fields))
+
+
+def changed(part: str, **changes: Any) -> Manifest:
+    """Return the manifest with changes of a part."""
+    return manifest(**{part: manifest().model_dump(mode="json")[part] | changes})
+
+
+def test_the_recipe_of_a_request_without_parameters() -> None:
+    assert own_recipe(manifest()) == RECIPE
+    assert own_recipe(manifest(**TOKENS_ONLY)) is None
+    plain = tokens_recipe(manifest(), "")
+    assert plain == VectorRecipe("tokens", normalize=False, dimensions=4)
+    assert own_recipes(manifest()).keys() == {"embed", "embed-all", "embed-sparse"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalize": False},
+        {"dimensions": 3},
+        {"pooling": "cls"},
+        {"prompt": "ask : "},
+        {"layers": "first"},
+        {"precision": "int8"},
+    ],
+    ids=str,
+)
+def test_a_request_is_part_of_the_name(changes: dict[str, Any]) -> None:
+    assert name(manifest(), **changes) not in (None, name(manifest()))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("source", {"weights_sha256": "1" * 64}),
+        ("source", {"settings_sha256": "1" * 64}),
+        ("embedding", {"max_tokens": 9}),
+        ("tokenizer", {"truncation_side": "left"}),
+        ("tokenizer", {"cls_id": 7}),
+        ("files", {"tokenizer.json": {"size": 1, "sha256": "1" * 64}}),
+    ],
+    ids=str,
+)
+def test_a_part_of_the_bundle_is_part_of_the_name(part: str, changes: dict[str, Any]) -> None:
+    assert name(changed(part, **changes)) not in (None, name(manifest()))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("source", {"location": "elsewhere", "revision": "abc"}),
+        ("limits", {"max_tokens": 11}),
+        ("embedding", {"normalize": False}),
+        ("files", {"g.onnx": {"size": 2, "sha256": "1" * 64}}),
+    ],
+    ids=str,
+)
+def test_what_moves_no_vector_leaves_the_name(part: str, changes: dict[str, Any]) -> None:
+    assert name(changed(part, **changes)) == name(manifest())
+
+
+def test_without_vectors_of_texts_the_longest_sequence_is_part_of_it() -> None:
+    tokens = tokens_recipe(manifest(), "")
+    names = {
+        embedding_space(manifest(**TOKENS_ONLY, limits={"max_tokens": most}), "fp32", tokens)
+        for most in (11, 12)
+    }
+    assert len(names) == 2

@@ -19,7 +19,8 @@ FROM ${PYTHON_IMAGE} AS interpreter
 # ---- packages: what every installation needs
 FROM interpreter AS packages
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE requirements-image-build.lock ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY locks/build.txt locks/
 COPY scripts/install-serving scripts/
 
 
@@ -42,7 +43,7 @@ FROM packages AS install-cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
-COPY requirements-image-cpu.lock ./
+COPY locks/cpu.txt locks/
 RUN scripts/install-serving /opt/cloze cpu
 COPY --from=sources / ./
 ARG REVISION
@@ -52,7 +53,7 @@ FROM packages AS install-gpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
-COPY requirements-image-gpu.lock ./
+COPY locks/gpu.txt locks/
 RUN scripts/install-serving /opt/cloze gpu
 COPY --from=sources / ./
 ARG REVISION
@@ -62,7 +63,7 @@ FROM packages AS install-export
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
-COPY requirements-image-export.lock ./
+COPY locks/export.txt locks/
 RUN scripts/install-serving /opt/cloze export
 COPY --from=sources / ./
 COPY export export

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit-dependencies wheel chart bench lint format clean
+.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
 
 # With an older Python, pip finds no version of some dependency, and does not say why.
 define check-python
@@ -87,6 +87,9 @@ coverage: install  ## Run the tests with branch coverage; fail below the thresho
 # scripts/audit-dependencies has the exit codes. make prints the code, and itself ends with 2 on any failure.
 audit-dependencies: install  ## Compare the pinned versions with published vulnerabilities; needs a network.
 	$(BIN)/python scripts/audit-dependencies
+
+locks: install  ## Write locks/, what the images install; needs the package index.
+	$(BIN)/python scripts/lock-images
 
 wheel: install  ## Build dist/cloze_server-VERSION-py3-none-any.whl.
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

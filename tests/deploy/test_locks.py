@@ -35,7 +35,7 @@ def pins(text: str) -> dict[str, str]:
 
 
 def lock(target: str) -> str:
-    return (ROOT / f"requirements-image-{target}.lock").read_text()
+    return (ROOT / f"locks/{target}.txt").read_text()
 
 
 CONSTRAINTS = pins((ROOT / "constraints.txt").read_text())
@@ -113,7 +113,7 @@ def test_the_locks_are_what_the_script_writes(tmp_path: Path) -> None:
         [sys.executable, ROOT / "scripts/lock-images", tmp_path], check=True, timeout=500
     )
     for target in TARGETS:
-        written = (tmp_path / f"requirements-image-{target}.lock").read_text()
+        written = (tmp_path / f"{target}.txt").read_text()
         assert pins(written) == pins(lock(target)), "run scripts/lock-images"
         # A file that was added to a version later has a hash that an older lock does not have.
         assert set(hashes(lock(target))) <= set(hashes(written))
@@ -139,7 +139,7 @@ def test_every_package_has_a_locked_file_for_aarch64(target: str, tmp_path: Path
             "--report",
             str(report),
             "--requirement",
-            str(ROOT / f"requirements-image-{target}.lock"),
+            str(ROOT / f"locks/{target}.txt"),
         ),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)

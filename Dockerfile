@@ -27,11 +27,11 @@ COPY scripts/install-serving scripts/
 # ---- sources: what every image installs of the project
 FROM scratch AS sources
 COPY cloze cloze
-COPY model_store/*.py model_store/
-COPY model_store/heads model_store/heads
+COPY model_store/cloze/model_store/*.py model_store/
+COPY model_store/cloze/model_store/heads model_store/cloze/model_store/heads
 COPY service service
-COPY bench/*.py bench/
-COPY bench/peers bench/peers
+COPY bench/cloze/bench/*.py bench/
+COPY bench/cloze/bench/peers bench/cloze/bench/peers
 
 
 # ---- install-*: one virtual environment per image

@@ -93,9 +93,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel of the client alone."""
     folder = tmp_path_factory.mktemp("client-wheel")
-    for part in ("packaging/client", "cloze/client"):
+    for part in ("client", "client/cloze/client"):
         shutil.copytree(ROOT / part, folder / "source" / part, ignore=NOT_SOURCE)
-    return build(folder / "source/packaging/client", folder)
+    return build(folder / "source/client", folder)
 
 
 @pytest.fixture(scope="module")
@@ -318,13 +318,13 @@ def test_both_distributions_go_together_and_have_the_same_client(
     with zipfile.ZipFile(wheel) as server, zipfile.ZipFile(client_wheel) as client:
         modules = [name for name in client.namelist() if name.startswith("cloze/")]
         assert [server.read(name) for name in modules] == [client.read(name) for name in modules]
-        assert modules == [n for n in server.namelist() if n.startswith("cloze/client/")]
+        assert modules == [n for n in server.namelist() if n.startswith("client/cloze/client/")]
 
 
 def test_both_distributions_say_the_same() -> None:
     server, client = (
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
-        for folder in (".", "packaging/client")
+        for folder in (".", "client")
     )
     for field in ("version", "license", "requires-python"):
         assert client[field] == server[field]

@@ -126,7 +126,7 @@ def test_the_version_is_written_down_once_per_distribution() -> None:
         for line in text.splitlines()
         if alone.search(line)
     ]
-    files = ("packaging/client/pyproject.toml", "pyproject.toml")
+    files = ("client/pyproject.toml", "pyproject.toml")
     assert places == [f'{file}: version = "{VERSION}"' for file in files]
 
 

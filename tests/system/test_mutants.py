@@ -8,21 +8,21 @@ import pytest
 from tests.mutants import owners
 
 MEASURED = (
-    "service/batching",
-    "service/engine",
-    "service/http",
-    "service/processes",
-    "service/protocols",
-    "service/tasks",
+    "service/cloze/service/batching",
+    "service/cloze/service/engine",
+    "service/cloze/service/http",
+    "service/cloze/service/processes",
+    "service/cloze/service/protocols",
+    "service/cloze/service/tasks",
     "model_store",
-    "export/blocks",
-    "export/graph",
-    "export/heads",
-    "export/measure",
-    "export/check/rounding.py",
-    "export/check/verify.py",
+    "export/cloze/export/blocks",
+    "export/cloze/export/graph",
+    "export/cloze/export/heads",
+    "export/cloze/export/measure",
+    "export/cloze/export/check/rounding.py",
+    "export/cloze/export/check/verify.py",
     "cloze/bulk",
-    "cloze/client",
+    "client/cloze/client",
 )
 """The packages and modules of bench/results/mutants.md."""
 
@@ -55,7 +55,7 @@ def test_each_folder_of_unit_tests_is_named_as_a_package() -> None:
 
 
 def test_the_tests_of_a_module_come_before_those_of_its_package() -> None:
-    tests = owners.tests_of("service/tasks/qa.py")
+    tests = owners.tests_of("service/cloze/service/tasks/qa.py")
     assert tests[0] == "tests/unit/service/tasks/test_qa.py"
     assert "tests/unit/service/tasks/test_embed.py" in tests
 

@@ -9,7 +9,7 @@ CHECKOUT = Path(__file__).parents[2]
 MOST_FILES, MOST_FUNCTIONS = 22, 86
 """Lower both with the count."""
 
-ONLY_BUSY = {"service/engine/cpu_places.py"}
+ONLY_BUSY = {"service/cloze/service/engine/cpu_places.py"}
 """Runs only if other processes use the cores, which a run of all tests does."""
 
 
@@ -17,10 +17,10 @@ def test_the_way_of_a_short_request() -> None:
     called = [one for one in count(CHECKOUT) if one.file not in ONLY_BUSY]
     names = {f"{one.file} {one.name}" for one in called}
     assert {
-        "service/models/pipeline.py Pipeline.run",  # on the event loop
-        "service/engine/onnx_engine.py OnnxEngine.run",  # on a thread of the scheduler
+        "service/cloze/service/models/pipeline.py Pipeline.run",  # on the event loop
+        "service/cloze/service/engine/onnx_engine.py OnnxEngine.run",  # on a thread of the scheduler
     } <= names
-    assert not any(one.file == "service/tasks/fill_mask.py" for one in called)
+    assert not any(one.file == "service/cloze/service/tasks/fill_mask.py" for one in called)
     assert len({one.file for one in called}) <= MOST_FILES
     assert len(called) <= MOST_FUNCTIONS
 

@@ -26,12 +26,11 @@ COPY scripts/install-serving scripts/
 
 # ---- sources: what every image installs of the project
 FROM scratch AS sources
+COPY client client
 COPY cloze cloze
-COPY model_store/cloze/model_store/*.py model_store/
-COPY model_store/cloze/model_store/heads model_store/cloze/model_store/heads
+COPY model_store/cloze model_store/cloze
 COPY service service
-COPY bench/cloze/bench/*.py bench/
-COPY bench/cloze/bench/peers bench/cloze/bench/peers
+COPY bench/cloze bench/cloze
 
 
 # ---- install-*: one virtual environment per image

@@ -17,21 +17,21 @@ help:  ## Show this list.
 
 install: $(VENV)/.installed  ## Create .venv with everything for work on the project.
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(VENV)
 	@echo 'Installing the development environment; this usually takes four minutes.'
-	$(BIN)/pip install --constraint constraints.txt --editable '.[cpu,dev]'
+	$(BIN)/pip install --constraint constraints.txt --editable ./client --editable '.[cpu,dev]'
 	touch $@
 
 # A separate environment with only what serving and the client need, so without torch.
 SERVING := .venv-serving
 
-$(SERVING)/.installed: pyproject.toml constraints.txt
+$(SERVING)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(SERVING)
 	@echo 'Installing the serving environment; this usually takes one minute.'
-	$(SERVING)/bin/pip install --constraint constraints.txt --editable '.[cpu,client]'
+	$(SERVING)/bin/pip install --constraint constraints.txt --editable ./client --editable '.[cpu]'
 	touch $@
 
 serve: $(SERVING)/.installed  ## Serve the models of the project on port 8000.
@@ -62,10 +62,10 @@ test-slow: install  ## Run the tests that take minutes.
 # A separate environment, because the two builds of onnxruntime overwrite each other.
 GPU := .venv-gpu
 
-$(GPU)/.installed: pyproject.toml constraints.txt
+$(GPU)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/pip install --constraint constraints.txt --editable '.[gpu,dev]'
+	$(GPU)/bin/pip install --constraint constraints.txt --editable ./client --editable '.[gpu,dev]'
 	touch $@
 
 test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
@@ -74,7 +74,7 @@ test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
 # For example: make mutants MODULE=service/cloze/service/tasks OPTIONS='--size 100 --seed 2'
 mutants: install  ## Put faults into MODULE, one at a time; list those that its tests miss.
 	@test -n '$(MODULE)' || { echo 'name a folder or a file: make mutants MODULE=service/cloze/service/tasks'; exit 2; }
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ./client --editable '.[mutants]'
 	$(BIN)/python -m tests.mutants $(OPTIONS) $(MODULE)
 
 # Coverage slows the tests, so each test gets more time. docs/coverage.md lists what is not covered.
@@ -91,9 +91,9 @@ audit-dependencies: install  ## Compare the pinned versions with published vulne
 locks: install  ## Write locks/, what the images install; needs the package index.
 	$(BIN)/python scripts/lock-images
 
-wheel: install  ## Build dist/cloze_server-VERSION-py3-none-any.whl.
-	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	@ls dist/cloze_server-*.whl
+wheel: install  ## Build the wheels of server and client in dist/.
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./client .
+	@ls dist/cloze_*.whl
 
 chart: install  ## Write a Helm chart of k8s/ into build/chart; needs kubectl.
 	$(BIN)/python scripts/make-chart build/chart

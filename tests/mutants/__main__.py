@@ -65,7 +65,9 @@ def main() -> int:
 
 def _options() -> Options:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("target", help="a package or module, for example service/cloze/service/tasks")
+    parser.add_argument(
+        "target", help="a package or module, for example service/cloze/service/tasks"
+    )
     parser.add_argument("--size", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     parser.add_argument("--seconds", type=float, default=1200.0, help="default: 1200")

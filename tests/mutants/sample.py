@@ -61,7 +61,9 @@ def modules(target: str) -> list[str]:
     path = ROOT / target
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     if not files or not files[0].is_file():
-        raise FileNotFoundError(f"no module at {target}: name a folder or a file, as service/cloze/service/tasks")
+        raise FileNotFoundError(
+            f"no module at {target}: name a folder or a file, as service/cloze/service/tasks"
+        )
     return [str(file.relative_to(ROOT)) for file in files]
 
 

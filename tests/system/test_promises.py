@@ -801,7 +801,10 @@ def test_6_weights_that_are_not_the_verified_ones_are_refused(
 
 def test_6_nothing_in_service_or_store_can_unpickle() -> None:
     root = Path(__file__).parents[2]
-    for file in [*root.glob("service/cloze/service/**/*.py"), *root.glob("model_store/cloze/model_store/**/*.py")]:
+    for file in [
+        *root.glob("service/cloze/service/**/*.py"),
+        *root.glob("model_store/cloze/model_store/**/*.py"),
+    ]:
         found = re.findall(
             r"\b(?:pickle|marshal|shelve|joblib|allow_pickle|eval|exec|importlib\.import_module)\b",
             file.read_text(),

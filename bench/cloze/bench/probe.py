@@ -1,6 +1,6 @@
 """Probes a URL ten times per second, each time on a new connection, in a process of its own.
 
-    python bench/cloze/bench/probe.py URL    # until the end of its input; prints the seconds of each probe
+    python bench/probe.py URL    # until the end of its input; prints the seconds of each probe
 
 In the process of the load generator, the generator would delay the probes. The process imports no
 module of Cloze, so that it starts in milliseconds.

@@ -1,6 +1,6 @@
 """Measures the processor time of a request to ``/embed`` on the event loop's thread.
 
-    python bench/cloze/bench/request_cost.py [--profile] 2>/dev/null
+    python bench/request_cost.py [--profile] 2>/dev/null
 
 A second figure is that of a server with ten API keys, of which the request has the last one. The
 application runs alone, without sockets, on an engine that returns at once. Times are processor

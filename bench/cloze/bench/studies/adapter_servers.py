@@ -1,8 +1,8 @@
 """Servers with 1, 10 and 100 adapters beside the plain server, and beside another server.
 
-    python bench/cloze/bench/studies/adapter_servers.py WORK [--size minilm] [--layers all] [--precision int8]
-    python bench/cloze/bench/studies/adapter_servers.py WORK --tei BINARY    # 4 processes of another server too
-    python bench/cloze/bench/studies/adapter_servers.py WORK --many 1000     # the start, first uses, evictions
+    python bench/studies/adapter_servers.py WORK [--size minilm] [--layers all] [--precision int8]
+    python bench/studies/adapter_servers.py WORK --tei BINARY    # 4 processes of another server too
+    python bench/studies/adapter_servers.py WORK --many 1000     # the start, first uses, evictions
 
 Weights and adapters of rank 8 are random, and texts are as long as search questions. They are
 written to WORK first, unless an earlier run did that; ``--prepare`` does no more. Subjects take

@@ -1,6 +1,6 @@
 """What do adapters cost: time per batch beside the plain graph, and memory for 1, 10, 100 of them?
 
-    python bench/cloze/bench/studies/adapters.py BASE [--precision int8] [--rank 8]
+    python bench/studies/adapters.py BASE [--precision int8] [--rank 8]
 
 BASE is the folder of a bundle that takes adapters. Each sequence of a batch has another adapter.
 *tables* is what the server does: one run, with the matrices gathered per sequence. The two others

@@ -1,6 +1,6 @@
 """Several replicas behind HAProxy: how it should choose, and what the end of a replica costs.
 
-    python bench/cloze/bench/studies/balancer.py [BUNDLE] [--store DIR] [--replicas 3] [--seconds 10]
+    python bench/studies/balancer.py [BUNDLE] [--store DIR] [--replicas 3] [--seconds 10]
 
 Three replicas share this machine's cores, each with one worker. A closed loop sends single texts,
 and every twentieth request has 64. Then one replica is killed in the middle of a load.

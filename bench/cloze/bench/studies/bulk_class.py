@@ -1,6 +1,6 @@
 """What does a client that fills the server cost the questions of others?
 
-    python bench/cloze/bench/studies/bulk_class.py [BUNDLE] [--store DIR] [--shares 0.2 0.5] [--seconds 15]
+    python bench/studies/bulk_class.py [BUNDLE] [--store DIR] [--shares 0.2 0.5] [--seconds 15]
 
 Questions arrive at random (an open loop), at shares of the rate of a closed loop with 8 clients:
 alone, beside a closed loop of lists of 32 passages, and beside the same lists as bulk requests. The

@@ -1,6 +1,6 @@
 """Measures what a text costs an engine process beside the graph.
 
-    python bench/cloze/bench/studies/engine_cost.py
+    python bench/studies/engine_cost.py
 
 The cost covers reading, queueing, batching, packing, unpacking and sending. One thread does all of
 these steps in turn. Times are processor times of the thread, so other work on the machine hardly

@@ -1,7 +1,7 @@
 """Measures every model family at one size: our server, and a peer on the same weights.
 
-    python bench/cloze/bench/studies/families.py WORK [--tei BINARY] [--seconds 2] [--turns 3] [FAMILY ...]
-    python bench/cloze/bench/studies/families.py WORK --graphs 1x16 8x128 1x512 -- [FAMILY ...]
+    python bench/studies/families.py WORK [--tei BINARY] [--seconds 2] [--turns 3] [FAMILY ...]
+    python bench/studies/families.py WORK --graphs 1x16 8x128 1x512 -- [FAMILY ...]
 
 The checkpoints have random weights, MiniLM's sizes and one WordPiece tokenizer, so a difference
 between two families is that of their encoders. They, their bundles and the results of ``cloze bench

@@ -1,6 +1,6 @@
 """What a processor permits at best: the floor of one text through a bundle's encoder.
 
-    python bench/cloze/bench/studies/limits.py BUNDLE [--tokens 14 128] [--model-store FOLDER]
+    python bench/studies/limits.py BUNDLE [--tokens 14 128] [--model-store FOLDER]
 
 Every run reads the weights of all layers once and multiplies each by each token. So a text takes at
 least the time that the weights take from memory, if they are not in a cache, and at least that of

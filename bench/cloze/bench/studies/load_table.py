@@ -1,10 +1,10 @@
 """Everybody gets in: one table of every load, before and after a change.
 
-    python bench/cloze/bench/studies/load_table.py --list                       # the cells
-    python bench/cloze/bench/studies/load_table.py --only 'closed/passages/*'   # measure some, or all without
-    python bench/cloze/bench/studies/load_table.py --label before --cloze CHECKOUT/.venv/bin/cloze
-    python bench/cloze/bench/studies/load_table.py --peer infinity PYTHON CHECKPOINT --only 'closed/*/32/*'
-    python bench/cloze/bench/studies/load_table.py --table                      # print what FILE has
+    python bench/studies/load_table.py --list                       # the cells
+    python bench/studies/load_table.py --only 'closed/passages/*'   # measure some, or all without
+    python bench/studies/load_table.py --label before --cloze CHECKOUT/.venv/bin/cloze
+    python bench/studies/load_table.py --peer infinity PYTHON CHECKPOINT --only 'closed/*/32/*'
+    python bench/studies/load_table.py --table                      # print what FILE has
 
 Each cell starts a server of its own with default settings, of all-MiniLM-L6-v2 or of the default
 models (polite, mix), and appends its figures to FILE. The newest figures of a cell and label are
@@ -184,7 +184,7 @@ def our_servers(options: argparse.Namespace) -> tuple[MeasuredServer, MeasuredSe
 
 
 def peer_server(name: str, program: str, checkpoint: str) -> MeasuredServer:
-    """Return the first server of a peer of ``bench/cloze/bench/peers``."""
+    """Return the first server of a peer of ``bench/peers``."""
     (peer,) = (peer for peer in PEERS if peer.option == name)
     return peer.servers(program, PeerModel(Path(checkpoint).absolute(), "embed"))[0]
 

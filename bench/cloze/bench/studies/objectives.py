@@ -1,6 +1,6 @@
 """Compares pre-training objectives on equal compute, at tiny size.
 
-    python bench/cloze/bench/studies/objectives.py DATA RUNS >bench/results/objectives.md
+    python bench/studies/objectives.py DATA RUNS >bench/results/objectives.md
 
 DATA is a folder with corpus/corpus.jsonl.xz, qa/squad-v1.1.json.xz and
 eval/stsb-en-{train.csv.xz,dev.csv}. RUNS is the folder of the runs; a stopped run continues.

@@ -1,6 +1,6 @@
 """How long does an answer take after a pause, idle and beside a busy process, and in closed loops?
 
-    python bench/cloze/bench/studies/pauses.py BUNDLE FILE [--store DIR] [--precision int8] [--seconds 2]
+    python bench/studies/pauses.py BUNDLE FILE [--store DIR] [--precision int8] [--seconds 2]
         [--server before=/other/checkout/.venv/bin/cloze] [--server after=.venv/bin/cloze]
 
 A client of one connection sends a question, waits for the answer, and sleeps. Each load is

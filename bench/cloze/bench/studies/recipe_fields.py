@@ -1,6 +1,6 @@
 """Compares the fields of pre-training recipes on equal text, from nothing and from a checkpoint.
 
-    python bench/cloze/bench/studies/recipe_fields.py DATA RUNS CHECKPOINT
+    python bench/studies/recipe_fields.py DATA RUNS CHECKPOINT
 
 DATA is a folder with corpus/corpus-modern.jsonl.xz and eval/stsb-en-dev.csv, and CHECKPOINT is one
 of all-MiniLM-L6-v2. RUNS is the folder of the runs; a stopped run continues.

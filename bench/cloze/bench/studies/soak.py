@@ -1,6 +1,6 @@
 """A soak: mixed traffic for a long time, faults on a schedule, and checks of what they left.
 
-    python bench/cloze/bench/studies/soak.py OUT [--minutes 30] [--frontends 2 | --frontends 0 --reload]
+    python bench/studies/soak.py OUT [--minutes 30] [--frontends 2 | --frontends 0 --reload]
 
 Starts a server of the bundled models on loopback. An open loop sends 60 % of what a closed loop
 measured: four tasks, short and long texts, bad requests, and clients that leave. In the middle

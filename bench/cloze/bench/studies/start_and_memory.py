@@ -1,6 +1,6 @@
 """Measures how fast `cloze serve` is ready, and its memory at rest and under long mixed requests.
 
-    python bench/cloze/bench/studies/start_and_memory.py [MODEL_STORE] >bench/results/start-and-memory.md
+    python bench/studies/start_and_memory.py [MODEL_STORE] >bench/results/start-and-memory.md
 
 Without MODEL_STORE, the server serves the default models.
 """
@@ -50,7 +50,7 @@ def main() -> None:
                 used = server.rss_mb()
                 largest, answers = asyncio.run(under_load(server))
     print("# The start and the memory of the server\n")
-    print("    python bench/cloze/bench/studies/start_and_memory.py\n")
+    print("    python bench/studies/start_and_memory.py\n")
     print("The default models with 2 workers per model, on 2 cores of an AMD EPYC.\n")
     print("| figure | value |\n|---|---|")
     print(f"| ready, median of {STARTS} starts | {statistics.median(ready):.2f} s |")

@@ -1,6 +1,6 @@
 """Measures 600 own labels for one text: our server, and transformers' pipeline on the same weights.
 
-    python bench/cloze/bench/studies/zero_shot.py WORK [--labels 600] [--turns 3]
+    python bench/studies/zero_shot.py WORK [--labels 600] [--turns 3]
 
 The classifier has random weights, MiniLM's sizes and the tokenizer of cloze-bert. It and its bundle
 are written to the folder WORK. The contestants take turns, and each has all cores.

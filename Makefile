@@ -71,9 +71,9 @@ $(GPU)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
 	$(GPU)/bin/pytest -m gpu
 
-# For example: make mutants MODULE=service/cloze/service/tasks OPTIONS='--size 100 --seed 2'
+# For example: make mutants MODULE=service/tasks OPTIONS='--size 100 --seed 2'
 mutants: install  ## Put faults into MODULE, one at a time; list those that its tests miss.
-	@test -n '$(MODULE)' || { echo 'name a folder or a file: make mutants MODULE=service/cloze/service/tasks'; exit 2; }
+	@test -n '$(MODULE)' || { echo 'name a folder or a file: make mutants MODULE=service/tasks'; exit 2; }
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ./client --editable '.[mutants]'
 	$(BIN)/python -m tests.mutants $(OPTIONS) $(MODULE)
 

@@ -43,10 +43,10 @@ def test_the_way_of_an_export(checkpoints: dict[str, Path], tmp_path: Path) -> N
     called = {one for code in codes if (one := project_function(code, CHECKOUT))}
     files = {one.file for one in called}
     assert {
-        "export/cloze/export/load/sentence_transformers.py",
-        "export/cloze/export/check/verify.py",
-        "model_store/cloze/model_store/store.py",
+        "export/load/sentence_transformers.py",
+        "export/check/verify.py",
+        "model_store/store.py",
     } <= files
-    assert not any(file.startswith("export/cloze/export/train/") for file in files)
+    assert not any(file.startswith("export/train/") for file in files)
     assert len(files) <= MOST_FILES, sorted(files)
     assert len(called) <= MOST_FUNCTIONS

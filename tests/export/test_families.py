@@ -35,6 +35,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests.support.serving import Server, running_server
+from tests.support.sources import file_of, name_of
 from tests.support.tokenizer_kinds import byte_level, unigram
 
 LABELS = {0: "bad", 1: "fair", 2: "good"}
@@ -381,16 +382,16 @@ def words_of(file: Path) -> Iterator[tuple[int, str]]:
 def sources(*, without: str) -> Iterator[Path]:
     """Yield what serves and exports models. Training uses the classes of transformers."""
     for package in ("export", "model_store", "service"):
-        for file in sorted((ROOT / package).rglob("*.py")):
-            name = file.relative_to(ROOT).as_posix()
-            if not name.startswith((without, "export/cloze/export/train/")):
+        for file in sorted(file_of(package).rglob("*.py")):
+            name = name_of(file)
+            if not name.startswith((without, "export/train/")):
                 yield file
 
 
 def places(files: Iterator[Path], pattern: str) -> list[str]:
     """Return the lines whose names or strings match a pattern, without what names no family."""
     return [
-        f"{file.relative_to(ROOT)}:{line}: {word}"
+        f"{name_of(file)}:{line}: {word}"
         for file in files
         for line, word in words_of(file)
         if re.search(pattern, NO_FAMILY.sub("", word), re.IGNORECASE)
@@ -403,7 +404,7 @@ def test_only_families_name_families() -> None:
     Also a part of a longer word, such as the name of a class.
     """
     stems = {"bert", *FAMILIES, *(family.class_prefix.lower() for family in FAMILIES.values())}
-    assert not places(sources(without="export/cloze/export/families/"), "|".join(sorted(stems)))
+    assert not places(sources(without="export/families/"), "|".join(sorted(stems)))
 
 
 def test_the_page_of_families_is_the_generated_one() -> None:
@@ -415,7 +416,7 @@ def test_the_page_of_families_is_the_generated_one() -> None:
 
 def test_only_tokenizers_know_the_marks_of_words() -> None:
     """`##` before a space is a heading of a page."""
-    assert not places(sources(without="export/cloze/export/load/tokenizer"), r"##(?! )|Ġ|▁")
+    assert not places(sources(without="export/load/tokenizer"), r"##(?! )|Ġ|▁")
 
 
 def test_a_name_of_a_family_is_found_wherever_it_stands(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """ONNX files: a graph that protobuf's own reader sees as well, or a `ValueError`.
 
-The service reads ONNX files with a reader of its own (`model_store/cloze/model_store/protobuf.py`). If that reader
+The service reads ONNX files with a reader of its own (`model_store/protobuf.py`). If that reader
 accepts bytes, the runtime must see the same operators, tensors and weights in them.
 """
 

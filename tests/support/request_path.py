@@ -25,6 +25,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from tests.support.sources import file_of, name_of, python_path
+
 HERE = Path(__file__).resolve()
 MODEL = "cloze-bert"
 BODY = b'{"inputs": "what is the capital of france"}'
@@ -70,10 +72,10 @@ def project_function(code: CodeType, checkout: Path) -> Called | None:
     """Return the function of a code object; None if another project or no ``def`` has it."""
     if code.co_name.startswith("<") or code.co_filename.startswith("<"):
         return None
-    file = Path(os.path.realpath(code.co_filename))  # cloze/service is a link
+    file = Path(code.co_filename).resolve()
     if not file.is_relative_to(checkout) or file == HERE or "site-packages" in file.parts:
         return None
-    return Called(str(file.relative_to(checkout)), code.co_qualname)
+    return Called(name_of(file, checkout), code.co_qualname)
 
 
 # ---- the count -----------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def count(checkout: Path, model: str = MODEL, *options: str) -> list[Called]:
             # -P: the folder of this file must not come before other packages.
             [sys.executable, "-P", str(HERE), "--record", str(checkout), str(output), *serve],
             cwd=checkout,
-            env=os.environ | {"PYTHONPATH": str(checkout)},
+            env=os.environ | {"PYTHONPATH": python_path(checkout)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -151,7 +153,7 @@ def _written(process: subprocess.Popen[str], output: Path) -> set[Called]:
 def lines_by_part(checkout: Path) -> Counter[str]:
     """Return the lines of each package of the service; its own modules are ``core``."""
     lines: Counter[str] = Counter()
-    service = checkout / "service"
+    service = file_of("service", checkout)
     for file in service.rglob("*.py"):
         part, *rest = file.relative_to(service).parts
         lines[part if rest else "core"] += len(file.read_text().splitlines())

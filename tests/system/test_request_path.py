@@ -9,7 +9,7 @@ CHECKOUT = Path(__file__).parents[2]
 MOST_FILES, MOST_FUNCTIONS = 22, 86
 """Lower both with the count."""
 
-ONLY_BUSY = {"service/cloze/service/engine/cpu_places.py"}
+ONLY_BUSY = {"service/engine/cpu_places.py"}
 """Runs only if other processes use the cores, which a run of all tests does."""
 
 
@@ -17,16 +17,17 @@ def test_the_way_of_a_short_request() -> None:
     called = [one for one in count(CHECKOUT) if one.file not in ONLY_BUSY]
     names = {f"{one.file} {one.name}" for one in called}
     assert {
-        "service/cloze/service/models/pipeline.py Pipeline.run",  # on the event loop
-        "service/cloze/service/engine/onnx_engine.py OnnxEngine.run",  # on a thread of the scheduler
+        "service/models/pipeline.py Pipeline.run",  # on the event loop
+        "service/engine/onnx_engine.py OnnxEngine.run",  # on a thread of the scheduler
     } <= names
-    assert not any(one.file == "service/cloze/service/tasks/fill_mask.py" for one in called)
+    assert not any(one.file == "service/tasks/fill_mask.py" for one in called)
     assert len({one.file for one in called}) <= MOST_FILES
     assert len(called) <= MOST_FUNCTIONS
 
 
 def test_lines_are_counted_by_part(tmp_path: Path) -> None:
-    (tmp_path / "service" / "http").mkdir(parents=True)
-    (tmp_path / "service" / "core.py").write_text("a = 1\n\nb = 2\n")
-    (tmp_path / "service" / "http" / "gate.py").write_text("c = 3\n")
+    service = tmp_path / "service" / "cloze" / "service"
+    (service / "http").mkdir(parents=True)
+    (service / "core.py").write_text("a = 1\n\nb = 2\n")
+    (service / "http" / "gate.py").write_text("c = 3\n")
     assert lines_by_part(tmp_path) == {"core": 3, "http": 1}

@@ -16,9 +16,8 @@ _INTRODUCTION = """\
 
 <!-- Generated: python -m cloze.model_store.tensor_reference > docs/tensors.md -->
 
-This page is generated from `model_store/cloze/model_store/tensors.py` and
-`model_store/cloze/model_store/heads/`. Do not edit the page. After a change of a tensor, run
-`python -m cloze.model_store.tensor_reference > docs/tensors.md`.
+This page is generated from `model_store/tensors.py` and `model_store/heads/`. Do not edit the page.
+After a change of a tensor, run `python -m cloze.model_store.tensor_reference > docs/tensors.md`.
 
 A graph has the inputs of the encoder, and the inputs and outputs of each head that the bundle has.
 The encoder computes `hidden`: one row of hidden states per token of the batch, `[T, H]`. `hidden`

@@ -26,6 +26,7 @@ COPY scripts/install-serving scripts/
 
 # ---- sources: what every image installs of the project
 FROM scratch AS sources
+WORKDIR /
 COPY client client
 COPY cloze cloze
 COPY model_store/cloze model_store/cloze

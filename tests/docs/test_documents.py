@@ -57,7 +57,7 @@ def test_the_modules_that_a_description_names_exist(document: str) -> None:
     names = set(re.findall(r"`(\w+\.py)`", text))
     files = {
         file.name
-        for package in ("service", "export", "cloze")
+        for package in ("service", "export", "cloze", "client")
         for file in (ROOT / package).rglob("*.py")
     }
     assert names - files == set()

@@ -93,6 +93,7 @@ CMD ["--help"]
 
 # ---- serving: what the serving images share
 FROM runtime AS serving
+LABEL org.opencontainers.image.licenses="Apache-2.0 AND CC-BY-SA-4.0"
 ENV CLOZE_HOST=0.0.0.0
 # Bundles and code belong to root: the service can read both, but cannot change them.
 COPY model_store/bundles /bundles

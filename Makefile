@@ -92,9 +92,9 @@ audit-dependencies: install  ## Compare the pinned versions with published vulne
 locks: install  ## Write locks/, what the images install; needs the package index.
 	$(BIN)/python scripts/lock-images
 
-wheel: install  ## Build the wheels of server and client in dist/.
-	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./client .
-	@ls dist/cloze_*.whl
+wheel: install  ## Build wheels and source distributions of server and client in dist/.
+	$(BIN)/hatchling build --directory dist
+	cd client && ../$(BIN)/hatchling build --directory ../dist
 
 chart: install  ## Write a Helm chart of k8s/ into build/chart; needs kubectl.
 	$(BIN)/python scripts/make-chart build/chart

@@ -52,7 +52,8 @@ def test_the_hooks_run_the_commands_of_make_lint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workflow", "command"), [("ci", "make test"), ("audit", "make audit-dependencies")]
+    ("workflow", "command"),
+    [("ci", "make test"), ("audit", "make audit-dependencies"), ("release", "make wheel")],
 )
 def test_a_workflow_only_calls_the_makefile(workflow: str, command: str) -> None:
     jobs = load(f".github/workflows/{workflow}.yml")["jobs"].values()

@@ -19,16 +19,17 @@ FROM ${PYTHON_IMAGE} AS interpreter
 # ---- packages: what every installation needs
 FROM interpreter AS packages
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE requirements-image-build.lock ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY locks/build.txt locks/
 COPY scripts/install-serving scripts/
 
 
 # ---- sources: what every image installs of the project
 FROM scratch AS sources
 WORKDIR /
+COPY client client
 COPY cloze cloze
-COPY model_store/*.py model_store/
-COPY model_store/heads model_store/heads
+COPY model_store/cloze model_store/cloze
 COPY service service
 
 
@@ -41,7 +42,7 @@ FROM packages AS install-cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
-COPY requirements-image-cpu.lock ./
+COPY locks/cpu.txt locks/
 RUN scripts/install-serving /opt/cloze cpu
 COPY --from=sources / ./
 ARG REVISION
@@ -51,7 +52,7 @@ FROM packages AS install-gpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
-COPY requirements-image-gpu.lock ./
+COPY locks/gpu.txt locks/
 RUN scripts/install-serving /opt/cloze gpu
 COPY --from=sources / ./
 ARG REVISION
@@ -61,7 +62,7 @@ FROM packages AS install-export
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
-COPY requirements-image-export.lock ./
+COPY locks/export.txt locks/
 RUN scripts/install-serving /opt/cloze export
 COPY --from=sources / ./
 COPY export export
@@ -91,6 +92,7 @@ CMD ["--help"]
 
 # ---- serving: what the serving images share
 FROM runtime AS serving
+LABEL org.opencontainers.image.licenses="Apache-2.0 AND CC-BY-SA-4.0"
 ENV CLOZE_HOST=0.0.0.0
 # Bundles and code belong to root: the service can read both, but cannot change them.
 COPY model_store/bundles /bundles

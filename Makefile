@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit-dependencies wheel chart bench lint format clean
+.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
 
 # With an older Python, pip finds no version of some dependency, and does not say why.
 define check-python
@@ -17,21 +17,21 @@ help:  ## Show this list.
 
 install: $(VENV)/.installed  ## Create .venv with everything for work on the project.
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(VENV)
 	@echo 'Installing the development environment; this usually takes four minutes.'
-	$(BIN)/pip install --constraint constraints.txt --editable '.[cpu,dev]'
+	$(BIN)/pip install --constraint constraints.txt --editable ./client --editable '.[cpu,dev]'
 	touch $@
 
 # A separate environment with only what serving and the client need, so without torch.
 SERVING := .venv-serving
 
-$(SERVING)/.installed: pyproject.toml constraints.txt
+$(SERVING)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(SERVING)
 	@echo 'Installing the serving environment; this usually takes one minute.'
-	$(SERVING)/bin/pip install --constraint constraints.txt --editable '.[cpu,client]'
+	$(SERVING)/bin/pip install --constraint constraints.txt --editable ./client --editable '.[cpu]'
 	touch $@
 
 serve: $(SERVING)/.installed  ## Serve the models of the project on port 8000.
@@ -63,10 +63,10 @@ test-slow: install  ## Run the tests that take minutes.
 # A separate environment, because the two builds of onnxruntime overwrite each other.
 GPU := .venv-gpu
 
-$(GPU)/.installed: pyproject.toml constraints.txt
+$(GPU)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/pip install --constraint constraints.txt --editable '.[gpu,dev]'
+	$(GPU)/bin/pip install --constraint constraints.txt --editable ./client --editable '.[gpu,dev]'
 	touch $@
 
 test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
@@ -75,7 +75,7 @@ test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
 # For example: make mutants MODULE=service/tasks OPTIONS='--size 100 --seed 2'
 mutants: install  ## Put faults into MODULE, one at a time; list those that its tests miss.
 	@test -n '$(MODULE)' || { echo 'name a folder or a file: make mutants MODULE=service/tasks'; exit 2; }
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ./client --editable '.[mutants]'
 	$(BIN)/python -m tests.mutants $(OPTIONS) $(MODULE)
 
 # Coverage slows the tests, so each test gets more time. docs/coverage.md lists what is not covered.
@@ -89,9 +89,12 @@ coverage: install  ## Run the tests with branch coverage; fail below the thresho
 audit-dependencies: install  ## Compare the pinned versions with published vulnerabilities; needs a network.
 	$(BIN)/python scripts/audit-dependencies
 
-wheel: install  ## Build dist/cloze_server-VERSION-py3-none-any.whl.
-	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	@ls dist/cloze_server-*.whl
+locks: install  ## Write locks/, what the images install; needs the package index.
+	$(BIN)/python scripts/lock-images
+
+wheel: install  ## Build wheels and source distributions of server and client in dist/.
+	$(BIN)/hatchling build --directory dist
+	cd client && ../$(BIN)/hatchling build --directory ../dist
 
 chart: install  ## Write a Helm chart of k8s/ into build/chart; needs kubectl.
 	$(BIN)/python scripts/make-chart build/chart

@@ -21,7 +21,6 @@ from cloze.options import json_option, store_option
 from cloze.tables import print_rows
 
 _EXTRAS = {
-    "client": ("httpx", "tqdm"),
     "export": ("huggingface_hub", "onnx", "safetensors", "torch"),
     "train": ("matplotlib", "torch"),
     "bench": ("hdrh", "psutil"),

@@ -19,6 +19,7 @@ from uv import find_uv_bin
 
 from tests.cli.test_bulk import bulk, numbered, read, write
 from tests.support.serving import bare_environment
+from tests.support.sources import python_path
 from tests.support.waiting import wait_until
 from tests.system.test_released_clients import install
 
@@ -46,7 +47,7 @@ def start(python: Path, store: Path, *arguments: object) -> "subprocess.Popen[st
     words = (*arguments, "--model-store", store, "--ray-address", "local", "--ray-workers", 2)
     return subprocess.Popen(
         [str(python), "-m", "cloze", "bulk", *map(str, words)],
-        env=bare_environment(PYTHONPATH=str(ROOT)),
+        env=bare_environment(PYTHONPATH=python_path()),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,7 +144,7 @@ def test_errors_are_one_line(python: Path, tiny_store: Path, tmp_path: Path) -> 
     arguments = ("--output", str(tmp_path / "out"), "--ray-address", "127.0.0.1:9")
     done = subprocess.run(
         [*command, str(tiny_store), *arguments],
-        env=bare_environment(PYTHONPATH=str(ROOT)),
+        env=bare_environment(PYTHONPATH=python_path()),
         capture_output=True,
         text=True,
         timeout=60,

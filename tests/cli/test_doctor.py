@@ -197,7 +197,7 @@ def test_a_server_writes_nothing_to_the_home_folder(tiny_store: Path, tmp_path: 
 
 def test_telemetry_is_off_before_any_module_imports_the_runtime(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-c", "import cloze, onnxruntime"],
+        [sys.executable, "-c", "import cloze.model_store, onnxruntime"],
         env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
         check=True,
     )

@@ -322,7 +322,7 @@ def installed(program: str, root: Path) -> Iterator[Path]:
         pip("install", "--no-index", *target, str(build(source, source.parent)))
         tags = [f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)]
         platforms = [f"--platform={tag}" for tag in (*tags, "manylinux2014_aarch64")]
-        lock = ("--require-hashes", "-r", str(ROOT / "requirements-image-cpu.lock"))
+        lock = ("--require-hashes", "-r", str(ROOT / "locks/cpu.txt"))
         version = ("--only-binary=:all:", "--implementation=cp", "--python-version=3.11")
         pip("install", *version, *platforms, *target, *lock)
         yield site

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.documents import DOCUMENTS, ROOT, Block, blocks
 from tests.support.serving import Server, bare_environment
+from tests.support.sources import file_of
 from tests.support.waiting import wait_until
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
@@ -52,11 +53,11 @@ def test_the_modules_that_a_description_names_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     paths = re.findall(r"\b(?:service|export|model_store|cloze|bench|tests)/[\w/]+\.py\b", text)
     assert len(paths) > 5
-    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    assert [path for path in paths if not file_of(path).is_file()] == []
     names = set(re.findall(r"`(\w+\.py)`", text))
     files = {
         file.name
-        for package in ("service", "export", "cloze")
+        for package in ("service", "export", "cloze", "client")
         for file in (ROOT / package).rglob("*.py")
     }
     assert names - files == set()

@@ -52,7 +52,8 @@ def test_the_hooks_run_the_commands_of_make_lint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workflow", "command"), [("ci", "make test"), ("audit", "make audit-dependencies")]
+    ("workflow", "command"),
+    [("ci", "make test"), ("audit", "make audit-dependencies"), ("release", "make wheel")],
 )
 def test_a_workflow_only_calls_the_makefile(workflow: str, command: str) -> None:
     jobs = load(f".github/workflows/{workflow}.yml")["jobs"].values()
@@ -116,7 +117,7 @@ def test_the_version_is_written_down_once_per_distribution() -> None:
         for line in text.splitlines()
         if alone.search(line)
     ]
-    files = ("packaging/client/pyproject.toml", "pyproject.toml")
+    files = ("client/pyproject.toml", "pyproject.toml")
     assert places == [f'{file}: version = "{VERSION}"' for file in files]
 
 

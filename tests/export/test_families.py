@@ -35,6 +35,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests.support.serving import Server, running_server
+from tests.support.sources import file_of, name_of
 from tests.support.tokenizer_kinds import byte_level, unigram
 
 LABELS = {0: "bad", 1: "fair", 2: "good"}
@@ -381,8 +382,8 @@ def words_of(file: Path) -> Iterator[tuple[int, str]]:
 def sources(*, without: str) -> Iterator[Path]:
     """Yield what serves and exports models. Training uses the classes of transformers."""
     for package in ("export", "model_store", "service"):
-        for file in sorted((ROOT / package).rglob("*.py")):
-            name = file.relative_to(ROOT).as_posix()
+        for file in sorted(file_of(package).rglob("*.py")):
+            name = name_of(file)
             if not name.startswith((without, "export/train/")):
                 yield file
 
@@ -390,7 +391,7 @@ def sources(*, without: str) -> Iterator[Path]:
 def places(files: Iterator[Path], pattern: str) -> list[str]:
     """Return the lines whose names or strings match a pattern, without what names no family."""
     return [
-        f"{file.relative_to(ROOT)}:{line}: {word}"
+        f"{name_of(file)}:{line}: {word}"
         for file in files
         for line, word in words_of(file)
         if re.search(pattern, NO_FAMILY.sub("", word), re.IGNORECASE)

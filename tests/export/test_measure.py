@@ -27,6 +27,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.export.train.pretrain import pretrain
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision, Weights
+from tests.support.sources import file_of
 from tests.support.training import PLACES, quietly, run_options, tiny_recipe, write_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,7 +131,7 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
     [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
 )
 def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
-    assert len(read_sentences(ROOT / "export" / "measure" / f"{name}.tsv")) == count
+    assert len(read_sentences(file_of(f"export/measure/{name}.tsv"))) == count
 
 
 @pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])

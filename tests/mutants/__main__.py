@@ -22,7 +22,8 @@ from pathlib import Path
 from queue import Queue
 
 from tests.mutants.owners import tests_of
-from tests.mutants.sample import ROOT, Equivalents, Mutant, modules, sample
+from tests.mutants.sample import Equivalents, Mutant, modules, sample
+from tests.support.sources import ROOT, file_of, python_path
 
 SURVIVED, NOTICED, TIMEOUT = "SURVIVED", "noticed", "timeout"
 """How the tests of a mutant end. A timeout counts as noticed: the mutant makes a loop endless."""
@@ -160,7 +161,7 @@ def _copies(number: int, trees: Queue[Path]) -> Iterator[None]:
 
 def _tested(mutant: Mutant, tree: Path, limit_s: float) -> str:
     """Put a mutant into a tree, run the tests of its module, and return how they end."""
-    file = tree / mutant.path
+    file = file_of(mutant.path, tree)
     original = file.read_text()
     _write(file, mutant.source)
     try:
@@ -203,8 +204,8 @@ def _test_status(tests: Sequence[str], tree: Path) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.path[0] = str(tree)
+    os.environ |= {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:1] = python_path(tree).split(os.pathsep)
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "cloze")]:
         del sys.modules[name]
     import pytest

@@ -4,7 +4,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.sources import ROOT
+
 TABLE = Path(__file__).with_name("owners.toml")
 
 

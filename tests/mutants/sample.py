@@ -14,8 +14,8 @@ from cosmic_ray.ast import ast_nodes
 from cosmic_ray.mutating import mutate_code
 
 from tests.mutants.operators import OPERATORS
+from tests.support.sources import file_of, name_of
 
-ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 
@@ -57,12 +57,12 @@ class Equivalents:
 
 
 def modules(target: str) -> list[str]:
-    """Return the paths of the modules of a package or of one module, relative to the root."""
-    path = ROOT / target
+    """Return the names of the modules of a package, or of one module."""
+    path = file_of(target)
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     if not files or not files[0].is_file():
         raise FileNotFoundError(f"no module at {target}: name a folder or a file, as service/tasks")
-    return [str(file.relative_to(ROOT)) for file in files]
+    return [name_of(file) for file in files]
 
 
 def sample(paths: Sequence[str], size: int, seed: int, equivalents: Equivalents) -> list[Mutant]:
@@ -82,7 +82,7 @@ def sample(paths: Sequence[str], size: int, seed: int, equivalents: Equivalents)
 
 def _places(path: str) -> dict[object, list[tuple[int, int]]]:
     """Return the faults of a module by their place; a fault is an operator and an occurrence."""
-    tree = parso.parse((ROOT / path).read_text())
+    tree = parso.parse(file_of(path).read_text())
     places: dict[object, list[tuple[int, int]]] = defaultdict(list)
     for number, operator in enumerate(OPERATORS):
         occurrence = 0
@@ -94,7 +94,7 @@ def _places(path: str) -> dict[object, list[tuple[int, int]]]:
 
 
 def _mutant(path: str, number: int, occurrence: int) -> Mutant | None:
-    original = (ROOT / path).read_text()
+    original = file_of(path).read_text()
     source = mutate_code(original, OPERATORS[number], occurrence)
     if source is None or source == original:
         return None

@@ -25,6 +25,7 @@ from cloze.service.tasks.texts import LongTextRule, encode_texts
 from cloze.service.tasks.wire import NoParameters
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
+from tests.support.sources import file_of
 from tests.support.waiting import wait_until
 
 # ---- the toy task: how large a text's embedding is -----------------------------------------------
@@ -145,7 +146,7 @@ def test_everything_else_lists_it(toy_server: Server) -> None:
 
 def test_only_tasks_and_protocols_name_a_task() -> None:
     """Every other module of the service iterates over the registry."""
-    service = Path(__file__).parents[2] / "service"
+    service = file_of("service")
     names = {text for task in TASKS.values() for text in (task.name, task.route)}
     allowed = {service / "tasks", service / "protocols"}
     for module in service.rglob("*.py"):

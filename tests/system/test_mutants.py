@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import owners
+from tests.support.sources import file_of, name_of
 
 MEASURED = (
     "service/batching",
@@ -22,18 +23,18 @@ MEASURED = (
     "export/check/rounding.py",
     "export/check/verify.py",
     "cloze/bulk",
-    "cloze/client",
+    "client",
 )
 """The packages and modules of which samples were taken."""
 
 
 @pytest.mark.parametrize("target", MEASURED)
 def test_each_module_has_tests_that_exist(target: str) -> None:
-    path = owners.ROOT / target
+    path = file_of(target)
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert files
     for file in files:
-        tests = owners.tests_of(str(file.relative_to(owners.ROOT)))
+        tests = owners.tests_of(name_of(file))
         assert tests, f"no test belongs to {file}: see docs/mutation-testing.md"
         assert [test for test in tests if not _exists(test)] == []
 
@@ -45,13 +46,13 @@ def _exists(test: str) -> bool:
 
 
 def test_each_row_is_a_package_or_a_module() -> None:
-    assert [name for name in owners.table() if not (owners.ROOT / name).exists()] == []
+    assert [name for name in owners.table() if not file_of(name).exists()] == []
 
 
 def test_each_folder_of_unit_tests_is_named_as_a_package() -> None:
     unit = owners.ROOT / "tests/unit"
     folders = {file.parent.relative_to(unit) for file in unit.rglob("test_*.py")}
-    assert [str(folder) for folder in folders if not (owners.ROOT / folder).is_dir()] == []
+    assert [str(folder) for folder in folders if not file_of(str(folder)).is_dir()] == []
 
 
 def test_the_tests_of_a_module_come_before_those_of_its_package() -> None:
@@ -66,7 +67,7 @@ def test_a_mutant_without_equal_has_a_reason() -> None:
     for entry in tables["rule"] + tables.get("mutant", []):
         assert entry["reason"]
     for entry in tables.get("mutant", []):
-        lines = " ".join((owners.ROOT / entry["path"]).read_text().split())
+        lines = " ".join(file_of(entry["path"]).read_text().split())
         assert " ".join(entry["before"].split()) in lines, entry
 
 

@@ -39,6 +39,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.faulty_server import started_line
 from tests.support.refusals import error_of
 from tests.support.serving import Server, bare_environment, children, running_server
+from tests.support.sources import file_of
 from tests.support.tiny import save_checkpoint
 from tests.support.waiting import wait_until
 
@@ -794,8 +795,7 @@ def test_6_weights_that_are_not_the_verified_ones_are_refused(
 
 
 def test_6_nothing_in_service_or_store_can_unpickle() -> None:
-    root = Path(__file__).parents[2]
-    for file in [*root.glob("service/**/*.py"), *root.glob("model_store/**/*.py")]:
+    for file in [*file_of("service").rglob("*.py"), *file_of("model_store").rglob("*.py")]:
         found = re.findall(
             r"\b(?:pickle|marshal|shelve|joblib|allow_pickle|eval|exec|importlib\.import_module)\b",
             file.read_text(),

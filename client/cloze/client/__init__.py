@@ -5,8 +5,8 @@
     with Client("http://localhost:8000") as client:
         vectors = client.embed(["What is deep learning?", "A cat sat."])
 
-`AsyncClient` has the same methods as coroutines. The distributions ``cloze-client`` and
-``cloze-server[client]`` have this package.
+`AsyncClient` has the same methods as coroutines. The distribution ``cloze-client``
+has this package alone; ``cloze-server`` depends on it.
 """
 
 from cloze.client.clients import AsyncClient, Client

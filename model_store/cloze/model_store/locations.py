@@ -10,7 +10,8 @@ from pathlib import Path
 
 from cloze.model_store.installation import DISTRIBUTION
 
-SHIPPED_ROOT = Path(__file__).resolve().parent / "bundles"
+_PACKAGE = Path(__file__).resolve().parent
+_CHECKOUT = _PACKAGE.parents[2]
 
 SHIPPED_NAMES = ("cloze-bert", "cloze-bert-tasks", "cloze-distilbert")
 """The bundles that the package ships, in the order in which they are the default of a task."""
@@ -23,6 +24,9 @@ def is_checkout(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return bool(project.get("project", {}).get("name") == DISTRIBUTION)
+
+
+SHIPPED_ROOT = (_CHECKOUT / "model_store" if is_checkout(_CHECKOUT) else _PACKAGE) / "bundles"
 
 
 def user_root() -> Path | None:
@@ -40,7 +44,7 @@ def user_root() -> Path | None:
         return None
 
 
-def default_root(checkout: Path = SHIPPED_ROOT.parents[1]) -> Path:
+def default_root(checkout: Path = _CHECKOUT) -> Path:
     """Return the folder for new bundles, used unless the user names another folder.
 
     A checkout keeps its bundles beside the code. An installed package does not write to its own

@@ -31,18 +31,16 @@ class Build(NamedTuple):
 def build() -> Build:
     """Return what this package was built from.
 
-    `scripts/install-serving` writes the revision into the local version: ``VERSION+gREVISION``.
-    pip records the commit of a package that it gets from git. For an editable installation, git
-    has the revision of the checkout.
+    pip records the commit of a package that it gets from git, as `scripts/install-serving` does.
+    For an editable installation, git has the revision of the checkout.
     """
-    version, _, local = distribution(DISTRIBUTION).version.partition("+")
     commit = _recorded().get("vcs_info", {}).get("commit_id", "")[:12]
-    return Build(version, local.removeprefix("g") or commit or _checked_out() or "unknown")
+    return Build(distribution(DISTRIBUTION).version, commit or _checked_out() or "unknown")
 
 
 def _checked_out() -> str:
     """Return the revision of the checkout that this file is in; "" if it is in none."""
-    git = Path(__file__).resolve().parents[1] / ".git"  # a file in a worktree
+    git = Path(__file__).resolve().parents[3] / ".git"  # a file in a worktree
     if not git.exists():
         return ""
     command = ("git", f"--git-dir={git}", "rev-parse", "--short=12", "HEAD")

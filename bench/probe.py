@@ -8,9 +8,9 @@ module of Cloze, so that it starts in milliseconds.
 
 import json
 import os
-import select
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -42,11 +42,18 @@ def probe(url: str) -> list[float]:
     process has a higher priority than the server if that is allowed, as if it ran on another
     machine.
     """
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # Windows has no such call
         os.nice(-10)
+    ended = threading.Event()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     seconds: list[float] = []
     due = time.perf_counter()
-    while not select.select([sys.stdin], [], [], max(0.0, due - time.perf_counter()))[0]:
+    while not ended.wait(max(0.0, due - time.perf_counter())):
         try:
             urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
             seconds.append(time.perf_counter() - due)

@@ -1,6 +1,5 @@
 """Runs a measured server as a process: starts it, waits until it is ready, and stops it."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -8,16 +7,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cloze.bench.errors import BenchError
+import psutil
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+from cloze.bench.errors import BenchError
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -32,11 +30,11 @@ class RunningServer:
 
     def cpu_s(self) -> float:
         """Return the processor time of the server and its children so far, in seconds."""
-        return sum(_cpu_s_and_rss_mb(pid)[0] for pid in process_tree(self.pid))
+        return _sum(self.pid, lambda process: sum(process.cpu_times()[:2]))  # user, system
 
     def rss_mb(self) -> float:
         """Return the resident memory of the server and its children, in MB."""
-        return sum(_cpu_s_and_rss_mb(pid)[1] for pid in process_tree(self.pid))
+        return _sum(self.pid, lambda process: process.memory_info().rss / 1e6)
 
     def pss_mb(self) -> float:
         """Return the memory that the server and its children take from the machine, in MB.
@@ -44,7 +42,7 @@ class RunningServer:
         Resident memory counts a page once per mapping. Here, a page that is mapped several times
         counts once, and one that other processes map too counts in part.
         """
-        return sum(map(_pss_mb, process_tree(self.pid)))
+        return _sum(self.pid, _pss_mb)
 
 
 def free_port() -> int:
@@ -127,30 +125,27 @@ def _is_ready(url: str) -> bool:
 
 def process_tree(pid: int) -> list[int]:
     """Return the ids of a process and of all its descendants."""
-    pids = [pid]
-    for parent in pids:
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-        except OSError:
-            continue
-        pids += [int(child) for child in children.split()]
-    return pids
+    return [process.pid for process in _tree(pid)]
 
 
-def _cpu_s_and_rss_mb(pid: int) -> tuple[float, float]:
-    """Return processor seconds and resident MB; zeros if the process has exited."""
+def _tree(pid: int) -> list[psutil.Process]:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0.0, 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, pages * _PAGE_BYTES / 1e6
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
-def _pss_mb(pid: int) -> float:
-    """Return the proportional set size in MB; 0 if the process has exited."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
+def _sum(pid: int, value: Callable[[psutil.Process], float]) -> float:
+    """Return the sum of a value over a process and its descendants, but those that have ended."""
+    total = 0.0
+    for process in _tree(pid):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += value(process)
+    return total
+
+
+def _pss_mb(process: psutil.Process) -> float:
+    """Return the proportional set size; the memory that is the process's alone if not on Linux."""
+    memory = process.memory_full_info()
+    return float(getattr(memory, "pss", memory.uss) / 1e6)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import uvloop
 from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
@@ -19,6 +18,7 @@ from cloze.bench.processes import RunningServer
 from cloze.bench.result import Load, LoadKind, ResourceUsage, ServerStart, Turn, make_turn
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import EngineAlone
+from cloze.service.server.startup import run_loop
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ def measure(
                         ServerStart(server.name, process.ready_s, process.rss_mb())
                     )
                     loads = _ServerLoads(server, process, texts, groups, plan, number)
-                    measured = uvloop.run(loads.measure())
+                    measured = run_loop(loads.measure())
             except BenchError as error:
                 leave_out(number, server, error)
             else:

@@ -366,7 +366,7 @@ def pods(
         from cloze.bench.pods import count_pods, read_mix
         from cloze.bench.result import Result
         from cloze.service.errors import StartupError
-        from cloze.service.settings import available_cpus
+        from cloze.service.machine import available_cpus
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
     try:

@@ -43,7 +43,7 @@ def write(result: "Result", out: Path | None) -> None:
     from cloze.bench.report import table
 
     if out is not None:
-        Path(f"{out}.json").write_text(result.to_json())
-        Path(f"{out}.md").write_text(table(result))
+        Path(f"{out}.json").write_text(result.to_json(), encoding="utf-8")
+        Path(f"{out}.md").write_text(table(result), encoding="utf-8")
         if not result.cells:  # the loads of a device's servers differ, so curves would mislead
             draw(result, Path(f"{out}.png"))

@@ -22,7 +22,7 @@ def device_result(
     from cloze.bench.device import gpu_name
     from cloze.bench.machine import describe_machine
     from cloze.bench.result import Result
-    from cloze.service.settings import available_cpus
+    from cloze.service.machine import available_cpus
 
     gpu = {"GPU": name} if (name := gpu_name(plan.device)) else {}
     return Result(
@@ -48,7 +48,7 @@ def measure_run(options: "RunOptions") -> "Result":
     from cloze.bench.result import Result
     from cloze.bench.run import measure
     from cloze.bench.run_options import Selection
-    from cloze.service.settings import available_cpus
+    from cloze.service.machine import available_cpus
 
     selection = Selection.of(options)
     open_first = next(iter(selection.engines.values()))

@@ -28,7 +28,7 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
-from cloze.service.settings import available_cpus
+from cloze.service.machine import available_cpus
 
 ROWS, SIZE = 2048, 1024
 """A product that is large enough for the best rate, and whose weights fit in a cache."""

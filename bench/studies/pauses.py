@@ -33,7 +33,7 @@ from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
-from cloze.service.settings import available_cpus
+from cloze.service.machine import available_cpus
 from cloze.service.tasks.embed import TASK as EMBED
 
 PAUSES = [(0.0, 150), (0.05, 40), (0.3, 10)]

@@ -28,9 +28,9 @@ class Affinity:
     """
 
     def __init__(self) -> None:
+        self.allow = os.sched_setaffinity
         # Unlike CDLL, PyDLL keeps the interpreter's lock during the call.
         self.current_cpu: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
-        self.allow = os.sched_setaffinity
         # The CPUs of the first thread, which this module never changes. So they are what `taskset`
         # or a change of the cgroup left at the moment of the call.
         self.allowed = partial(os.sched_getaffinity, os.getpid())

@@ -15,6 +15,7 @@ from typing import Any
 
 from cloze.service.core import Device
 from cloze.service.errors import NEEDS_ROLL, StartupError
+from cloze.service.machine import shares_sockets
 from cloze.service.models.served_models import open_bundles
 from cloze.service.observe.processes import count_restarts
 from cloze.service.processes.children import (
@@ -136,6 +137,11 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
     Raises:
         StartupError: a setting is wrong, the port is taken, or see `Supervisor`.
     """
+    if not shares_sockets():
+        raise StartupError(
+            f"frontends is {settings.frontends} and gpus is {settings.gpus}, but on this system "
+            "processes cannot share a port: set frontends to 0 and gpus to 1"
+        )
     if settings.gpus > 1 and not settings.frontends:
         raise StartupError(
             f"gpus is {settings.gpus}, which needs front ends: set frontends to at least 1"

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from cloze.bulk import text_files
 from cloze.bulk.errors import BulkError
 from cloze.bulk.parquet_files import ParquetReader
 from cloze.bulk.plan import FileFormat
+from cloze.bulk.run_folder import RunFolder
 from cloze.bulk.sources import input_files
 from cloze.bulk.text_files import ColumnTypes
 from cloze.cli import cli
@@ -476,16 +476,9 @@ def test_a_folder_without_results_may_be_of_another_run(store: Path, tmp_path: P
 
 
 def test_two_runs_do_not_write_to_one_folder(store: Path, tmp_path: Path) -> None:
-    import fcntl
-
     source, output = write(tmp_path / "in.jsonl", numbered(3)), tmp_path / "out"
-    output.mkdir()
-    descriptor = os.open(output, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with RunFolder(output, FileFormat.JSONL).locked():
         done = bulk(store, "embed", source, "--output", output)
-    finally:
-        os.close(descriptor)
     assert (done.exit_code, done.stderr) == (1, f"cloze: another run writes to {output}\n")
     assert bulk(store, "embed", source, "--output", output).exit_code == 0
 

@@ -52,6 +52,12 @@ def log_as_before() -> Iterator[None]:
             root.setLevel(logging.WARNING)
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Return the event loop that runs asynchronous tests."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Let torch compute on one thread, as the processes do that tests of training start.
@@ -188,7 +194,7 @@ def cpu_image() -> Iterator[str]:
     """Build the image for a CPU; remove it at the end."""
     from tests.support import containers
 
-    image = containers.build("cpu")
+    image = containers.build("cpu", "--build-arg", f"REVISION={containers.REVISION}")
     yield image
     containers.remove_image(image)
 

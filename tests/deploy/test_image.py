@@ -130,6 +130,14 @@ def test_the_sbom_lists_what_is_installed(cpu_image: str) -> None:
     ]
 
 
+def test_the_image_names_its_revision(cpu_image: str, container: Container) -> None:
+    revision = containers.REVISION[:12]
+    assert output(cpu_image, "--version", entrypoint="cloze").endswith(f"revision {revision}\n")
+    assert f'cloze_build_info{{revision="{revision}"' in httpx.get(f"{container.url}/metrics").text
+    labels = inspect("image", cpu_image)["Config"]["Labels"]
+    assert labels["org.opencontainers.image.revision"] == containers.REVISION
+
+
 def in_flight(url: str) -> float:
     """Return the requests that a server has accepted and not answered, this one included."""
     metrics = httpx.get(f"{url}/metrics").text

@@ -19,6 +19,7 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 BASE = "docker.io/library/python:3.11-slim"
 TAG = "localhost/cloze-test"
+REVISION = "0123456789abcdef" * 2 + "01234567"
 HARDENED = (
     *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),
     *("--security-opt", "no-new-privileges"),

@@ -2,19 +2,15 @@
 
 import asyncio
 import struct
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from socket import AF_UNIX, socket, socketpair
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +22,7 @@ from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Terms
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult
-from cloze.service.errors import EngineDead, ShuttingDown, StartupError
+from cloze.service.errors import StartupError
 from cloze.service.models.served_models import ServedModel
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
@@ -37,13 +33,17 @@ from cloze.service.settings import load_settings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.anyio
+
 REFERENCE = "bert@1"
 SOON_S = 30.0
 """A bound that no test should reach."""
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    uvloop.run(asyncio.wait_for(coroutine, 60))
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Return the loop that a server has."""
+    return "asyncio", {"use_uvloop": True}
 
 
 def encode(*lengths: int) -> list[Encoding]:
@@ -65,17 +65,6 @@ GREETING = on_wire(frames.encode(frames.Greeting({REFERENCE: "fp32"})))
 
 def run_of(number: int, model: int, *lengths: int) -> frames.Run:
     return frames.Run(number, model, Terms(in_a_minute()), encode(*lengths))
-
-
-def request(number: int, *lengths: int) -> bytes:
-    return on_wire(frames.encode_run(run_of(number, 0, *lengths)))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 async def outcome(future: Future[BatchResult]) -> BatchResult:
@@ -154,14 +143,6 @@ async def linked(path: Path, reference: str = REFERENCE) -> AsyncIterator[Link]:
         task.cancel()
 
 
-async def accept(listener: socket) -> socket:
-    """Accept a front end as an engine process does."""
-    loop = asyncio.get_running_loop()
-    connection, _ = await asyncio.wait_for(loop.sock_accept(listener), SOON_S)
-    await loop.sock_sendall(connection, GREETING)
-    return connection
-
-
 async def connect(path: Path) -> socket:
     """Connect to an engine as a front end does."""
     connection = socket(AF_UNIX)
@@ -183,287 +164,47 @@ async def read_all(connection: socket) -> bytes:
 # ---- requests and results ------------------------------------------------------------------------
 
 
-def test_results_come_back_in_the_order_of_the_encodings(engine: Engine) -> None:
-    async def play() -> None:
-        async with serving(engine), linked(engine.path) as link:
-            await link.up.wait()
-            queue = RemoteQueue([link], 0)
-            assert queue.precision() == "fp32"
-            futures = [submit(queue, encode(n, 2 * n, 3), in_a_minute()) for n in range(1, 20)]
-            for n, future in enumerate(futures, start=1):
-                assert sums(await outcome(future)) == [n, 2 * n, 3]
-            assert queue.state.tokens == 0
-
-    run(play())
+async def test_results_come_back_in_the_order_of_the_encodings(engine: Engine) -> None:
+    async with serving(engine), linked(engine.path) as link:
+        await link.up.wait()
+        queue = RemoteQueue([link], 0)
+        assert queue.precision() == "fp32"
+        futures = [submit(queue, encode(n, 2 * n, 3), in_a_minute()) for n in range(1, 20)]
+        for n, future in enumerate(futures, start=1):
+            assert sums(await outcome(future)) == [n, 2 * n, 3]
+        assert queue.state.tokens == 0
 
 
-def test_a_message_of_many_reads_arrives_whole(engine: Engine) -> None:
-    async def play() -> None:
-        async with serving(engine), linked(engine.path) as link:
-            await link.up.wait()
-            future = submit(RemoteQueue([link], 0), encode(500_000), in_a_minute())
-            assert sums(await outcome(future)) == [500_000]
-
-    run(play())
-
-
-def test_a_cancelled_request_does_not_run(engine: Engine) -> None:
-    async def play() -> None:
-        async with serving(engine), linked(engine.path) as link:
-            await link.up.wait()
-            queue = RemoteQueue([link], 0)
-            engine.engine.gate.clear()
-            running = submit(queue, encode(1), in_a_minute())
-            await asyncio.to_thread(engine.engine.entered.wait)
-            cancelled = submit(queue, encode(2), in_a_minute())
-            await until(lambda: engine.scheduler.state.tokens == 2)
-            cancelled.cancel()
-            await until(lambda: engine.scheduler.state.tokens == 0)
-            engine.engine.gate.set()
-            assert sums(await outcome(running)) == [1]
-            assert queue.state.tokens == 0
-            assert len(engine.engine.batches) == 1
-
-    run(play())
-
-
-def test_the_engine_serves_until_the_last_front_end_has_left(engine: Engine) -> None:
-    async def play() -> None:
-        server = engine.server()
-        task = asyncio.create_task(server.serve(engine.listener))
-        async with linked(engine.path) as link:
-            await link.up.wait()
-            server.stopping.set()
-            await asyncio.sleep(0)
-            future = submit(RemoteQueue([link], 0), encode(4), in_a_minute())
-            assert sums(await outcome(future)) == [4]
-            assert not task.done()
-        await asyncio.wait_for(task, SOON_S)
-
-    run(play())
-
-
-# ---- death and restart ---------------------------------------------------------------------------
-
-
-def test_an_engine_that_does_not_return_keeps_requests_until_they_are_cancelled(
-    path: Path,
-) -> None:
-    async def play() -> None:
-        with listen(path) as listener:
-            async with linked(path) as link:
-                connection = await accept(listener)
-                await link.up.wait()
-                queue = RemoteQueue([link], 0)
-                futures = [submit(queue, encode(3), in_a_minute()) for _ in range(3)]
-                connection.close()
-                await until(lambda: queue.dead_reason == "the process of engine-0 ended")
-                assert not any(future.done() for future in futures)
-                assert queue.state.tokens == 9
-                for future in futures:
-                    future.cancel()  # as `RequestWatch` does at the deadline
-                assert queue.state.tokens == 0
-
-    run(play())
-
-
-def test_a_restarted_engine_accepts_the_front_ends_that_wait(path: Path) -> None:
-    async def play() -> None:
-        with listen(path) as listener:
-            async with linked(path) as link:
-                queue = RemoteQueue([link], 0)
-                assert queue.dead_reason == "engine-0 has not started yet"
-                with pytest.raises(EngineDead):
-                    submit(queue, encode(1), in_a_minute())
-                for _ in range(3):
-                    connection = await accept(listener)
-                    await until(lambda: queue.dead_reason is None)
-                    submit(queue, encode(1), in_a_minute()).add_done_callback(lambda _: None)
-                    connection.close()
-                    await until(lambda: queue.dead_reason is not None)
-                    waiting = submit(queue, encode(1), in_a_minute())
-                    assert not waiting.done(), "it waits for the next engine process"
-                    waiting.cancel()
-
-    run(play())
-
-
-def test_an_engine_with_other_models_is_not_used(path: Path) -> None:
-    async def play() -> None:
-        with listen(path) as listener:
-            async with linked(path, "other@1") as link:
-                with await accept(listener):
-                    await until(lambda: "other models" in str(link.dead_reason))
-                    with pytest.raises(EngineDead):
-                        submit(RemoteQueue([link], 0), encode(1), in_a_minute())
-
-    run(play())
-
-
-def test_a_front_end_that_dies_cancels_its_requests_only(engine: Engine) -> None:
-    async def play() -> None:
-        async with serving(engine), linked(engine.path) as survivor:
-            await survivor.up.wait()
-            async with linked(engine.path) as link:
-                await link.up.wait()
-                engine.engine.gate.clear()
-                running = submit(RemoteQueue([survivor], 0), encode(1), in_a_minute())
-                await asyncio.to_thread(engine.engine.entered.wait)
-                waiting = submit(RemoteQueue([survivor], 0), encode(2), in_a_minute())
-                lost = [submit(RemoteQueue([link], 0), encode(5), in_a_minute()) for _ in range(4)]
-                await until(lambda: engine.scheduler.state.tokens == 22)
-            await until(lambda: engine.scheduler.state.tokens == 2)
-            engine.engine.gate.set()
-            assert sums(await outcome(running)) == [1]
-            assert sums(await outcome(waiting)) == [2]
-            assert len(engine.engine.batches) == 2
-            assert all(isinstance(future.exception(SOON_S), ShuttingDown) for future in lost)
-
-    run(play())
-
-
-def test_what_was_admitted_stays_admitted_by_the_next_engine(path: Path) -> None:
-    async def runs(connection: socket, count: int) -> list[frames.Run]:
-        """Receive requests as an engine process does."""
-        loop, found, data = asyncio.get_running_loop(), [], b""
-        while len(found) < count:
-            data += await asyncio.wait_for(loop.sock_recv(connection, 2**16), SOON_S)
-            while len(data) >= 4 and len(data) >= 4 + (size := int.from_bytes(data[:4], "little")):
-                decoded = frames.decode_request(memoryview(data)[4 : 4 + size])
-                assert isinstance(decoded, frames.Run)
-                found.append(decoded)
-                data = data[4 + size :]
-        return found
-
-    async def play() -> None:
-        with listen(path) as listener:
-            async with linked(path) as link:
-                queue = RemoteQueue([link], 0)
-                with await accept(listener) as connection:
-                    await link.up.wait()
-                    submit(queue, encode(1), in_a_minute())
-                    (first,) = await runs(connection, 1)
-                assert not first.terms.later_round
-                await until(lambda: link.dead_reason is not None)
-                submit(queue, encode(2), in_a_minute())
-                with await accept(listener) as connection:
-                    again, new = await runs(connection, 2)
-                assert (again.number, again.terms.later_round) == (first.number, True)
-                assert not new.terms.later_round, "the next engine decides on it"
-
-    run(play())
-
-
-def test_a_queue_that_closes_fails_pending_requests(path: Path) -> None:
-    async def play() -> None:
-        with listen(path) as listener:
-            async with linked(path) as link:
-                with await accept(listener):
-                    await link.up.wait()
-                    queue = RemoteQueue([link], 0)
-                    future = submit(queue, encode(1), in_a_minute())
-                    closer = threading.Thread(target=queue.close)
-                    closer.start()
-                    with pytest.raises(ShuttingDown):
-                        await outcome(future)
-                    closer.join()
-                    with pytest.raises(ShuttingDown):
-                        submit(queue, encode(1), in_a_minute())
-
-    run(play())
+async def test_a_message_of_many_reads_arrives_whole(engine: Engine) -> None:
+    async with serving(engine), linked(engine.path) as link:
+        await link.up.wait()
+        future = submit(RemoteQueue([link], 0), encode(500_000), in_a_minute())
+        assert sums(await outcome(future)) == [500_000]
 
 
 # ---- peers that misbehave ------------------------------------------------------------------------
 
 
-def test_a_front_end_that_does_not_read_is_dropped(
-    engine: Engine, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Channel, "_MAX_UNSENT_BYTES", 10_000)
-
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        async with serving(engine), linked(path) as link:
-            await link.up.wait()
-            with await connect(path) as hung:
-                requests = [request(number, *[1] * 1000) for number in range(60)]
-                with suppress(ConnectionError):  # dropped while it still sends
-                    for data in requests:
-                        await loop.sock_sendall(hung, data)
-                future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
-                assert sums(await outcome(future)) == [7]
-                await until(lambda: "more than the limit of 10000" in caplog.text)
-                await read_all(hung)
-            await until(lambda: engine.scheduler.state.tokens == 0)
-
-    run(play())
-
-
-def encode_parts(*parts: Any) -> bytes:
-    return on_wire(msgspec.msgpack.encode(parts))
-
-
 MALFORMED = {
     "oversized": struct.pack("=I", MAX_MESSAGE_BYTES + 1),
-    "empty": on_wire(b""),
     "not-msgpack": on_wire(b"\xc1"),
-    "unknown-kind": encode_parts("hello", 1),
-    "an-answer": GREETING,
-    "missing-fields": encode_parts("run", 1, 0.0),
-    "wrong-type": encode_parts("cancel", "one"),
-    "odd-array": encode_parts("run", 1, 0, [0.0], [[1], [{}], [0], b"123", b"1234"]),
-    "unknown-head": encode_parts("run", 1, 0, [0.0], [[1], [{"x": {}}], [0], *[b"1234"] * 2]),
     "unknown-model": on_wire(frames.encode_run(run_of(1, 7, 3))),
 }
 
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_message_closes_the_connection(
+async def test_a_malformed_message_closes_the_connection(
     engine: Engine, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        async with serving(engine), linked(engine.path) as link:
-            await link.up.wait()
-            with await connect(engine.path) as connection:
-                await loop.sock_sendall(connection, data)
-                assert await read_all(connection) in (b"", GREETING)
-            future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
-            assert sums(await outcome(future)) == [7]
-
-    run(play())
+    loop = asyncio.get_running_loop()
+    async with serving(engine), linked(engine.path) as link:
+        await link.up.wait()
+        with await connect(engine.path) as connection:
+            await loop.sock_sendall(connection, data)
+            assert await read_all(connection) in (b"", GREETING)
+        future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
+        assert sums(await outcome(future)) == [7]
     assert "the connection to a front end is closed: a malformed message" in caplog.text
-
-
-def test_a_truncated_message_is_discarded(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        async with serving(engine):
-            with await connect(engine.path) as connection:
-                assert await loop.sock_recv(connection, 2**16) == GREETING
-                await loop.sock_sendall(connection, request(1, 5)[:-1])
-            await until(lambda: "disconnected in the middle of a message" in caplog.text)
-
-    run(play())
-    assert engine.engine.batches == []
-
-
-def test_requests_outlive_a_malformed_answer(path: Path) -> None:
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        with listen(path) as listener:
-            async with linked(path) as link:
-                with await accept(listener) as connection:
-                    await link.up.wait()
-                    future = submit(RemoteQueue([link], 0), encode(1), in_a_minute())
-                    await loop.sock_sendall(connection, on_wire(b"\xc1"))
-                    await until(lambda: link.dead_reason is not None)
-                with await accept(listener) as connection:
-                    await until(lambda: link.dead_reason is None)
-                    assert not future.done()
-                    assert await loop.sock_recv(connection, 2**16), "it is sent again"
-
-    run(play())
 
 
 # ---- the bytes -----------------------------------------------------------------------------------
@@ -488,39 +229,22 @@ class Recorder(Channel):
     messages=st.lists(st.binary(max_size=50), max_size=8),
     cuts=st.lists(st.integers(1, 60), min_size=1),
 )
-def test_messages_do_not_depend_on_how_bytes_arrive(messages: list[bytes], cuts: list[int]) -> None:
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        here, peer = socketpair()
-        _, channel = await loop.create_unix_connection(Recorder, sock=here)
-        data = b"".join(map(on_wire, messages))
-        start = 0
-        while start < len(data):
-            for cut in cuts:
-                channel.data_received(data[start : start + cut])
-                start += cut
-        channel.close()
-        await channel.ended.wait()
-        peer.close()
-        assert channel.messages == messages
-
-    run(play())
-
-
-@given(message=st.binary(max_size=50))
-def test_what_is_sent_is_what_arrives(message: bytes) -> None:
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        here, there = socketpair()
-        _, sender = await loop.create_unix_connection(Recorder, sock=here)
-        _, receiver = await loop.create_unix_connection(Recorder, sock=there)
-        sender.send(message)
-        sender.close()
-        await receiver.ended.wait()
-        sender.send(message)  # after the end: discarded
-        assert receiver.messages == [message]
-
-    run(play())
+async def test_messages_do_not_depend_on_how_bytes_arrive(
+    messages: list[bytes], cuts: list[int]
+) -> None:
+    loop = asyncio.get_running_loop()
+    here, peer = socketpair()
+    _, channel = await loop.create_unix_connection(Recorder, sock=here)
+    data = b"".join(map(on_wire, messages))
+    start = 0
+    while start < len(data):
+        for cut in cuts:
+            channel.data_received(data[start : start + cut])
+            start += cut
+    channel.close()
+    await channel.ended.wait()
+    peer.close()
+    assert channel.messages == messages
 
 
 def test_a_folder_whose_sockets_cannot_be_named_stops_the_start(

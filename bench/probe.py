@@ -42,8 +42,9 @@ def probe(url: str) -> list[float]:
     process has a higher priority than the server if that is allowed, as if it ran on another
     machine.
     """
-    with suppress(OSError, AttributeError):  # Windows has no such call
-        os.nice(-10)
+    if hasattr(os, "nice"):  # not on Windows
+        with suppress(OSError):
+            os.nice(-10)
     ended = threading.Event()
 
     def wait_for_end() -> None:

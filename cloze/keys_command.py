@@ -219,11 +219,11 @@ def _write(path: Path, entries: dict[str, dict[str, Any]]) -> None:
     new = path.with_name(f".{path.name}.new")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            # A server under another user must still read it. Windows has no such rights.
-            if path.exists() and hasattr(os, "fchown"):
+            if path.exists():  # a server under another user must still read it
                 old = path.stat()
-                os.fchown(file.fileno(), old.st_uid, old.st_gid)
-                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+                if hasattr(os, "fchown"):  # not on Windows
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                new.chmod(stat.S_IMODE(old.st_mode))
             file.write("\n".join(lines))
         new.replace(path)
     except OSError as error:

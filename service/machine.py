@@ -17,9 +17,6 @@ import psutil
 _CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 """Folder in which Linux publishes the limits of the process's control group: of the container."""
 
-_FILES_OF_MACOS = 10_240
-"""A limit of open files that every macOS takes."""
-
 _SOCKETS_OF_WINDOWS = 512
 """Most sockets of Python's event loop on Windows, which has no limit of open files."""
 
@@ -94,23 +91,21 @@ def raise_file_limit(most: int) -> int:
 
     Without such a limit (Windows), return the most sockets of the event loop.
     """
-    try:
-        import resource
-    except ModuleNotFoundError:
+    if sys.platform == "win32":
         return _SOCKETS_OF_WINDOWS
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for limit in (most, min(most, _FILES_OF_MACOS)):
-        wanted = limit if hard == resource.RLIM_INFINITY else min(hard, limit)
-        with suppress(OSError, ValueError):  # some versions of macOS take less
-            if soft < wanted:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return max(soft, wanted)
-    return soft
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft < wanted:
+        with suppress(ValueError):  # macOS may take less, or refuse
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def lower_thread_priority(nice: int) -> None:
     """Lower the priority of the calling thread; only Linux has a priority per thread."""
-    if sys.platform == "linux" and hasattr(os, "setpriority"):
+    if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
@@ -124,18 +119,13 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def shares_sockets() -> bool:
-    """Return whether several processes can accept connections on one socket: not on Windows."""
-    return hasattr(os, "fork")
-
-
 def write_gate(descriptor: int) -> Callable[[float], bool]:
     """Return a function that waits for so many seconds until a pipe or file takes bytes.
 
     The function returns whether it does. On Windows, which cannot tell, it returns True at once,
     and a write may wait.
     """
-    if not hasattr(select, "poll"):
+    if sys.platform == "win32":
         return lambda _: True
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

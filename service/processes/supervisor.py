@@ -8,6 +8,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,6 @@ from typing import Any
 
 from cloze.service.core import Device
 from cloze.service.errors import NEEDS_ROLL, StartupError
-from cloze.service.machine import shares_sockets
 from cloze.service.models.served_models import open_bundles
 from cloze.service.observe.processes import count_restarts
 from cloze.service.processes.children import (
@@ -137,7 +137,7 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
     Raises:
         StartupError: a setting is wrong, the port is taken, or see `Supervisor`.
     """
-    if not shares_sockets():
+    if sys.platform == "win32":
         raise StartupError(
             f"frontends is {settings.frontends} and gpus is {settings.gpus}, but on this system "
             "processes cannot share a port: set frontends to 0 and gpus to 1"

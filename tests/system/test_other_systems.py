@@ -1,4 +1,4 @@
-"""The client, the command line, export and one process that serves, without what POSIX has.
+"""The client, the command line, export and one process that serves, without what Linux has.
 
 `tests.support.other_system` takes the means away. No real macOS and no real Windows is tried.
 """
@@ -16,7 +16,7 @@ import cloze
 from tests.support.other_system import ENVIRONMENT
 from tests.support.serving import running_server
 
-BEGIN = "from tests.support.other_system import take_away; take_away();"
+BEGIN = "from tests.support.other_system import run_on; run_on('win32');"
 COMMAND = f"{BEGIN} from cloze.cli import main; main()"
 
 WITHOUT = (
@@ -26,6 +26,9 @@ WITHOUT = (
     "cloze.bulk.ray_run",
 )
 """Programs of this project's developers, and a module that needs an extra of its own."""
+
+WITHOUT_WINDOWS = ("cloze/bench/soak/", "cloze/bench/studies/", "cloze/service/processes/")
+"""What does not run on Windows."""
 
 LARGE = ("cloze.bench", "cloze.export")
 """Packages that take seconds to import: torch, matplotlib."""
@@ -68,8 +71,9 @@ def test_modules_that_train_export_and_measure_are_imported() -> None:
     run(f"{BEGIN} from importlib import import_module; [*map(import_module, {names})]")
 
 
-def test_one_process_answers(tiny_store: Path) -> None:
-    command = (sys.executable, "-c", COMMAND, "serve")
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_one_process_answers(tiny_store: Path, platform: str) -> None:
+    command = (sys.executable, "-c", COMMAND.replace("win32", platform), "serve")
     with running_server(tiny_store, "--model", "bert", command=command, **ENVIRONMENT) as server:
         answer = httpx.post(f"{server.url}/embed", json={"inputs": "the king"}).raise_for_status()
         assert len(answer.json()[0]) > 1
@@ -129,6 +133,19 @@ def test_commands_read_and_write_text_of_any_language(tiny_store: Path, tmp_path
     run(COMMAND, "keys", "add", "two", "--file", str(keys))
     assert "[one]" in keys.read_text()
     assert "[two]" in keys.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "left_out"), [("darwin", ()), ("win32", WITHOUT_WINDOWS)])
+def test_types_of_other_systems_have_what_is_used(
+    platform: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Python's types name what each system has."""
+    mypy = ("-m", "mypy", "--platform", platform, "--cache-dir", str(tmp_path))
+    done = subprocess.run([sys.executable, *mypy], capture_output=True, text=True, check=False)
+    problems = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert [line for line in problems if not line.startswith(left_out)] == []
+    assert done.stdout.splitlines()[-1].startswith(("Success", "Found")), done.stderr
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Literal
 import click
 
 from cloze.model_store.installation import build, install_command
-from cloze.model_store.processor import CPU_INFO, int8_advantage, int8_instructions
+from cloze.model_store.processor import int8_advantage, int8_instructions, processor_name
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.tables import print_rows
@@ -28,7 +28,6 @@ _EXTRAS = {
 """The modules of each extra."""
 
 _LEAST_MEMORY_MB, _LEAST_DISK_MB = 500, 1000
-_MEMORY = Path("/proc/meminfo")
 _GPU = Path("/dev/nvidia0")
 
 Status = Literal["ok", "note", "problem"]
@@ -70,15 +69,11 @@ def _findings(model_store: Path) -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    from cloze.service.settings import available_cpus
+    from cloze.service.machine import available_cpus
 
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else "unknown"
     instructions = ", ".join(int8_instructions()) or "no int8 instructions"
-    yield Finding(
-        "ok", "processor", f"{name}; {available_cpus()} cores for this process; {instructions}"
-    )
+    cores = f"{available_cpus()} cores for this process"
+    yield Finding("ok", "processor", f"{processor_name()}; {cores}; {instructions}")
     if (reason := int8_advantage()) is not None:
         yield Finding(
             "ok",
@@ -163,18 +158,20 @@ def _store(root: Path) -> Iterator[Finding]:
 
 
 def _space(root: Path) -> Iterator[Finding]:
-    from cloze.service.engine.graph_choice import memory_limit, memory_used
+    import psutil
 
-    available, limit, used = _available_mb(), memory_limit(), memory_used()
+    from cloze.service.machine import memory_limit, memory_used
+
+    available, limit, used = psutil.virtual_memory().available, memory_limit(), memory_used()
     of_limit = ""
-    if limit is not None and used is not None and available is not None:
-        available = min(available, max(0, limit - used) // 1_000_000)
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
         of_limit = f" of the {limit // 1_000_000:,} MB that the container may use"
-    if available is not None:
-        low = available < _LEAST_MEMORY_MB
-        advice = "serve fewer models, or int8 ones" if low else ""
-        finding = f"{available:,} MB available{of_limit}"
-        yield Finding("note" if low else "ok", "memory", finding, advice)
+    available_mb = available // 1_000_000
+    low = available_mb < _LEAST_MEMORY_MB
+    advice = "serve fewer models, or int8 ones" if low else ""
+    finding = f"{available_mb:,} MB available{of_limit}"
+    yield Finding("note" if low else "ok", "memory", finding, advice)
     for name, folder in (
         ("disk of the store", root),
         ("disk of temporary files", Path(tempfile.gettempdir())),
@@ -189,17 +186,6 @@ def _space(root: Path) -> Iterator[Finding]:
 def _existing(path: Path) -> Path:
     """Return the path, or the closest parent that exists as far as this user can see."""
     return next(parent for parent in (path, *path.parents) if os.access(parent, os.F_OK))
-
-
-def _available_mb() -> int | None:
-    """Return the memory that processes may still take; None where Linux does not say."""
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    return next(
-        (int(line.split()[1]) // 1000 for line in lines if line.startswith("MemAvailable:")), None
-    )
 
 
 def _settings() -> Iterator[Finding]:

@@ -197,7 +197,7 @@ def _hashes(entry: dict[str, Any]) -> list[str]:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the tables of the file, by the name of the key."""
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
         return {name: value for name, value in values.items() if isinstance(value, dict)}
     except FileNotFoundError:
         return {}
@@ -221,8 +221,9 @@ def _write(path: Path, entries: dict[str, dict[str, Any]]) -> None:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             if path.exists():  # a server under another user must still read it
                 old = path.stat()
-                os.fchown(file.fileno(), old.st_uid, old.st_gid)
-                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+                if hasattr(os, "fchown"):  # not on Windows
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                new.chmod(stat.S_IMODE(old.st_mode))
             file.write("\n".join(lines))
         new.replace(path)
     except OSError as error:

@@ -192,10 +192,11 @@ def open_device(name: str, threads: int | None) -> "torch.device":
     import torch
 
     from cloze.export.train import device as devices
+    from cloze.model_store.system import keep_freed_memory
 
     if threads:
         torch.set_num_threads(threads)
-    devices.keep_freed_memory()
+    keep_freed_memory()
     return devices.open_device(name)
 
 

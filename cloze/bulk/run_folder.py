@@ -2,6 +2,7 @@
 
     <output>/_manifest.json         the run: its inputs, its model, its options, and its shards
     <output>/_reports/00000.json    the report of shard 0
+    <output>/_reports/lock          locked by the process that writes to the folder
     <output>/part-00000.parquet     the results of shard 0, complete
     <output>/_part-00000-<random>   results that are not complete, which no reader opens
 
@@ -9,9 +10,7 @@ A complete file gets its name by one ``rename``. Readers of folders, such as Arr
 out names that begin with an underscore.
 """
 
-import fcntl
 import json
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from cloze.bulk.errors import BulkError
 from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
+from cloze.model_store.system import sync
 
 _MANIFEST = "_manifest.json"
 _REPORTS = "_reports"
+_LOCK = "lock"
 _UNFINISHED = "_part-"
 
 
@@ -70,9 +73,9 @@ class RunFolder:
     def complete(self, unfinished: Path, shard: Shard, report: ShardReport) -> None:
         """Give the results of a shard their name, after its report."""
         _write_synced(self._report(shard.number), json.dumps(asdict(report)))
-        _sync(unfinished)
+        sync(unfinished)
         unfinished.replace(self.result(shard))
-        _sync(self.path)
+        sync(self.path)
 
     def report(self, shard: Shard) -> ShardReport:
         """Return the report of a complete shard.
@@ -82,7 +85,7 @@ class RunFolder:
         """
         file = self._report(shard.number)
         try:
-            return ShardReport(**json.loads(file.read_text()))
+            return ShardReport(**json.loads(file.read_bytes()))
         except (OSError, ValueError, TypeError):
             raise BulkError(f"{file} is missing or damaged; remove {self.result(shard)}") from None
 
@@ -100,7 +103,7 @@ class RunFolder:
     def _recorded(self) -> dict[str, Any] | None:
         file = self.path / _MANIFEST
         try:
-            values: dict[str, Any] = json.loads(file.read_text())
+            values: dict[str, Any] = json.loads(file.read_bytes())
             values["identity"], values["plan"]["shards"]
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -153,20 +156,19 @@ class RunFolder:
         """
         try:
             (self.path / _REPORTS).mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise BulkError(f"cannot write to {self.path}: {error.strerror}") from None
+        lock = FileLock(self.path / _REPORTS / _LOCK)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
+            lock.acquire(blocking=False)
+        except Timeout:
             raise BulkError(f"another run writes to {self.path}") from None
         except OSError:  # a file system without locks
             pass
         try:
             yield
         finally:
-            os.close(descriptor)
+            lock.release()
 
 
 def _check_identity(folder: Path, recorded: dict[str, Any], identity: dict[str, Any]) -> None:
@@ -201,14 +203,5 @@ def _write_synced(file: Path, text: str) -> None:
     """Write a file whole or not at all."""
     unfinished = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     unfinished.write_text(text)
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.replace(file)
-
-
-def _sync(path: Path) -> None:
-    """Write a file or a folder to the disk, so that a rename never precedes its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

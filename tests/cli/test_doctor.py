@@ -6,15 +6,17 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from cloze import doctor
 from cloze.cli import cli
-from cloze.service.engine import graph_choice
+from cloze.service import machine
 from tests.support.serving import running_server
 
 pytestmark = pytest.mark.usefixtures("no_variables")
@@ -84,9 +86,8 @@ def test_a_gpu_without_cuda_is_noted(
 def test_little_memory_and_a_misspelt_variable_are_noted(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 900000 kB\nMemAvailable: 300000 kB\n")
-    monkeypatch.setattr(graph_choice.memory_limit, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(doctor, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(machine.memory_limit, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     monkeypatch.setenv("CLOZE_PORTT", "1")
     found = findings("--model-store", str(tiny_store))
     assert found["memory"] == {
@@ -104,7 +105,7 @@ def test_the_limit_of_the_container_counts(
     (tmp_path / "memory.max").write_text("600000000")
     (tmp_path / "memory.current").write_text("400000000")
     (tmp_path / "memory.stat").write_text("inactive_file 0\n")
-    for read in (graph_choice.memory_limit, graph_choice.memory_used):
+    for read in (machine.memory_limit, machine.memory_used):
         monkeypatch.setattr(read, "__defaults__", (tmp_path,))
     found = findings("--model-store", str(tiny_store))["memory"]
     assert found["finding"] == "200 MB available of the 600 MB that the container may use"

@@ -14,7 +14,8 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.core import Device
 from cloze.service.errors import StartupError
-from cloze.service.settings import Settings, available_cpus, load_settings, unknown_variables
+from cloze.service.machine import available_cpus
+from cloze.service.settings import Settings, load_settings, unknown_variables
 from tests.support.serving import failed_start, running_server
 
 pytestmark = pytest.mark.usefixtures("no_variables")
@@ -73,29 +74,6 @@ def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CLOZE_PROT", "CLOZE_PORT", "CLOZE_URL", "CLOZE_KEY"):  # the last are of clients
         monkeypatch.setenv(name, "1")
     assert unknown_variables() == ["CLOZE_PROT"]
-
-
-@pytest.mark.parametrize(
-    ("files", "cpus"),
-    [
-        ({}, 64),
-        ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu.max": "200000 100000\n"}, 2),
-        ({"cpu.max": "150000 100000\n"}, 2),
-        ({"cpu.max": "10000 100000\n"}, 1),
-        ({"cpu.max": "9900000 100000\n"}, 64),
-        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
-        ({"cpu.max": "rubbish"}, 64),
-    ],
-)
-def test_a_container_s_quota_bounds_the_cores_of_its_host(
-    files: dict[str, str], cpus: int, tmp_path: Path
-) -> None:
-    (tmp_path / "cpu").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert available_cpus(tmp_path, cores=64) == cpus
 
 
 def test_workers_default_to_the_cores_there_are() -> None:

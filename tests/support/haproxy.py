@@ -1,9 +1,7 @@
 """Runs HAProxy with the documented configuration before several servers."""
 
 import asyncio
-import os
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -11,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Request
@@ -73,5 +73,5 @@ async def load_with_a_loss(
     """Return the result of a load during which a replica is killed."""
     load = asyncio.create_task(closed_loop(url, requests, clients=CLIENTS, seconds=seconds))
     await asyncio.sleep(seconds / 2)
-    os.kill(victim.pid, signal.SIGKILL)
+    psutil.Process(victim.pid).kill()
     return await load

@@ -14,12 +14,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
-from cloze.service.engine.graph_choice import (
-    least_weight_bytes,
-    memory_limit,
-    memory_state,
-    memory_used,
-)
+from cloze.service.engine.graph_choice import least_weight_bytes
 from cloze.service.errors import StartupError
 from cloze.service.models import served_models
 from cloze.service.models.served_models import check_memory
@@ -28,54 +23,6 @@ from cloze.service.settings import Settings
 from tests.support.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "limit"),
-    [
-        ("memory.max", "max\n", None),
-        ("memory.max", "268435456\n", 268435456),
-        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
-        ("memory/memory.limit_in_bytes", "134217728\n", 134217728),
-        ("other", "5", None),
-    ],
-)
-def test_the_limit_is_that_of_the_control_group(
-    tmp_path: Path, file: str, text: str, limit: int | None
-) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(text)
-    assert memory_limit(tmp_path) == limit
-
-
-@pytest.mark.parametrize(
-    ("usage", "stat", "name"),
-    [
-        ("memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ],
-)
-def test_pages_that_can_be_dropped_are_not_used(
-    tmp_path: Path, usage: str, stat: str, name: str
-) -> None:
-    (tmp_path / usage).parent.mkdir(exist_ok=True)
-    assert memory_used(tmp_path) is None
-    (tmp_path / usage).write_text("1000\n")
-    (tmp_path / stat).write_text(f"anon 500\n{name} 300\n")
-    assert memory_used(tmp_path) == 700
-
-
-def test_the_memory_is_that_of_the_control_group_or_of_the_machine(tmp_path: Path) -> None:
-    machine = tmp_path / "meminfo"
-    assert memory_state(tmp_path, machine) is None
-    machine.write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  400 kB\n")
-    (tmp_path / "memory.current").write_text("500\n")
-    (tmp_path / "memory.stat").write_text("inactive_file 100\n")
-    assert memory_state(tmp_path, machine) == (600 * 1024, 1000 * 1024)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory_state(tmp_path, machine) == (600 * 1024, 1000 * 1024)
-    (tmp_path / "memory.max").write_text("900\n")
-    assert memory_state(tmp_path, machine) == (400, 900)
 
 
 def test_models_that_cannot_fit_are_named(

@@ -6,7 +6,6 @@ that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure late
 """
 
 import asyncio
-import resource
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Connection, Request, Response
+from cloze.service.machine import raise_file_limit
 
 _MAX_LATENCY_US = 3_600_000_000
 _SIGNIFICANT_DIGITS = 3
@@ -39,8 +39,7 @@ _IDLE_S = 10.0
 
 def allow_many_connections() -> None:
     """Let this process, and the servers that it starts, open `MANY_CONNECTIONS` connections."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * MANY_CONNECTIONS), hard))
+    raise_file_limit(3 * MANY_CONNECTIONS)
 
 
 def histogram() -> HdrHistogram:

@@ -1,13 +1,14 @@
 """Describes the machine and the installed packages of a measurement."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
+
+import psutil
 
 from cloze.model_store.installation import DISTRIBUTION
+from cloze.model_store.processor import instructions, processor_name
 
 _PACKAGES = (
     DISTRIBUTION,
@@ -37,40 +38,30 @@ _LIST_VERSIONS = (
 
 def describe_machine(cores: int) -> dict[str, str]:
     """Return the processor, its cores, the memory and the system."""
-    processor, flags = platform.processor() or platform.machine(), set[str]()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                processor = value.strip()
-            elif name.strip() == "flags":
-                flags = set(value.split())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    listed = instructions()
     return {
-        "processor": processor,
-        "instructions": " ".join(flag for flag in _INSTRUCTION_SETS if flag in flags),
+        "processor": processor_name(),
+        "instructions": " ".join(each for each in _INSTRUCTION_SETS if each in listed),
         "cores": str(cores),
-        "memory": f"{memory:.0f} GiB",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
 
 
-def processor_time(stat: Path = Path("/proc/stat")) -> tuple[int, int]:
-    """Return the ticks of all cores so far that other guests of the host took, and all ticks.
+def processor_time() -> tuple[float, float]:
+    """Return the time of all cores so far that other guests of the host took, and all time, in s.
 
-    Both are 0 where the system does not count them.
+    Only Linux counts the former; it is 0 elsewhere.
     """
-    try:
-        ticks = [int(tick) for tick in stat.read_text().splitlines()[0].split()[1:]]
-    except OSError:
-        return 0, 0
-    return ticks[7], sum(ticks[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
+    times = psutil.cpu_times()
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user and nice
+    return getattr(times, "steal", 0.0), sum(times) - guests
 
 
-def stolen_share(before: tuple[int, int], after: tuple[int, int]) -> float:
+def stolen_share(before: tuple[float, float], after: tuple[float, float]) -> float:
     """Return the share that other guests took between two values of `processor_time`."""
-    return (after[0] - before[0]) / max(1, after[1] - before[1])
+    passed = after[1] - before[1]
+    return (after[0] - before[0]) / passed if passed else 0.0
 
 
 def installed_versions(python: str = sys.executable) -> dict[str, str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-import uvloop
 
 from cloze.bench.errors import BenchError
 from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson
@@ -17,6 +16,7 @@ from cloze.bench.processes import RunningServer
 from cloze.bench.result import Load, LoadKind, ResourceUsage, ServerStart, Turn, make_turn
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import EngineAlone
+from cloze.service.server.startup import run_loop
 
 T = TypeVar("T")
 
@@ -179,7 +179,7 @@ class _ServerLoads:
     def measure(self) -> list[Turn]:
         """Run the closed loops, those with pauses, the open loops, then singles beside bulk."""
         plan = self._plan
-        uvloop.run(self._closed_loop(max(plan.clients), min(_WARM_UP_S, plan.seconds)))
+        run_loop(self._closed_loop(max(plan.clients), min(_WARM_UP_S, plan.seconds)))
         capacity = 0.0
         for clients in sorted(plan.clients):
             run = partial(self._closed_loop, clients, plan.seconds)
@@ -214,7 +214,7 @@ class _ServerLoads:
             process, url = self._process, self._process.url
             cpu_s = process.cpu_s()
             before = scrape(url) if server.parts and parts else None
-            measured = uvloop.run(run())
+            measured = run_loop(run())
             return measured, ResourceUsage(
                 cpu_s=process.cpu_s() - cpu_s,
                 rss_mb=process.rss_mb(),

@@ -7,7 +7,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 DISTRIBUTION = "cloze-server"
 """The name on a package index. The name ``cloze`` belongs to another project there."""
@@ -73,7 +74,7 @@ def _origin() -> Path | None:
     url = urlsplit(_recorded().get("url", ""))
     if url.scheme != "file":
         return None
-    path = Path(unquote(url.path))
+    path = Path(url2pathname(url.path))
     return path if path.exists() else None
 
 

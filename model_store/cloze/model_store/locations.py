@@ -20,7 +20,7 @@ SHIPPED_NAMES = ("cloze-bert", "cloze-bert-tasks", "cloze-distilbert")
 def is_checkout(folder: Path) -> bool:
     """Return whether `folder` is the top of a source checkout of this project."""
     try:
-        project = tomllib.loads((folder / "pyproject.toml").read_text())
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return bool(project.get("project", {}).get("name") == DISTRIBUTION)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cloze.model_store.system import open_to_read
+
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -35,7 +37,7 @@ def open_plain(file: Path) -> io.BufferedReader:
     """
     kind = other_kind(file.lstat().st_mode)  # before `open`, which may act on a device
     if kind is None:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_to_read(file)
         kind = other_kind(os.fstat(descriptor).st_mode)
         if kind is None:
             return os.fdopen(descriptor, "rb")

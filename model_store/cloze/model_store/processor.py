@@ -3,6 +3,9 @@
 Verification and serving use the same settings.
 """
 
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -17,9 +20,15 @@ PACKED_ALIGNMENT = 64
 """The kernels read packed weights from addresses that are multiples of this; in bytes."""
 
 
+def processor_name() -> str:
+    """Return the name of the processor; its architecture if the system lists no name."""
+    names = [value for field, value in _fields() if field == "model name"]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def int8_instructions() -> list[str]:
-    """Return the processor's int8 instructions; none if Linux does not list instructions."""
-    return sorted(_instructions() & _INT8)
+    """Return the processor's int8 instructions; none if the system does not list instructions."""
+    return sorted(instructions() & _INT8)
 
 
 def int8_advantage() -> str | None:
@@ -29,25 +38,29 @@ def int8_advantage() -> str | None:
     products were 1.24 times as fast as fp32 (Zen 3, 32 clients). AVX-512 without VNNI doubles
     the speed of fp32, and was not measured.
     """
-    instructions = _instructions()
-    if found := sorted(instructions & _INT8):
+    listed = instructions()
+    if found := sorted(listed & _INT8):
         return ", ".join(found)
-    if "avx2" in instructions and "avx512f" not in instructions:
+    if "avx2" in listed and "avx512f" not in listed:
         return "avx2, where exact int8 is faster than fp32,"
     return None
 
 
-def _instructions() -> set[str]:
-    try:
-        lines = CPU_INFO.read_text().splitlines()
-    except OSError:
-        return set()
+def instructions() -> set[str]:
+    """Return the processor's instructions by Linux's names; none on another system."""
     return {
         word
-        for line in lines
-        if line.partition(":")[0].strip() in ("flags", "Features")
-        for word in line.split()
+        for field, value in _fields()
+        if field in ("flags", "Features")
+        for word in value.split()
     }
+
+
+def _fields() -> Iterator[tuple[str, str]]:
+    with suppress(OSError):  # another system
+        for line in CPU_INFO.read_text().splitlines():
+            field, _, value = line.partition(":")
+            yield field.strip(), value.strip()
 
 
 def int8_settings(instructions: list[str]) -> dict[str, str]:

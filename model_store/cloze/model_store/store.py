@@ -35,6 +35,7 @@ from cloze.model_store.manifest import (
     parse_reference,
 )
 from cloze.model_store.plain_files import open_plain, read_plain, sha256_of
+from cloze.model_store.system import sync, user
 
 _MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"
@@ -176,8 +177,8 @@ class Store:
                 elif entry.name not in (*manifest.files, _MANIFEST):
                     entry.unlink()
                 else:
-                    _sync(entry)
-            _sync_folder(folder)
+                    sync(entry)
+            sync(folder)
             target.parent.mkdir(exist_ok=True)
             if not _rename_folder(folder, target) and _read_manifest(target) != manifest:
                 raise StoreError(
@@ -255,8 +256,9 @@ def _one_error(message: str) -> Iterator[None]:
 
 def _rename(folder: Path, manifest: Manifest, target: Path) -> bool:
     """Write the manifest and rename the folder; return False if the target already exists."""
-    _write_synced(folder / _MANIFEST, manifest.to_bytes())
-    _sync_folder(folder)
+    (folder / _MANIFEST).write_bytes(manifest.to_bytes())
+    sync(folder / _MANIFEST)
+    sync(folder)
     return _rename_folder(folder, target)
 
 
@@ -268,7 +270,7 @@ def _rename_folder(folder: Path, target: Path) -> bool:
         if target.exists():
             return False
         raise
-    _sync_folder(target.parent)
+    sync(target.parent)
     return True
 
 
@@ -326,7 +328,7 @@ def _entries(folder: Path) -> list[str]:
 def _reason(error: OSError) -> str:
     """Return why something cannot be read, with what an operator needs to mend permissions."""
     if isinstance(error, PermissionError):
-        return f"{error.strerror} for user {os.geteuid()}: {error.filename}"
+        return f"{error.strerror} for user {user()}: {error.filename}"
     return str(error.strerror)
 
 
@@ -357,29 +359,9 @@ def _check_file(file: Path, expected: StoredFile) -> str | None:
     return None
 
 
-def _sync(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
 def _sync_and_hash(file: Path) -> StoredFile:
-    _sync(file)
+    sync(file)
     return StoredFile(sha256=sha256_of(file), size=file.stat().st_size)
-
-
-def _write_synced(file: Path, data: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def folders_to_read(root: Path) -> tuple[Path, ...]:

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store import Bundle
+from cloze.model_store.system import return_freed_memory
 from cloze.service import errors
 from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import Changes
-from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.http.body import BodyLimits, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
 from cloze.service.http.certificate import Certificate
@@ -33,6 +33,7 @@ from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import RECORD, Connection, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
+from cloze.service.machine import available_cpus
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline, task_limits
 from cloze.service.models.served_models import (
@@ -47,7 +48,7 @@ from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
 from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response, operations
-from cloze.service.settings import Settings, available_cpus
+from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import bound_threads

@@ -5,10 +5,8 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 """
 
 import ipaddress
-import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import Device, LogFormat, RequestedPrecision
 from cloze.service.errors import StartupError
+from cloze.service.machine import available_cpus
 
 ENV_PREFIX = "CLOZE_"
 
@@ -285,25 +284,6 @@ def _defaults_per_task() -> list[str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_DEFAULT_OF_A_TASK)
     ]
-
-
-def available_cpus(control_group: Path = Path("/sys/fs/cgroup"), cores: int | None = None) -> int:
-    """Return the number of cores that this process may use.
-
-    The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
-    control group (version 2 or 1), rounded up. A container is a control group.
-
-    `control_group` is the folder in which Linux publishes the group's limits. `cores` is the number
-    of cores in the affinity; None asks the operating system.
-    """
-    cores = cores or len(os.sched_getaffinity(0))
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # no such file; no quota is "max"
-            text = " ".join((control_group / name).read_text() for name in names)
-            quota, period = map(int, text.split())
-            if quota > 0:  # no quota is -1
-                return max(1, min(cores, math.ceil(quota / period)))
-    return cores
 
 
 def is_loopback(host: str) -> bool:

@@ -182,7 +182,7 @@ def _read_modules(folder: Path) -> tuple[Module, ...]:
     try:
         listed = [
             (str(module["type"]).rsplit(".", 1)[-1], folder / str(module["path"]))
-            for module in json.loads(file.read_text())
+            for module in json.loads(file.read_bytes())
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"modules.json cannot be read: {error}") from error

@@ -247,7 +247,7 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ExportError(f"{index.name} is not an index of shards: {error}") from error
     files = []

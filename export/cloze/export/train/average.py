@@ -87,7 +87,8 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
     names = "\n".join(f"- {source}" for source in sources)
     matter = front_matter(license_name or common_license(folders))
     _copy(first.card, folder)
-    (folder / CARD).write_text(f"{matter}# The average of {len(sources)} checkpoints\n\n{names}\n")
+    card = f"{matter}# The average of {len(sources)} checkpoints\n\n{names}\n"
+    (folder / CARD).write_text(card, encoding="utf-8")
     for file, tensors in weights.files.items():
         keys = {name: weights.key(file, name) for name in tensors}
         means = {

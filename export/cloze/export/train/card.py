@@ -3,7 +3,6 @@
 A person adds the assessment of the model.
 """
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Recipe
 from cloze.export.train.run_dir import CHECKPOINT
 from cloze.export.train.run_options import RunOptions
+from cloze.model_store.processor import processor_name
 
 
 class Licensed(Protocol):
@@ -113,11 +113,4 @@ def _hardware(device: torch.device) -> str:
     """Return the name of the GPU, or the processor's name and the number of cores in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    model = platform.processor() or platform.machine()
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return f"{torch.get_num_threads()} cores of {model}"
+    return f"{torch.get_num_threads()} cores of {processor_name()}"

@@ -1,6 +1,5 @@
-"""The device of a run, and what `accelerate` leaves to its caller: precision and freed memory."""
+"""The device of a run, and the precision, which `accelerate` leaves to its caller."""
 
-import ctypes
 import os
 import re
 
@@ -9,32 +8,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from cloze.export.errors import TrainError
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of glibc's ``mallopt``."""
-
-
-def keep_freed_memory() -> None:
-    """Make malloc keep the memory that is freed, until `return_freed_memory`.
-
-    By default, glibc returns large tensors to the system, and the next step waits until the system
-    has filled the same pages with zeros. Without glibc, nothing happens. docs/decisions/0010 has
-    the measurements.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def return_freed_memory() -> None:
-    """Return the memory that malloc keeps to the system.
-
-    Tensors of different sizes leave gaps, so the kept memory would grow with every step.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def open_device(name: str) -> torch.device:

@@ -119,7 +119,7 @@ class Folder:
             why = f"{pickles[0]} is never loaded, since it can run code: " if pickles else ""
             raise TrainError(f"{self.path} holds no weights: {why}it needs model.safetensors")
         with one_line_errors(self.path):
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         for name in names:
             if Path(name).name != name or not (self.path / name).is_file():
                 raise TrainError(f"{index} names the shard {name!r}, which is not beside it")
@@ -243,7 +243,7 @@ def _encoder_folder(path: Path) -> Path:
     if (path / "config.json").is_file() or not (path / MODULES).is_file():
         return path
     with one_line_errors(path):
-        return path / str(json.loads((path / MODULES).read_text())[0]["path"])
+        return path / str(json.loads((path / MODULES).read_bytes())[0]["path"])
 
 
 @contextmanager

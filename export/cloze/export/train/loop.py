@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from cloze.export.errors import TrainError
-from cloze.export.train.device import open_accelerator, processes, return_freed_memory
+from cloze.export.train.device import open_accelerator, processes
 from cloze.export.train.optimisation import (
     BestWeights,
     WeightAverage,
@@ -37,6 +37,7 @@ from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
 from cloze.export.train.recipe import Optimisation
 from cloze.export.train.run_dir import RunState, describe_state, load_state, save_state
 from cloze.export.train.run_options import RunOptions
+from cloze.model_store.system import return_freed_memory
 
 
 class Batch(Protocol):

@@ -3,7 +3,6 @@
 A second recipe in the same directory would give a model that no recipe describes.
 """
 
-import fcntl
 import json
 import os
 import pickle
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 from torch import nn
 
 from cloze.export.errors import TrainError
@@ -28,6 +28,7 @@ from cloze.model_store.plain_files import replacing
 IDENTITY = "run.json"
 STATE = "state.pt"
 LOCK = "lock"
+OWNER = "owner"
 VOCABULARY = "vocabulary"
 CORPUS = "corpus"
 CHECKPOINT = "checkpoint"
@@ -37,8 +38,8 @@ CHECKPOINT = "checkpoint"
 def locked(run_dir: Path) -> Iterator[None]:
     """Make the directory, and keep runs of other processes out of it.
 
-    The kernel releases the lock of a process that ends. The file of the lock names its process. On
-    a file system without locks, nothing is kept out.
+    The system releases the lock of a process that ends. A file beside the lock names the process.
+    On a file system without locks, nothing is kept out.
 
     Raises:
         TrainError: another run is in the directory.
@@ -47,21 +48,21 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield  # a process of the run whose main process has the lock
         return
     _make(run_dir)
-    with (run_dir / LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise TrainError(
-                f"{lock.readline().strip() or 'another process'} runs in {run_dir}; "
-                "end it first, or give another folder"
-            ) from None
-        except OSError:
-            pass
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+    lock, owner = FileLock(run_dir / LOCK), run_dir / OWNER
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        name = owner.read_text().strip() if owner.is_file() else ""
+        raise TrainError(
+            f"{name or 'another process'} runs in {run_dir}; end it first, or give another folder"
+        ) from None
+    except OSError:
+        pass
+    try:
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield
+    finally:
+        lock.release()
 
 
 def _make(run_dir: Path) -> None:
@@ -98,17 +99,17 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
 
 
 def _describe_run(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
-    content = json.dumps(identity, indent=2) + "\n"
-    if not identity_file.is_file() or identity_file.read_bytes() != content.encode():
+    content = f"{json.dumps(identity, indent=2)}\n".encode()
+    if not identity_file.is_file() or identity_file.read_bytes() != content:
         # The vocabulary of an earlier attempt may come from another text.
         shutil.rmtree(identity_file.parent / VOCABULARY, ignore_errors=True)
         with replacing(identity_file) as new_file:
-            new_file.write_text(content)
+            new_file.write_bytes(content)
 
 
 def _check_identity(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
     try:
-        recorded = json.loads(identity_file.read_text())
+        recorded = json.loads(identity_file.read_bytes())
         changed_inputs = [
             name
             for name, value in identity["inputs"].items()

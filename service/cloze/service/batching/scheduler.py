@@ -11,12 +11,10 @@ worker runs shorter ones, and shares the cores with them
 """
 
 import math
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 from cloze.model_store.batch import HeadOutputs
@@ -33,6 +31,7 @@ from cloze.service.batching.fair_queue import (
 )
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import BatchFill, BatchReport, BatchResult, Engine
+from cloze.service.machine import lower_thread_priority
 
 _WORKER_NICE = 4
 """Nice value of the workers. Only probes need it, when every request has a connection of its own.
@@ -164,9 +163,7 @@ class Scheduler:
 
     def _work(self, number: int, take: Callable[[], Batch | None]) -> None:
         """Run batches until the scheduler closes."""
-        if sys.platform == "linux":
-            with suppress(OSError):  # a sandbox may forbid it
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
+        lower_thread_priority(_WORKER_NICE)
         with self._lock:
             self._activity.busy += 1
         try:

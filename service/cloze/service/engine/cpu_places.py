@@ -7,6 +7,7 @@ than a short run (docs/decisions/0013-a-lone-request.md).
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,10 +28,16 @@ class Affinity:
         AttributeError: the system is another one.
     """
 
+    current_cpu: Callable[[], int]
+    allow: Callable[[int, set[int]], None]
+    allowed: Callable[[], set[int]]
+
     def __init__(self) -> None:
-        # Unlike CDLL, PyDLL keeps the interpreter's lock during the call.
-        self.current_cpu: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+        if sys.platform != "linux":
+            raise AttributeError("threads have no affinity")
         self.allow = os.sched_setaffinity
+        # Unlike CDLL, PyDLL keeps the interpreter's lock during the call.
+        self.current_cpu = ctypes.PyDLL(None).sched_getcpu
         # The CPUs of the first thread, which this module never changes. So they are what `taskset`
         # or a change of the cgroup left at the moment of the call.
         self.allowed = partial(os.sched_getaffinity, os.getpid())

@@ -1,12 +1,10 @@
-"""Chooses which graph of a bundle a device runs, and reads how much memory there is.
+"""Chooses which graph of a bundle a device runs.
 
 The module does not depend on onnxruntime.
 """
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
 from cloze.model_store import Bundle, Manifest
 from cloze.model_store.limits import MAX_GRAPH_BYTES
@@ -16,9 +14,6 @@ from cloze.model_store.plain_files import read_plain
 from cloze.model_store.processor import INT8_NAMES, int8_advantage
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.errors import StartupError
-
-CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
-"""Folder in which Linux publishes the limits of the process's control group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,53 +64,6 @@ def choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecisi
         has = "device is" if on_cuda else "processor has"
         reason = f"since the {has} {advantage} and the bundle's gate was passed"
     return GraphChoice(fast_graph.graph, fast_graph.parity, reason)
-
-
-def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
-    """Return the bytes that this process's control group (version 2 or 1) may use; None: no limit.
-
-    A container is a control group.
-    """
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError):
-            text = (control_group / name).read_text().strip()
-            # Version 1 has a huge number where there is no limit.
-            return int(text) if text.isdigit() and int(text) < 2**60 else None
-    return None
-
-
-def memory_used(control_group: Path = CONTROL_GROUP) -> int | None:
-    """Return the bytes that count towards `memory_limit`; None if Linux does not say.
-
-    Pages of files that the kernel can drop at once are left out, as the kubelet does.
-    """
-    for usage, stat, droppable in (
-        ("memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        with suppress(OSError):
-            used = int((control_group / usage).read_text())
-            lines = (control_group / stat).read_text().splitlines()
-            values = dict(line.split() for line in lines)
-            return max(0, used - int(values.get(droppable, 0)))
-    return None
-
-
-def memory_state(
-    control_group: Path = CONTROL_GROUP, machine: Path = Path("/proc/meminfo")
-) -> tuple[int, int] | None:
-    """Return the bytes in use and the most bytes: of the control group, or else of the machine.
-
-    None: the system is not Linux.
-    """
-    limit, used = memory_limit(control_group), memory_used(control_group)
-    if limit is not None and used is not None:
-        return used, limit
-    with suppress(OSError):
-        values = dict(line.split()[:2] for line in machine.read_text().splitlines())
-        total = int(values["MemTotal:"])
-        return 1024 * (total - int(values["MemAvailable:"])), 1024 * total
-    return None
 
 
 def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision) -> int:

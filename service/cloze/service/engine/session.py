@@ -5,6 +5,7 @@ import filecmp
 import logging
 import os
 import re
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -30,8 +31,8 @@ from cloze.model_store.processor import (
     int8_instructions,
     int8_settings,
 )
+from cloze.model_store.system import return_freed_memory
 from cloze.service.engine.cpu_places import SpreadSession
-from cloze.service.engine.freed_memory import return_freed_memory
 from cloze.service.errors import StartupError
 
 log = logging.getLogger("cloze")
@@ -220,7 +221,12 @@ def _cpu_options(threads: int) -> ort.SessionOptions:
 
 
 def temporary_folder(mounts: Path = Path("/proc/mounts")) -> Path | None:
-    """Return a writable folder for temporary files on a disk; None if all are in memory."""
+    """Return a writable folder for temporary files on a disk; None if all are in memory.
+
+    None on Windows as well, where a mapped file keeps its name.
+    """
+    if sys.platform == "win32":
+        return None
     kinds: dict[Path, str] = {}  # by the place where a file system is mounted
     with suppress(OSError):  # not Linux
         for line in mounts.read_text().splitlines():

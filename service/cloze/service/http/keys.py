@@ -197,7 +197,7 @@ class Keys:
 def read_entries(path: Path) -> dict[str, KeyEntry]:
     """Return the keys of a file by name, or raise `StartupError`."""
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
         if len(text) > _MAX_FILE_BYTES:
             raise errors.StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")

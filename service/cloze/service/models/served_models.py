@@ -16,10 +16,11 @@ from cloze.service.batching.fair_queue import Queue
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import AdapterRegistry, BatchReport, Device, Engine, RequestedPrecision
-from cloze.service.engine.graph_choice import least_weight_bytes, memory_limit
+from cloze.service.engine.graph_choice import least_weight_bytes
 from cloze.service.errors import StartupError
+from cloze.service.machine import available_cpus, memory_limit
 from cloze.service.models.adapters import AdapterBundle, AdapterQueue, Opened, open_adapters
-from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 log = logging.getLogger("cloze")
 

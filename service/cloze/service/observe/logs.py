@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import re
-import select
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ import orjson
 
 from cloze.service.core import LogFormat, ServedRequest
 from cloze.service.errors import StartupError
+from cloze.service.machine import write_gate
 
 _STDERR = 2
 _CHUNK_BYTES = 4096
@@ -89,8 +89,7 @@ class LineWriter(logging.Handler):
             self._hurry.put(None)
 
     def _write(self) -> None:
-        waiting, poll = self.waiting, select.poll()
-        poll.register(_STDERR, select.POLLOUT)
+        waiting, is_writable = self.waiting, write_gate(_STDERR)
         missing = 0
         while True:
             if not waiting and not self._chunk:
@@ -100,7 +99,7 @@ class LineWriter(logging.Handler):
             for _ in range(len(waiting) - self._most):
                 waiting.popleft()
                 missing += 1
-            if not poll.poll(_WRITE_EVERY_S * 1000):
+            if not is_writable(_WRITE_EVERY_S):
                 continue
             if missing:
                 text = f"{missing} lines are missing: the log was read too slowly\n"

@@ -33,8 +33,8 @@ from cloze.model_store.installation import build
 from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK
 from cloze.service.core import BatchFill, BatchReport, ServedRequest
-from cloze.service.engine.graph_choice import memory_state
 from cloze.service.errors import Rejection
+from cloze.service.machine import memory_state
 from cloze.service.observe.exposition import encode
 from cloze.service.observe.usage import used_by_all
 
@@ -291,7 +291,7 @@ class Metrics:
 
     def _states(self) -> Iterator[Metric]:
         """Yield the values that are read at each scrape, of this process alone."""
-        used, limit = memory_state() or (None, None)
+        used, limit = memory_state()
         for name, text, value in (
             ("cloze_ready", "1 while the server admits requests.", self.unready_reason() is None),
             (

@@ -1,11 +1,9 @@
 """The children of the supervisor: how they start, what they report, and when they start again."""
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from pydantic import TypeAdapter
 
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.errors import StartupError
+from cloze.service.machine import end_with_parent
 from cloze.service.observe.processes import FOLDER, forget_process, write_as
-from cloze.service.server.startup import begin, memory_problem
+from cloze.service.server.startup import begin, memory_problem, run_loop
 from cloze.service.settings import Settings
 
 log = logging.getLogger("cloze")
@@ -68,7 +66,7 @@ class ChildConfig:
     def from_arguments(cls) -> "ChildConfig":
         """Return this process's configuration; from now on the process ends with its parent."""
         config = TypeAdapter(cls).validate_json(sys.argv[1])
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent()
         if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)
         return config
@@ -82,6 +80,8 @@ class ChildConfig:
         self._beat(asyncio.get_running_loop())
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        if os.getppid() != self.parent:  # the supervisor has ended without a word
+            os._exit(1)
         with suppress(BlockingIOError, BrokenPipeError):  # the supervisor is stopped, or ends
             os.write(self.ready, b"1")
         loop.call_later(1.0, self._beat, loop)
@@ -93,7 +93,7 @@ def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
     begin(config.settings)
     write_as(config.name)
     try:
-        uvloop.run(serve(config))
+        run_loop(serve(config))
     except Exception as error:
         problem = memory_problem(error)
         if problem is None and not isinstance(error, StartupError):

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -136,6 +137,11 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
     Raises:
         StartupError: a setting is wrong, the port is taken, or see `Supervisor`.
     """
+    if sys.platform == "win32":
+        raise StartupError(
+            f"frontends is {settings.frontends} and gpus is {settings.gpus}, but on this system "
+            "processes cannot share a port: set frontends to 0 and gpus to 1"
+        )
     if settings.gpus > 1 and not settings.frontends:
         raise StartupError(
             f"gpus is {settings.gpus}, which needs front ends: set frontends to at least 1"

@@ -23,7 +23,9 @@ def bind(settings: Settings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # With SO_REUSEADDR, Windows would let another server take the port.
+    option = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+    listener.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:

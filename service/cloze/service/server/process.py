@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import threading
@@ -14,17 +13,17 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-import uvloop
 
 from cloze.model_store import Bundle
-from cloze.service.engine.freed_memory import return_freed_memory
+from cloze.model_store.system import return_freed_memory
 from cloze.service.http.record import accepted_hosts
+from cloze.service.machine import raise_file_limit
 from cloze.service.models.served_models import EngineFactory
 from cloze.service.protocols import operations
 from cloze.service.server.acceptor import Acceptor, ConnectionTable, Probes
 from cloze.service.server.connection import ServerProtocol
 from cloze.service.server.listen import BACKLOG, bind, listen
-from cloze.service.server.startup import exit_on_signal
+from cloze.service.server.startup import exit_on_signal, run_loop
 from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task
@@ -60,7 +59,7 @@ def serve_in_one_process(
     listener = bind(settings)
     service = single_process(settings, make_engine, tasks, bundles)
     listen(listener, settings)
-    uvloop.run(answer_http(service, settings, listener))
+    run_loop(answer_http(service, settings, listener))
     if service.dead_reason is None:
         return 0
     logging.shutdown()
@@ -115,13 +114,9 @@ def _connection_limit(most: int) -> int:
 
     `most` is the setting.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    files = raise_file_limit(_MOST_FILES)
     # Models, logs, and sockets between processes are files too.
-    allowed = max(1, soft - max(48, soft // 16))
+    allowed = max(1, files - max(48, files // 16))
     if most > allowed:
         log.warning("max_connections is %d, but the open files allow %d", most, allowed)
     return min(most or allowed, allowed)
@@ -175,7 +170,7 @@ class _Server(uvicorn.Server):
         )
         [listener] = sockets or []
         acceptor = Acceptor(listener, make_protocol, lambda: certificate.context, self._probes)
-        if service.has_engines:
+        if service.has_engines and hasattr(signal, "SIGHUP"):  # Windows has no such signal
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.reload_soon)
         self._watching = asyncio.create_task(self._watch())
         self._before_accepting()

@@ -4,14 +4,16 @@
 and onnxruntime and hashlib release Python's lock.
 """
 
+import asyncio
 import atexit
 import errno
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from cloze.model_store import Bundle
 from cloze.model_store.error_lines import first_line
@@ -20,6 +22,8 @@ from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.served_models import EngineFactory, check_memory
 from cloze.service.observe.logs import start_logging
 from cloze.service.settings import Settings, unknown_variables
+
+T = TypeVar("T")
 
 log = logging.getLogger("cloze")
 
@@ -32,9 +36,24 @@ def begin(settings: Settings) -> None:
     # Linux does not deliver a signal without a handler to process 1 of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, exit_on_signal)
-    # SIGHUP asks for a reload; a process that cannot reload must not end by it.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        # SIGHUP asks for a reload; a process that cannot reload must not end by it.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     start_logging(settings.log_level, settings.log_format)
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on uvloop; without uvloop (Windows), on asyncio's own loop of selectors.
+
+    The other loop of Windows has no readers of sockets, which accept connections.
+    """
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop
+    with suppress(ModuleNotFoundError):
+        import uvloop
+
+        new_loop = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(main)
 
 
 def warn_of_unknown_variables() -> None:

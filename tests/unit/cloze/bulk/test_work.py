@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def test_a_complete_shard_is_not_written_again(tmp_path: Path, engine: FakeEngin
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path, engine: FakeEngine) -> None:
     job = job_of(tmp_path, texts("a"))
-    (job.output / "_reports").rmdir()
+    shutil.rmtree(job.output / "_reports")
     with pytest.raises(BulkError, match=r"cannot write to .*/out: No such file"):
         run_locally(job, job.plan.shards, lambda _: None)
     assert list(job.output.iterdir()) == []  # without results that are not complete

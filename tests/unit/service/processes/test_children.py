@@ -34,7 +34,7 @@ from tests.unit.service.processes.forked import forked
 PR_GET_PDEATHSIG = 2
 
 
-def config(parent: int = 0, ready: int = 7) -> ChildConfig:
+def config(parent: int = os.getppid(), ready: int = 7) -> ChildConfig:
     sockets = (Path("/tmp/x/engine-0.sock"), Path("/tmp/x/engine-1.sock"))
     settings = Settings(port=1234, model=("bert@2",), frontends=3, model_store=Path("/tmp/store"))
     return ChildConfig("engine-1", sockets, ready, 8, 1, parent, settings)

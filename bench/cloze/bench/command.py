@@ -31,7 +31,7 @@ from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.service.core import Device
 from cloze.service.errors import StartupError
-from cloze.service.settings import available_cpus
+from cloze.service.machine import available_cpus
 from cloze.tables import print_rows, report
 
 if TYPE_CHECKING:

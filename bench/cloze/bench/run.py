@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-
 from cloze.bench.errors import BenchError
 from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson
 from cloze.bench.machine import processor_time, stolen_share

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cloze.export.heads import SPAN
 from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.measure.evaluate import guess
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.squad import Question, read_questions
-from cloze.export.measure.windows import guess
 from cloze.export.train.answers import Window, _best_span, answers_of, make_windows
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer

@@ -22,26 +22,21 @@ from cloze.export.measure.labelled import (
     read_labelled,
     read_tagged,
 )
-from cloze.export.measure.labels import (
-    encode_sentences,
-    encode_texts,
-    measure_labels,
-    measure_tags,
-)
+from cloze.export.measure.labels import encode_sentences, encode_texts, measure_labels, measure_tags
 from cloze.export.measure.masked_words import complete, read_sentences
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.pairs import read_pairs, similarity
 from cloze.export.measure.scorer import (
     GraphScorer,
     MaskedRow,
+    Scorer,
     Subject,
     row_arrays,
     score_masks,
 )
-from cloze.export.measure.squad import read_questions
-from cloze.export.measure.windows import guess, usual_windows
+from cloze.export.measure.squad import Question, read_questions
 from cloze.export.model import TorchScorer
-from cloze.export.train.answers import answers_of
+from cloze.export.train.answers import Guess, Window, answers_of, best_guesses, make_windows
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.examples import (
@@ -66,6 +61,7 @@ TAGS = token_classification.HEAD.name
 
 _TOP = 5
 _PAIR_TOKENS = 128
+_WINDOW_TOKENS = 384
 
 
 def open_subject(
@@ -371,7 +367,15 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
         raise TrainError(
             "every question is of an article that training uses; raise the held-out share"
         )
-    windows = usual_windows(questions, subject.tokenizer, subject.max_tokens)
+    tokens = min(_WINDOW_TOKENS, subject.max_tokens)
+    windows = make_windows(
+        questions,
+        subject.tokenizer.tokenizer,
+        subject.tokenizer.special,
+        tokens=tokens,
+        stride=tokens // 3,
+        question_tokens=tokens // 6,
+    )
     guesses = guess(questions, windows, subject.scorer)
     threshold = span.no_answer_threshold(subject.options)
     figures = squad_answers(answers_of(questions, guesses, threshold), questions)
@@ -382,3 +386,9 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
             [guessed.null_margin for guessed in guesses],
         )
     return {f"qa_{name}": value for name, value in figures.items()}
+
+
+def guess(questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer) -> list[Guess]:
+    """Return the best span of each question over its windows."""
+    rows = [(window.input_ids, window.token_type_ids) for window in windows]
+    return best_guesses(questions, windows, row_arrays(scorer, SPAN, rows))

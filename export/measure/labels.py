@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from cloze.export.errors import DataError
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.measure.labelled import OUTSIDE, LabelledText, TaggedSentence
-from cloze.export.measure.metrics import (
-    classification,
-    entity_tags,
-    multi_label,
-    regression,
-)
+from cloze.export.measure.metrics import classification, entity_tags, multi_label, regression
 from cloze.export.measure.scorer import Floats, Scorer, row_arrays
 from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet

@@ -67,9 +67,6 @@ def tokenize_pairs(
 ) -> list[tuple[list[int], list[int], float]]:
     """Tokenize pairs; longer sentences are truncated.
 
-    Args:
-        tokens: the longest sequence.
-
     Returns:
         For each pair, the ids of both sentences and the score.
     """

@@ -410,5 +410,7 @@ def test_dense_before_pooling_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 64))
     listed = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([listed[0], listed[2], listed[1]]))
-    with pytest.raises(ExportError, match="names Transformer, Dense, Pooling, which is not supported"):
+    with pytest.raises(
+        ExportError, match="names Transformer, Dense, Pooling, which is not supported"
+    ):
         read(folder)

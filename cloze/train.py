@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from cloze.export.train.recipe import (
         DistillRecipe,
         EmbedRecipe,
+        LabelsRecipe,
         PretrainRecipe,
         QuestionsRecipe,
+        TagsRecipe,
+        TasksRecipe,
     )
     from cloze.export.train.run_options import RunOptions
-    from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 
 
 @click.group()
@@ -70,9 +72,8 @@ def vocab(
     Example:
       cloze train vocab --corpus my.txt --size 8000 --out vocabulary
     """
-    from cloze.export.train.documents import read_documents
-    from cloze.export.train.recipe import VocabularyRecipe
-    from cloze.export.train.recipe_files import load_recipe
+    from cloze.export.measure.documents import read_documents
+    from cloze.export.train.recipe import VocabularyRecipe, load_recipe
     from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
     settings = load_recipe(recipe, VocabularyRecipe).vocabulary
@@ -82,7 +83,6 @@ def vocab(
         lambda: read_documents(files),
         size=size,
         lowercase=settings.lowercase if cased is None else not cased,
-        min_frequency=settings.min_frequency,
     )
     save_vocabulary(tokenizer, out)
     click.echo(f"{size:,} tokens in {out}")
@@ -155,10 +155,10 @@ def finetune_qa(
     Example:
       cloze train finetune-qa my-run/checkpoint --questions squad.json --out qa-run
     """
+    from cloze.export.train.finetune import finetune
     from cloze.export.train.folder import open_folder
-    from cloze.export.train.questions import finetune_questions
 
-    return finetune_questions(open_folder(source), list(questions), recipe, options)
+    return finetune(open_folder(source), questions, (), recipe, options)
 
 
 labelled_option = click.option(
@@ -195,7 +195,7 @@ def held_out_files(name: str) -> Callable[[Command], Command]:
 @held_out_files("labelled")
 @store_option
 @lora_option
-@run_command("LabelsRecipe", "finetune-classify", "task_recipe")
+@run_command("LabelsRecipe", "finetune-classify")
 def finetune_classify(
     recipe: "LabelsRecipe",
     options: "RunOptions",
@@ -213,12 +213,10 @@ def finetune_classify(
     Example:
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
+    from cloze.export.train.finetune import finetune
     from cloze.export.train.folder import open_folder
-    from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_rows
 
-    folder = open_folder(source, Store(model_store))
-    return finetune_rows(folder, RowFiles(labelled, held_out), recipe, options)
+    return finetune(open_folder(source, Store(model_store)), labelled, held_out, recipe, options)
 
 
 @train.command("finetune-tokens")
@@ -227,7 +225,7 @@ def finetune_classify(
 @held_out_files("tagged")
 @store_option
 @lora_option
-@run_command("TagsRecipe", "finetune-tokens", "task_recipe")
+@run_command("TagsRecipe", "finetune-tokens")
 def finetune_tokens(
     recipe: "TagsRecipe",
     options: "RunOptions",
@@ -242,12 +240,10 @@ def finetune_tokens(
     Example:
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
+    from cloze.export.train.finetune import finetune
     from cloze.export.train.folder import open_folder
-    from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_rows
 
-    folder = open_folder(source, Store(model_store))
-    return finetune_rows(folder, RowFiles(tagged, held_out), recipe, options)
+    return finetune(open_folder(source, Store(model_store)), tagged, held_out, recipe, options)
 
 
 @train.command("finetune-tasks")
@@ -258,7 +254,7 @@ def finetune_tokens(
     "--data", type=FOLDER, required=True, help="Folder of the files that the recipe names."
 )
 @store_option
-@run_command("TasksRecipe", None, "task_recipe")
+@run_command("TasksRecipe", None)
 def finetune_tasks(
     recipe: "TasksRecipe",
     options: "RunOptions",

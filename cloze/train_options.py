@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -116,9 +115,7 @@ def device_options(command: Command) -> Command:
     return device(threads(command))
 
 
-def run_command(
-    kind: str, default: str | None, module: str = "recipe"
-) -> Callable[[Command], Command]:
+def run_command(kind: str, default: str | None) -> Callable[[Command], Command]:
     """Make a function a command that runs a recipe and prints where its checkpoint is.
 
     The function gets the recipe and the options of the run before the command's own arguments.
@@ -126,7 +123,6 @@ def run_command(
     Args:
         kind: name of the recipe's type.
         default: name of the recipe that runs if the user names none; None: the user must.
-        module: module of ``cloze.export.train`` with the type.
     """
 
     def make(run: Callable[..., Path]) -> Command:
@@ -141,13 +137,12 @@ def run_command(
             license_name: str | None,
             **arguments: Any,
         ) -> None:
+            from cloze.export.train import recipe as recipes
             from cloze.export.train.device import is_main
-            from cloze.export.train.recipe_files import load_recipe
             from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
 
-            recipes = import_module(f"cloze.export.train.{module}")
-            settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            settings = recipes.load_recipe(recipe, getattr(recipes, kind), seed=seed)
             if "lora" in arguments:
                 settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)

@@ -13,16 +13,19 @@ from cloze.export.train.loop import train
 from cloze.export.train.optimisation import learning_rate, make_optimizer, optimizer_step
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.recipe import (
+    RECIPES,
     DistillRecipe,
     EmbedRecipe,
+    LabelsRecipe,
     Optimisation,
     PretrainRecipe,
     QuestionsRecipe,
+    TagsRecipe,
+    TasksRecipe,
     VocabularyRecipe,
+    load_recipe,
 )
-from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
-from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

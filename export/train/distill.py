@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.documents import fingerprint
 from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run
-from cloze.export.train.documents import fingerprint
 from cloze.export.train.folder import Folder, has_token_types, max_tokens, set_dropout
 from cloze.export.train.kept_embeddings import KeptEmbeddings
 from cloze.export.train.loop import train

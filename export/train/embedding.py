@@ -28,6 +28,10 @@ from transformers import (
 )
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.corpus import Corpus
+from cloze.export.measure.documents import fingerprint
+from cloze.export.measure.examples import SentenceObjective
+from cloze.export.measure.labels import EncodedRow
 from cloze.export.measure.metrics import spearman
 from cloze.export.measure.pairs import read_pairs, tokenize_pairs
 from cloze.export.train.adapters import add_low_rank
@@ -40,9 +44,6 @@ from cloze.export.train.batches import (
     shuffled_batches,
 )
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.corpus import Corpus
-from cloze.export.train.documents import fingerprint
-from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.folder import (
     MODULES,
     Folder,
@@ -50,10 +51,10 @@ from cloze.export.train.folder import (
     text_tokenizer,
 )
 from cloze.export.train.kept_embeddings import open_sentences
-from cloze.export.train.loop import batches_per_step, train
+from cloze.export.train.loop import Stopping, batches_per_step, train
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining, TextRecipe
-from cloze.export.train.rows import Row, model_inputs, outputs_of
+from cloze.export.train.rows import model_inputs, outputs_of
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.text_objective import run_corpus
@@ -221,7 +222,7 @@ class EmbeddingObjective:
         if not self._held_out:
             return {}
         sides, size = _sides(self._held_out), self._recipe.sequences
-        rows = [Row(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in sides]
+        rows = [EncodedRow(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in sides]
         embeddings = np.stack(
             outputs_of(self._sentences, rows, self.embed, size=size, max_tokens=self._max_tokens)
         )
@@ -299,7 +300,8 @@ def finetune_embedding(
         f"{recipe.contrastive_steps:,} contrastive steps; {len(pairs):,} scored pairs; "
         f"{objective.steps:,} steps in all"
     )
-    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
+    stopping = Stopping("spearman", recipe.patience) if recipe.patience else None
+    train(objective, options, seed=recipe.seed, optimisation=recipe.rates, stopping=stopping)
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
     title, read = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]

@@ -9,10 +9,10 @@ from accelerate import PartialState
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.documents import fingerprint, is_held_out, read_documents
+from cloze.export.measure.examples import SentenceObjective
 from cloze.export.train.batches import TextBatch, TextBatches
 from cloze.export.train.card import Run
-from cloze.export.train.documents import fingerprint, is_held_out, read_documents
-from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.folder import Folder, open_folder, position_embedding
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining, run_masked
@@ -146,7 +146,6 @@ def _learn_vocabulary(files: list[Path], recipe: PretrainRecipe, options: RunOpt
                 ),
                 size=vocabulary.size,
                 lowercase=vocabulary.lowercase,
-                min_frequency=vocabulary.min_frequency,
             )
             save_vocabulary(learnt, folder)
     return open_folder(str(folder))

@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from cloze.export.errors import Report, TrainError
+from cloze.export.measure.examples import SentenceObjective
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.folder import MODULES, Folder, max_tokens, position_embedding
 from cloze.export.train.kept_embeddings import KeptEmbeddings, open_sentences
-from cloze.export.train.recipe import MaskedTokens, PretrainRecipe
+from cloze.export.train.recipe import Pretraining, PretrainRecipe
 from cloze.export.train.run_options import RunOptions
 
 
@@ -127,7 +127,7 @@ def check_vocabulary(given: Folder, source: Folder, option: str) -> None:
 
 
 def kept_embeddings(
-    original: Folder, recipe: MaskedTokens, options: RunOptions
+    original: Folder, recipe: Pretraining, options: RunOptions
 ) -> KeptEmbeddings | None:
     """Return the embeddings of a folder as a target; None: the recipe does not keep them."""
     if not recipe.keep_embeddings:

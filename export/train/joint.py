@@ -5,6 +5,7 @@ section 3. The share of a task in the batches is in proportion to the square roo
 its set, so that small sets are not lost beside large ones.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from cloze.export.train.label_tasks import (
     main_figure,
     row_objective,
 )
-from cloze.export.train.loop import Objective, Stopping, batches_per_step, train
+from cloze.export.train.loop import Objective, batches_per_step, train
 from cloze.export.train.questions import (
     QUESTIONS_FIGURE,
     QuestionData,
@@ -139,10 +140,8 @@ def draw_tasks(sizes: Sequence[int], batches: int, seed: int) -> list[int]:
         if counts.max() > 1:
             counts[counts.argmax()] -= 1
             counts[task] = 1
-    drawn: list[int] = (
-        np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), counts)).tolist()
-    )
-    return drawn
+    tasks = np.repeat(np.arange(len(sizes)), counts)
+    return [int(task) for task in np.random.default_rng(seed).permutation(tasks)]
 
 
 class JointObjective:
@@ -154,12 +153,12 @@ class JointObjective:
         self._batches_per_step = batches_per_step(recipe.optimisation)
         batches = recipe.steps * self._batches_per_step
         self._task_of = draw_tasks([each.size for each in members], batches, recipe.seed)
-        counts = [0] * len(members)
+        seen: Counter[int] = Counter()
         self._number_in_task = []
         for task in self._task_of:
-            self._number_in_task.append(counts[task])
-            counts[task] += 1
-        self.batches = dict(zip([each.name for each in members], counts, strict=True))
+            self._number_in_task.append(seen[task])
+            seen[task] += 1
+        self.batches = [seen[task] for task in range(len(members))]
         """The number of batches of each task."""
 
     def batch(self, step: int, part: int) -> JointBatch:
@@ -210,13 +209,15 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
         for task, rows in zip(recipe.task, data, strict=True)
     ]
     objective = JointObjective(model, members, recipe)
-    for member in members:
-        options.report(
-            f"{member.name}: {member.size:,} rows, {objective.batches[member.name]:,} batches"
-        )
-    stopping = Stopping(MEAN, recipe.patience) if recipe.patience else None
+    for member, batches in zip(members, objective.batches, strict=True):
+        options.report(f"{member.name}: {member.size:,} rows, {batches:,} batches")
     step = train(
-        objective, options, seed=recipe.seed, optimisation=recipe.optimisation, stopping=stopping
+        objective,
+        options,
+        seed=recipe.seed,
+        optimisation=recipe.optimisation,
+        figure=MEAN,
+        patience=recipe.patience,
     )
     figures = {}
     for member in members:
@@ -232,8 +233,8 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
             options.report(f"{member.name}: {calibration}")
     sections = {head: each.model_dump(mode="json") for head, each in sets.items()}
     setattr(model.first.config, HEAD_SECTIONS, sections)
-    title, location = "An encoder fine-tuned for several tasks", source.location
-    run = Run(title, location, [source], files, recipe, options, step, figures)
+    title = "An encoder fine-tuned for several tasks"
+    run = Run(title, source, files, recipe, options, step, figures)
     tensors = model.first.state_dict() | model.head_tensors()
     return write_run(model.first, source.tokenizer, run, state_dict=tensors)
 

@@ -37,7 +37,7 @@ from cloze.export.train.card import Run, write_run
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.folder import Folder, max_tokens
 from cloze.export.train.label_data import LabelData, RowFiles, TagData, read_rows
-from cloze.export.train.loop import Stopping, batches_per_step, train
+from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.objectives import initialise
 from cloze.export.train.rows import Floats, Row, encode_rows, model_inputs, outputs_of
 from cloze.export.train.run_dir import acquire_run_dir
@@ -376,7 +376,7 @@ def labelled_model(
     if isinstance(sets, SequenceLabels):
         kind = AutoModelForSequenceClassification
         settings["problem_type"] = sets.problem_type
-    network, new = source.load(kind, seed, dropout, settings)
+    network, new = source.load(kind, seed=seed, dropout=dropout, **settings)
     if new:
         _begin_head(network, source)
     return network
@@ -431,14 +431,20 @@ def finetune_rows(
     batches = batches_per_step(recipe.optimisation)
     steps = max(1, recipe.epochs * len(data.learnt) // (recipe.sequences * batches))
     objective = row_objective(network, source, data, RowPlan(steps, batches, recipe.seed))
-    stopping = Stopping(main_figure(data), recipe.patience) if recipe.patience else None
-    step = train(objective, options, seed=recipe.seed, optimisation=recipe.rates, stopping=stopping)
+    step = train(
+        objective,
+        options,
+        seed=recipe.seed,
+        optimisation=recipe.rates,
+        figure=main_figure(data),
+        patience=recipe.patience,
+    )
     figures = {}
     if (calibration := objective.calibrate()) is not None:
         figures["calibration"] = str(calibration)
         options.report(str(calibration))
         calibrated = sets.calibrated(None, calibration.temperature)
         setattr(network.config, HEAD_SECTIONS, {head: calibrated.model_dump(mode="json")})
-    title, location = "An encoder fine-tuned for labels", source.location
-    run = Run(title, location, [source], files.all, recipe, options, step, figures)
+    title = "An encoder fine-tuned for labels"
+    run = Run(title, source, files.all, recipe, options, step, figures)
     return write_run(network, source.tokenizer, run)

@@ -138,13 +138,13 @@ def finetune_questions(
     )
     train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
     title = "An encoder fine-tuned for question answering"
-    run = Run(title, source.location, [source], files, recipe, options)
+    run = Run(title, source, files, recipe, options)
     return write_run(network, source.tokenizer, run)
 
 
 def questions_model(source: Folder, *, seed: int, dropout: float) -> PreTrainedModel:
     """Return the model with a head for the start and the end of an answer."""
-    return source.model(AutoModelForQuestionAnswering, seed=seed, dropout=dropout, num_labels=2)
+    return source.load(AutoModelForQuestionAnswering, seed=seed, dropout=dropout, num_labels=2)[0]
 
 
 def read_question_data(

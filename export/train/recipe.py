@@ -41,12 +41,6 @@ class Vocabulary(Table):
     min_frequency: Count = 2
 
 
-class VocabularyRecipe(Recipe):
-    """``cloze train vocab``."""
-
-    vocabulary: Vocabulary = Vocabulary()
-
-
 class Sizes(Table):
     """The sizes of the encoder.
 
@@ -247,16 +241,6 @@ class PretrainRecipe(TextRecipe):
     vocabulary: Vocabulary = Vocabulary()
     model: Sizes = Sizes()
     pretraining: Pretraining = Pretraining()
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> "PretrainRecipe":
-        for phase in self.phases:
-            if phase.tokens > self.model.max_tokens:
-                raise ValueError(
-                    f"a phase of {phase.tokens} tokens exceeds the model's max_tokens of "
-                    f"{self.model.max_tokens}"
-                )
-        return self
 
 
 class DistillRecipe(TextRecipe):

@@ -16,7 +16,7 @@ from cloze.export.train.adapters import add_low_rank
 from cloze.export.train.card import Run, write_run
 from cloze.export.train.folder import Folder
 from cloze.export.train.label_tasks import LabelRows, TagRows, read_rows
-from cloze.export.train.loop import Stopping, batches_per_step, train
+from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.objectives import initialise
 from cloze.export.train.questions import read_windows
 from cloze.export.train.recipe import LabelsRecipe, QuestionsRecipe, TagsRecipe
@@ -63,16 +63,21 @@ def finetune(
     batches = batches_per_step(recipe.optimisation)
     steps = max(1, recipe.epochs * len(task.rows) // (recipe.sequences * batches))
     objective = RowObjective(network, task, steps=steps, batches=batches, seed=recipe.seed)
-    stopping = Stopping(task.figure, recipe.patience) if recipe.patience else None
-    step = train(objective, options, seed=recipe.seed, optimisation=recipe.rates, stopping=stopping)
+    step = train(
+        objective,
+        options,
+        seed=recipe.seed,
+        optimisation=recipe.rates,
+        figure=task.figure,
+        patience=recipe.patience,
+    )
     figures = {}
     if (calibration := objective.calibrate()) is not None:
         figures["calibration"] = str(calibration)
         options.report(str(calibration))
         calibrated = sets[task.head].calibrated(None, calibration.temperature)
         setattr(network.config, HEAD_SECTIONS, {task.head: calibrated.model_dump(mode="json")})
-    title, location = "An encoder fine-tuned for one task", source.location
-    run = Run(title, location, [source], read, recipe, options, step, figures)
+    run = Run("An encoder fine-tuned for one task", source, read, recipe, options, step, figures)
     return write_run(network, source.tokenizer, run)
 
 
@@ -101,7 +106,7 @@ def model_of(
         TagRows.head: AutoModelForTokenClassification,
     }.get(head, AutoModelForQuestionAnswering)
     if sets is None:
-        return source.model(kind, seed=seed, dropout=dropout, num_labels=2)
+        return source.load(kind, seed=seed, dropout=dropout, num_labels=2)[0]
     names = [
         f"{each.name}/{label}" if sets.further else label
         for each in sets.sets
@@ -113,7 +118,7 @@ def model_of(
     }
     if isinstance(sets, SequenceLabels):
         settings["problem_type"] = sets.problem_type
-    network, new = source.load(kind, seed, dropout, settings)
+    network, new = source.load(kind, seed=seed, dropout=dropout, **settings)
     if new:
         _begin_head(network, source)
     return network

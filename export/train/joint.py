@@ -5,6 +5,7 @@ section 3. The share of a task in the batches is in proportion to the square roo
 its set, so that small sets are not lost beside large ones.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from cloze.export.train.card import Run, write_run
 from cloze.export.train.finetune import label_sets, model_of
 from cloze.export.train.folder import Folder
 from cloze.export.train.label_tasks import LabelRows, TagRows, read_rows
-from cloze.export.train.loop import Stopping, batches_per_step, train
+from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.questions import WindowRows, read_windows
 from cloze.export.train.recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
 from cloze.export.train.rows import RowObjective, TaskRows
@@ -114,10 +115,8 @@ def draw_tasks(sizes: Sequence[int], batches: int, seed: int) -> list[int]:
         if counts.max() > 1:
             counts[counts.argmax()] -= 1
             counts[task] = 1
-    drawn: list[int] = (
-        np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), counts)).tolist()
-    )
-    return drawn
+    tasks = np.repeat(np.arange(len(sizes)), counts)
+    return [int(task) for task in np.random.default_rng(seed).permutation(tasks)]
 
 
 class JointObjective:
@@ -128,15 +127,14 @@ class JointObjective:
         self._members, self.steps = members, recipe.steps
         self._batches_per_step = batches_per_step(recipe.optimisation)
         batches = recipe.steps * self._batches_per_step
-        self._task_of = draw_tasks(
-            [len(each.objective.task.rows) for each in members], batches, recipe.seed
-        )
-        counts = [0] * len(members)
+        sizes = [len(each.objective.task.rows) for each in members]
+        self._task_of = draw_tasks(sizes, batches, recipe.seed)
+        seen: Counter[int] = Counter()
         self._number_in_task = []
         for task in self._task_of:
-            self._number_in_task.append(counts[task])
-            counts[task] += 1
-        self.batches = dict(zip([each.name for each in members], counts, strict=True))
+            self._number_in_task.append(seen[task])
+            seen[task] += 1
+        self.batches = [seen[task] for task in range(len(members))]
         """The number of batches of each task."""
 
     def batch(self, step: int, part: int) -> JointBatch:
@@ -201,12 +199,16 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
         )
         members.append(Member(settings.name, one_of_task, settings.weight))
     objective = JointObjective(model, members, recipe)
-    for member in members:
+    for member, batches in zip(members, objective.batches, strict=True):
         rows = len(member.objective.task.rows)
-        options.report(f"{member.name}: {rows:,} rows, {objective.batches[member.name]:,} batches")
-    stopping = Stopping(MEAN, recipe.patience) if recipe.patience else None
+        options.report(f"{member.name}: {rows:,} rows, {batches:,} batches")
     step = train(
-        objective, options, seed=recipe.seed, optimisation=recipe.optimisation, stopping=stopping
+        objective,
+        options,
+        seed=recipe.seed,
+        optimisation=recipe.optimisation,
+        figure=MEAN,
+        patience=recipe.patience,
     )
     figures = {}
     for member in members:
@@ -217,8 +219,8 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
             options.report(f"{member.name}: {calibration}")
     sections = {head: each.model_dump(mode="json") for head, each in sets.items()}
     setattr(model.first.config, HEAD_SECTIONS, sections)
-    title, location = "An encoder fine-tuned for several tasks", source.location
-    run = Run(title, location, [source], files, recipe, options, step, figures)
+    title = "An encoder fine-tuned for several tasks"
+    run = Run(title, source, files, recipe, options, step, figures)
     tensors = model.first.state_dict() | model.head_tensors()
     return write_run(model.first, source.tokenizer, run, state_dict=tensors)
 

@@ -51,12 +51,6 @@ class Vocabulary(Table):
     lowercase: bool = True
 
 
-class VocabularyRecipe(Recipe):
-    """``cloze train vocab``."""
-
-    vocabulary: Vocabulary = Vocabulary()
-
-
 class Sizes(Table):
     """The sizes of the encoder, by default those of the "mini" BERT of Turc et al. 2019."""
 
@@ -223,16 +217,6 @@ class PretrainRecipe(TextRecipe):
     vocabulary: Vocabulary = Vocabulary()
     model: Sizes = Sizes()
     pretraining: Pretraining = Pretraining()
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
-        for phase in self.phases:
-            if phase.tokens > self.model.max_tokens:
-                raise ValueError(
-                    f"a phase of {phase.tokens} tokens exceeds the model's max_tokens of "
-                    f"{self.model.max_tokens}"
-                )
-        return self
 
 
 class DistillRecipe(TextRecipe):

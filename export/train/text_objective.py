@@ -59,6 +59,20 @@ class TextObjective:
         }
 
 
+def text_objective(
+    module: nn.Module, files: list[Path], recipe: TextRecipe, source: Folder, options: RunOptions
+) -> TextObjective:
+    """Return the objective of a run on the text of ``files``.
+
+    Args:
+        source: the folder with the tokenizer.
+    """
+    corpus = run_corpus(files, source.text, recipe.held_out, options)
+    batches = TextBatches(corpus.train, recipe, source)
+    held_out = held_out_batches(corpus.held_out, recipe, source, options.report)
+    return TextObjective(module, batches, held_out, options.device)
+
+
 def run_corpus(
     files: list[Path], text: Tokenizer, held_out: float, options: RunOptions
 ) -> PreparedCorpus:

@@ -26,7 +26,8 @@ Floats = NDArray[np.float32]
 Row = tuple[Ids, Ids]
 """Token ids and token types of a sequence, [S] each."""
 
-_BATCH = 64
+_BATCH_TOKENS = 8192
+"""Tokens per run of the model."""
 
 
 class Scorer(Protocol):
@@ -118,7 +119,7 @@ def run_rows(
 ) -> list[HeadOutputs]:
     """Return the results of sequences of any lengths, in order."""
     results: list[HeadOutputs] = [{}] * len(rows)
-    for group in equal_lengths([len(ids) for ids, _ in rows], _BATCH):
+    for group in _equal_lengths([len(ids) for ids, _ in rows]):
         batch = []
         for index in group:
             ids, types = rows[index]
@@ -147,9 +148,9 @@ def unit_embeddings(scorer: Scorer, rows: Sequence[Sequence[int]]) -> Floats:
     return unit
 
 
-def equal_lengths(lengths: Sequence[int], max_size: int) -> Iterator[list[int]]:
-    """Yield groups of indices of at most ``max_size`` examples of one length, shortest first."""
+def _equal_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield groups of indices of sequences of one length that one run takes, shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for _, group in groupby(order, key=lengths.__getitem__):
-        members = list(group)
-        yield from (members[at : at + max_size] for at in range(0, len(members), max_size))
+    for length, group in groupby(order, key=lengths.__getitem__):
+        members, size = list(group), max(1, _BATCH_TOKENS // length)
+        yield from (members[at : at + size] for at in range(0, len(members), size))

@@ -13,10 +13,9 @@ from tokenizers import Encoding, Tokenizer
 
 from cloze.export.errors import TrainError
 from cloze.export.measure.squad import Question
-from cloze.model_store.sequences import SpecialTokens, without_space
+from cloze.model_store.sequences import without_space
 
 MAX_ANSWER_TOKENS = 30
-_START_CANDIDATES = 20
 _CHUNK = 1000
 """Questions that are tokenized together."""
 
@@ -44,7 +43,6 @@ class Window:
 def make_windows(
     questions: Sequence[Question],
     text: Tokenizer,
-    special: SpecialTokens,
     *,
     tokens: int,
     stride: int,
@@ -60,7 +58,7 @@ def make_windows(
     Raises:
         TrainError: a window has no space for the paragraph.
     """
-    if question_tokens + special.pair_tokens + stride >= tokens:
+    if question_tokens + text.num_special_tokens_to_add(True) + stride >= tokens:
         raise TrainError(
             f"windows of {tokens} tokens leave no room beside {question_tokens} of the question "
             f"and a stride of {stride}"
@@ -68,10 +66,14 @@ def make_windows(
     windows: list[Window] = []
     for first in range(0, len(questions), _CHUNK):
         chunk = questions[first : first + _CHUNK]
+        text.enable_truncation(question_tokens)
         asked = text.encode_batch([each.question for each in chunk], add_special_tokens=False)
         pairs = [
-            (_cut(each.question, encoded, question_tokens), each.context)
-            for each, encoded in zip(chunk, asked, strict=True)
+            (
+                each.question[: cut.offsets[-1][1]] if cut.overflowing else each.question,
+                each.context,
+            )
+            for each, cut in zip(chunk, asked, strict=True)
         ]
         text.enable_truncation(tokens, stride=stride, strategy="only_second")
         encodings = text.encode_batch(pairs)
@@ -80,10 +82,6 @@ def make_windows(
             parts = [encoding, *encoding.overflowing]
             windows += (_window(number, questions[number], part) for part in parts)
     return windows
-
-
-def _cut(question: str, encoded: Encoding, tokens: int) -> str:
-    return question[: encoded.offsets[tokens - 1][1]] if len(encoded.ids) > tokens else question
 
 
 def _window(number: int, question: Question, encoding: Encoding) -> Window:
@@ -132,7 +130,7 @@ def best_guesses(
     null_scores = [np.inf] * len(questions)
     for window, rows in zip(windows, logits, strict=True):
         number, offsets = window.question, window.offsets
-        score, (first, last) = _best_span(rows, offsets[:, 0] >= 0)
+        score, (first, last) = best_span(rows, offsets[:, 0] >= 0)
         text = questions[number].context[offsets[first, 0] : offsets[last, 1]]
         best[number] = max(best[number], (score, text))
         null_scores[number] = min(null_scores[number], float(rows[0].sum()))
@@ -157,7 +155,7 @@ def answers_of(
     }
 
 
-def _best_span(
+def best_span(
     logits: NDArray[np.float32], in_context: NDArray[np.bool_]
 ) -> tuple[float, tuple[int, int]]:
     """Return the score and the tokens of the best span of at most `MAX_ANSWER_TOKENS` tokens.
@@ -166,11 +164,9 @@ def _best_span(
         logits: float32 [S, 2], start and end.
         in_context: bool [S], True for tokens of the paragraph.
     """
-    positions = np.flatnonzero(in_context)
-    starts = positions[np.argsort(-logits[positions, 0])[:_START_CANDIDATES]]
-    best = (-np.inf, (0, 0))
-    for start in starts:
-        ends = positions[(positions >= start) & (positions < start + MAX_ANSWER_TOKENS)]
-        end = ends[np.argmax(logits[ends, 1])]
-        best = max(best, (float(logits[start, 0] + logits[end, 1]), (int(start), int(end))))
-    return best
+    places = np.arange(len(logits))
+    lengths = 1 + places - places[:, None]  # [S, S], of the span from a row to a column
+    allowed = in_context[:, None] & in_context & (lengths > 0) & (lengths <= MAX_ANSWER_TOKENS)
+    scores = np.where(allowed, logits[:, :1] + logits[:, 1], -np.inf)
+    first, last = divmod(int(scores.argmax()), len(logits))
+    return float(scores[first, last]), (first, last)

@@ -12,14 +12,12 @@ from cloze.options import json_option, store_option
 from cloze.tables import print_rows, report
 from cloze.train_options import FILE, device_options, one_line_errors, open_device, precision_option
 
-crows_pairs_option = click.option(
-    "--crows-pairs", type=FILE, help="CrowS-Pairs, CSV. [default: fill-mask is not measured]"
-)
-
 
 @click.command()
 @click.argument("source")
-@crows_pairs_option
+@click.option(
+    "--crows-pairs", type=FILE, help="CrowS-Pairs, CSV. [default: fill-mask is not measured]"
+)
 @precision_option
 @json_option
 @store_option

@@ -4,39 +4,40 @@ Training packages are imported inside the commands, because a serving installati
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from cloze.model_store.store import Store
-from cloze.options import store_option
-from cloze.train_debias import debias, debias_embed
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
     FILE,
     FOLDER,
-    Command,
     corpus_option,
+    device_options,
+    files_option,
     license_option,
     lora_option,
     one_line_errors,
-    questions_option,
-    recipe_option,
+    open_device,
     required,
     run_command,
 )
 
 if TYPE_CHECKING:
+    from cloze.export.train.folder import Folder
     from cloze.export.train.recipe import (
         DistillRecipe,
         EmbedRecipe,
+        LabelsRecipe,
         PretrainRecipe,
         QuestionsRecipe,
+        TagsRecipe,
+        TasksRecipe,
     )
     from cloze.export.train.run_options import RunOptions
-    from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
+
+_MEASURED = "Rows to measure on, instead of the recipe's share of the others"
 
 
 @click.group()
@@ -54,36 +55,22 @@ def train() -> None:
 
 @train.command()
 @corpus_option
-@recipe_option("vocabulary")
-@click.option(
-    "--size", type=click.IntRange(32, 1_000_000), help="Tokens instead of the recipe's size."
-)
-@click.option("--cased/--uncased", default=None, help="Instead of the recipe's case.")
+@click.option("--size", type=click.IntRange(32, 1_000_000), default=12_000, help="Tokens.")
+@click.option("--cased/--uncased", default=False, help="Keep capitals and accents.")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the vocabulary.")
 @one_line_errors
-def vocab(
-    corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
-) -> None:
+def vocab(corpus: tuple[Path, ...], size: int, cased: bool, out: Path) -> None:
     """Learn a WordPiece vocabulary; write its tokenizer as transformers reads it.
 
     \b
     Example:
       cloze train vocab --corpus my.txt --size 8000 --out vocabulary
     """
-    from cloze.export.train.documents import read_documents
-    from cloze.export.train.recipe import VocabularyRecipe
-    from cloze.export.train.recipe_files import load_recipe
+    from cloze.export.measure.documents import read_documents
     from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
-    settings = load_recipe(recipe, VocabularyRecipe).vocabulary
-    size = size or settings.size
     files = required(corpus)
-    tokenizer = train_tokenizer(
-        lambda: read_documents(files),
-        size=size,
-        lowercase=settings.lowercase if cased is None else not cased,
-        min_frequency=settings.min_frequency,
-    )
+    tokenizer = train_tokenizer(lambda: read_documents(files), size=size, lowercase=not cased)
     save_vocabulary(tokenizer, out)
     click.echo(f"{size:,} tokens in {out}")
 
@@ -93,7 +80,7 @@ def vocab(
 @click.option(
     "--vocab",
     "vocabulary",
-    type=FOLDER,
+    metavar="FOLDER",
     help="Folder of `cloze train vocab`. [default: learn one from the text]",
     show_default=False,
 )
@@ -114,9 +101,9 @@ def pretrain(
     recipe: "PretrainRecipe",
     options: "RunOptions",
     corpus: tuple[Path, ...],
-    source: str | None,
-    embeddings_from: str | None,
-    vocabulary: Path | None,
+    source: "Folder | None",
+    embeddings_from: "Folder | None",
+    vocabulary: "Folder | None",
 ) -> Path:
     """Train a BERT on text, by default with masked tokens and next sentences.
 
@@ -126,28 +113,25 @@ def pretrain(
       cloze export my-run/checkpoint --name my-bert
       cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus b.txt --out further
     """
-    from cloze.export.train.folder import open_folder
     from cloze.export.train.pretrain import pretrain as run
 
-    given = {
-        "source": source,
-        "embeddings_from": embeddings_from,
-        "vocabulary": str(vocabulary) if vocabulary else None,
-    }
-    starts = {name: open_folder(folder) for name, folder in given.items() if folder}
-    return run(required(corpus), recipe, options, **starts)
+    return run(
+        required(corpus),
+        recipe,
+        options,
+        source=source,
+        embeddings_from=embeddings_from,
+        vocabulary=vocabulary,
+    )
 
 
 @train.command("finetune-qa")
 @click.argument("source")
-@questions_option("SQuAD 1.1 or 2.0")
+@files_option("questions", "SQuAD 1.1 or 2.0 format, also .xz", required=True)
 @lora_option
 @run_command("QuestionsRecipe", "finetune-qa")
 def finetune_qa(
-    recipe: "QuestionsRecipe",
-    options: "RunOptions",
-    source: str,
-    questions: tuple[Path, ...],
+    recipe: "QuestionsRecipe", options: "RunOptions", source: "Folder", questions: tuple[Path, ...]
 ) -> Path:
     """Fine-tune the checkpoint SOURCE for question answering.
 
@@ -155,56 +139,25 @@ def finetune_qa(
     Example:
       cloze train finetune-qa my-run/checkpoint --questions squad.json --out qa-run
     """
-    from cloze.export.train.folder import open_folder
-    from cloze.export.train.questions import finetune_questions
+    from cloze.export.train.finetune import finetune
 
-    return finetune_questions(open_folder(source), list(questions), recipe, options)
-
-
-labelled_option = click.option(
-    "--labelled",
-    multiple=True,
-    required=True,
-    type=FILE,
-    help="JSON Lines: text, label or labels, perhaps text_pair; also .xz; may be repeated.",
-)
-tagged_option = click.option(
-    "--tagged",
-    multiple=True,
-    required=True,
-    type=FILE,
-    help="JSON Lines: tokens and tags (IOB2); or columns: a word, its tag; may be repeated.",
-)
-
-
-def held_out_files(name: str) -> Callable[[Command], Command]:
-    """Return the option of the files of rows that a run is measured on."""
-    return click.option(
-        f"--held-out-{name}",
-        "held_out",
-        multiple=True,
-        type=FILE,
-        help="Rows to measure on. [default: the recipe's share of the others]",
-        show_default=False,
-    )
+    return finetune(source, questions, (), recipe, options)
 
 
 @train.command("finetune-classify")
 @click.argument("source")
-@labelled_option
-@held_out_files("labelled")
-@store_option
+@files_option("labelled", "JSON Lines: text, text_pair, label or labels; also .xz", required=True)
+@files_option("held-out-labelled", _MEASURED)
 @lora_option
-@run_command("LabelsRecipe", "finetune-classify", "task_recipe")
+@run_command("LabelsRecipe", "finetune-classify")
 def finetune_classify(
     recipe: "LabelsRecipe",
     options: "RunOptions",
-    source: str,
+    source: "Folder",
     labelled: tuple[Path, ...],
-    held_out: tuple[Path, ...],
-    model_store: Path,
+    held_out_labelled: tuple[Path, ...],
 ) -> Path:
-    """Fine-tune SOURCE, a checkpoint or bundle:NAME, for labels of texts or pairs.
+    """Fine-tune the checkpoint SOURCE for labels of texts or pairs.
 
     A label that is a string is one of several classes; a list of labels is any number of them; a
     number is predicted (regression).
@@ -213,58 +166,43 @@ def finetune_classify(
     Example:
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
-    from cloze.export.train.folder import open_folder
-    from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_rows
+    from cloze.export.train.finetune import finetune
 
-    folder = open_folder(source, Store(model_store))
-    return finetune_rows(folder, RowFiles(labelled, held_out), recipe, options)
+    return finetune(source, labelled, held_out_labelled, recipe, options)
 
 
 @train.command("finetune-tokens")
 @click.argument("source")
-@tagged_option
-@held_out_files("tagged")
-@store_option
+@files_option("tagged", "JSON Lines: tokens, tags (IOB2); or columns: word, tag", required=True)
+@files_option("held-out-tagged", _MEASURED)
 @lora_option
-@run_command("TagsRecipe", "finetune-tokens", "task_recipe")
+@run_command("TagsRecipe", "finetune-tokens")
 def finetune_tokens(
     recipe: "TagsRecipe",
     options: "RunOptions",
-    source: str,
+    source: "Folder",
     tagged: tuple[Path, ...],
-    held_out: tuple[Path, ...],
-    model_store: Path,
+    held_out_tagged: tuple[Path, ...],
 ) -> Path:
-    """Fine-tune SOURCE, a checkpoint or bundle:NAME, for tags of words, such as entities.
+    """Fine-tune the checkpoint SOURCE for tags of words, such as entities.
 
     \b
     Example:
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
-    from cloze.export.train.folder import open_folder
-    from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_rows
+    from cloze.export.train.finetune import finetune
 
-    folder = open_folder(source, Store(model_store))
-    return finetune_rows(folder, RowFiles(tagged, held_out), recipe, options)
+    return finetune(source, tagged, held_out_tagged, recipe, options)
 
 
 @train.command("finetune-tasks")
-@click.option(
-    "--from", "source", metavar="SOURCE", required=True, help="A checkpoint, or bundle:NAME."
-)
+@click.option("--from", "source", metavar="SOURCE", required=True, help="A checkpoint.")
 @click.option(
     "--data", type=FOLDER, required=True, help="Folder of the files that the recipe names."
 )
-@store_option
-@run_command("TasksRecipe", None, "task_recipe")
+@run_command("TasksRecipe", None)
 def finetune_tasks(
-    recipe: "TasksRecipe",
-    options: "RunOptions",
-    source: str,
-    data: Path,
-    model_store: Path,
+    recipe: "TasksRecipe", options: "RunOptions", source: "Folder", data: Path
 ) -> Path:
     """Fine-tune one encoder for all tasks of TASKS.toml at once.
 
@@ -274,10 +212,9 @@ def finetune_tasks(
     Example:
       cloze train finetune-tasks tasks.toml --from my-run/checkpoint --data data --out tasks-run
     """
-    from cloze.export.train.folder import open_folder
     from cloze.export.train.joint import finetune_tasks as run
 
-    return run(open_folder(source, Store(model_store)), data, recipe, options)
+    return run(source, data, recipe, options)
 
 
 @train.command("average")
@@ -301,20 +238,15 @@ def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> No
 
 @train.command("finetune-embed")
 @click.argument("source")
-@click.option(
-    "--pairs",
-    multiple=True,
-    type=FILE,
-    help="CSV without header: sentence, sentence, score; also .xz; may be repeated.",
-)
-@click.option("--held-out-pairs", multiple=True, type=FILE, help="Scored pairs to evaluate.")
+@files_option("pairs", "CSV without header: sentence, sentence, score; also .xz")
+@files_option("held-out-pairs", "Scored pairs to evaluate")
 @corpus_option
 @lora_option
 @run_command("EmbedRecipe", "finetune-embed")
 def finetune_embed(
     recipe: "EmbedRecipe",
     options: "RunOptions",
-    source: str,
+    source: "Folder",
     pairs: tuple[Path, ...],
     held_out_pairs: tuple[Path, ...],
     corpus: tuple[Path, ...],
@@ -328,29 +260,19 @@ def finetune_embed(
     Example:
       cloze train finetune-embed my-run/checkpoint --pairs pairs.csv --out embed-run
     """
-    from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
-    from cloze.export.train.folder import open_folder
+    from cloze.export.train.embedding import finetune_embedding
 
-    files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    return finetune_embedding(open_folder(source), files, recipe, options)
+    return finetune_embedding(
+        source, recipe, options, pairs=pairs, held_out_pairs=held_out_pairs, text=corpus
+    )
 
 
 @train.command()
-@click.argument("teacher")
+@click.argument("source", metavar="TEACHER")
 @corpus_option
-@click.option(
-    "--from",
-    "source",
-    metavar="STUDENT",
-    help="Continue this student instead of layers of TEACHER.",
-)
 @run_command("DistillRecipe", "distill")
 def distill(
-    recipe: "DistillRecipe",
-    options: "RunOptions",
-    teacher: str,
-    corpus: tuple[Path, ...],
-    source: str | None,
+    recipe: "DistillRecipe", options: "RunOptions", source: "Folder", corpus: tuple[Path, ...]
 ) -> Path:
     """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers.
 
@@ -359,12 +281,81 @@ def distill(
       cloze train distill my-run/checkpoint --corpus my.txt --out student-run
     """
     from cloze.export.train.distill import distill as run
-    from cloze.export.train.folder import open_folder
 
-    student = open_folder(source) if source else None
-    return run(open_folder(teacher), required(corpus), recipe, options, student)
+    return run(source, required(corpus), recipe, options)
 
 
-train.add_command(debias)
-train.add_command(debias_embed)
+_word_pairs = click.option(
+    "--word-pairs",
+    type=FILE,
+    help="Two words per line with a tab between them. [default: the package's, of men and women]",
+)
+
+
+@train.command()
+@click.argument("source")
+@corpus_option
+@_word_pairs
+@run_command("PretrainRecipe", "pretrain-further")
+def debias(
+    recipe: "PretrainRecipe",
+    options: "RunOptions",
+    source: "Folder",
+    corpus: tuple[Path, ...],
+    word_pairs: Path | None,
+) -> Path:
+    """Train the checkpoint SOURCE further on text and a copy of it with words exchanged.
+
+    Words such as "he" and "she" change places in the copy, so that the model learns both sentences.
+    `cloze audit` of both checkpoints measures what changed.
+
+    \b
+    Example:
+      cloze train debias my-run/checkpoint --corpus my.txt --out debiased
+    """
+    from cloze.export.train.pretrain import pretrain
+    from cloze.export.train.word_pairs import read_word_pairs, write_counterfactuals
+
+    augmented = options.run_dir / "counterfactuals.jsonl"
+    copies = write_counterfactuals(required(corpus), read_word_pairs(word_pairs), augmented)
+    options.report(f"{copies:,} documents have a counterfactual copy")
+    return pretrain([augmented], recipe, options, source=source)
+
+
+@train.command("debias-embed")
+@click.argument("source")
+@corpus_option
+@_word_pairs
+@click.option(
+    "--dimensions", type=click.IntRange(min=1), default=1, help="Number of directions to remove."
+)
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
+@device_options
+@one_line_errors
+def debias_embed(
+    source: str,
+    corpus: tuple[Path, ...],
+    word_pairs: Path | None,
+    dimensions: int,
+    out: Path,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Remove from the embeddings of the checkpoint SOURCE what tells the words of pairs apart.
+
+    The directions come from the sentences of the text that have such words. The new checkpoint has
+    a dense layer more, and only embeddings. `cloze audit` of both measures what changed.
+
+    \b
+    Example:
+      cloze train debias-embed my-run/checkpoint --corpus my.txt --out debiased
+    """
+    from cloze.export.train.debias import project
+    from cloze.export.train.word_pairs import read_word_pairs
+
+    opened = open_device(device, threads)
+    project(source, required(corpus), read_word_pairs(word_pairs), dimensions, out, opened)
+    click.echo(out)
+
+
 train.add_command(evaluate)

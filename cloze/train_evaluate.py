@@ -1,5 +1,6 @@
 """``cloze train evaluate``: measures a checkpoint or a bundle."""
 
+import tempfile
 from pathlib import Path
 
 import click
@@ -10,10 +11,9 @@ from cloze.model_store.store import Store
 from cloze.options import json_option, store_option
 from cloze.tables import print_rows, report
 from cloze.train_options import (
-    FILE,
     corpus_option,
     device_options,
-    held_out_option,
+    files_option,
     one_line_errors,
     open_device,
     precision_option,
@@ -23,23 +23,24 @@ from cloze.train_options import (
 @click.command()
 @click.argument("source")
 @corpus_option
-@click.option("--pairs", multiple=True, type=FILE, help="Scored pairs, CSV.")
-@click.option("--questions", multiple=True, type=FILE, help="SQuAD format.")
-@click.option("--labelled", multiple=True, type=FILE, help="Texts with labels; may be repeated.")
-@click.option("--tagged", multiple=True, type=FILE, help="Words with tags; may be repeated.")
+@files_option("pairs", "Scored pairs, CSV")
+@files_option("questions", "SQuAD format")
+@files_option("labelled", "Texts with labels")
+@files_option("tagged", "Words with tags")
 @click.option(
     "--label-set",
     metavar="NAME",
     help="A label set of the model. [default: the first with all labels of the file]",
     show_default=False,
 )
+@files_option("sentences", "Sentences with one [MASK], a tab, and accepted words")
 @click.option(
-    "--sentences",
-    multiple=True,
-    type=FILE,
-    help="Sentences with one [MASK], a tab, and accepted words.",
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Share of titles that training held out.",
 )
-@held_out_option(1.0, "")
 @click.option(
     "--sequences",
     type=click.IntRange(min=1),
@@ -77,18 +78,12 @@ def evaluate(
 ) -> None:
     """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs, questions and sentences.
 
-    The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
-    perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
-    pairs, exact match and F1 on questions. On labels: accuracy, macro F1,
-    Matthews' correlation; for several labels per text macro and micro F1; for numbers Pearson's and
-    Spearman's correlation. On tags: precision, recall and F1 of entities.
+    The figures depend on the tasks of SOURCE and on the given data: see docs/training.md.
 
     \b
     Example:
       cloze train evaluate my-run/checkpoint --corpus my.txt --held-out 0.01
     """
-    import tempfile
-
     from cloze.export.measure.evaluate import EvaluationData, open_subject
     from cloze.export.measure.evaluate import evaluate as measure
 

@@ -8,12 +8,12 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from cloze.export.errors import DataError, ExportError, TrainError
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Precision
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     import torch
 
 Command = Callable[..., Any]
+Option = Callable[[Command], Command]
 
 # Without existence checks: the code that opens a path reports errors, in one line.
 FILE = click.Path(path_type=Path)
 FOLDER = click.Path(path_type=Path)
 
-corpus_option = click.option(
-    "--corpus",
-    "corpus",
-    multiple=True,
-    type=FILE,
-    help="Text: plain or .jsonl (text, title), also .xz; may be repeated.",
-)
+
+def files_option(name: str, content: str, *, required: bool = False) -> Option:
+    """Return an option of any number of files."""
+    text = f"{content}; may be repeated."
+    return click.option(f"--{name}", multiple=True, type=FILE, required=required, help=text)
+
+
+corpus_option = files_option("corpus", "Text: plain or .jsonl (text, title), also .xz")
 
 
 def _checked_license(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
@@ -55,26 +57,6 @@ license_option = click.option(
 )
 
 
-def held_out_option(default: float, use: str) -> Callable[[Command], Command]:
-    """Return the option of the share of titles that a run held out."""
-    return click.option(
-        "--held-out",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=default,
-        show_default=True,
-        help=f"Share of titles that training held out{use}.",
-    )
-
-
-def recipe_option(default: str | None) -> Callable[[Command], Command]:
-    """Return the option of a run's recipe, or its argument if there is no default."""
-    if default is None:
-        return click.argument("recipe", metavar="TASKS.toml")
-    return click.option(
-        "--recipe", default=default, help="A TOML file, or the name of a recipe of the package."
-    )
-
-
 lora_option = click.option(
     "--lora",
     type=click.IntRange(1, 1024),
@@ -91,17 +73,6 @@ precision_option = click.option(
 )
 
 
-def questions_option(formats: str) -> Callable[[Command], Command]:
-    """Return the option of the files of questions, in these formats."""
-    return click.option(
-        "--questions",
-        multiple=True,
-        required=True,
-        type=FILE,
-        help=f"{formats} format, also .xz; may be repeated.",
-    )
-
-
 def device_options(command: Command) -> Command:
     """Add the options of where a command computes."""
     threads = click.option(
@@ -116,17 +87,19 @@ def device_options(command: Command) -> Command:
     return device(threads(command))
 
 
-def run_command(
-    kind: str, default: str | None, module: str = "recipe"
-) -> Callable[[Command], Command]:
+_FOLDERS = frozenset({"source", "embeddings_from", "vocabulary"})
+"""Arguments that name a checkpoint."""
+
+
+def run_command(kind: str, default: str | None) -> Option:
     """Make a function a command that runs a recipe and prints where its checkpoint is.
 
-    The function gets the recipe and the options of the run before the command's own arguments.
+    The function gets the recipe and the options of the run before the command's own arguments, of
+    which those that name a checkpoint are opened.
 
     Args:
         kind: name of the recipe's type.
         default: name of the recipe that runs if the user names none; None: the user must.
-        module: module of ``cloze.export.train`` with the type.
     """
 
     def make(run: Callable[..., Path]) -> Command:
@@ -141,47 +114,51 @@ def run_command(
             license_name: str | None,
             **arguments: Any,
         ) -> None:
+            from cloze.export.train import recipe as recipes
             from cloze.export.train.device import is_main
-            from cloze.export.train.recipe_files import load_recipe
+            from cloze.export.train.folder import open_folder
             from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
 
-            recipes = import_module(f"cloze.export.train.{module}")
-            settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            settings = recipes.load_recipe(recipe, getattr(recipes, kind), seed=seed)
             if "lora" in arguments:
                 settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)
-            speak = report if is_main() else _say_nothing
+            speak = report if is_main() else lambda _: None
             options = RunOptions(out, opened, speak, license=license_name)
+            for name in sorted(_FOLDERS & arguments.keys()):
+                if arguments[name]:
+                    arguments[name] = open_folder(arguments[name])
             with locked(out):
                 checkpoint = run(settings, options, **arguments)
             if is_main():
                 click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
 
-        out = click.option(
-            "--out",
-            type=FOLDER,
-            required=True,
-            help="Folder of the run; after a stop, the same command continues the run.",
-        )
-        seed = click.option(
-            "--seed",
-            type=click.IntRange(0, 2**32 - 1),
-            help="Seed instead of the recipe's seed.",
-        )
-        return recipe_option(default)(out(seed(device_options(license_option(command)))))
+        return _with_run_options(command, default)
 
     return make
 
 
-def _say_nothing(_: str) -> None:
-    """Receive the reports of a process that is not the main one."""
+def _with_run_options(command: Command, default: str | None) -> Command:
+    out = click.option(
+        "--out",
+        type=FOLDER,
+        required=True,
+        help="Folder of the run; after a stop, the same command continues the run.",
+    )
+    seed = click.option(
+        "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed instead of the recipe's seed."
+    )
+    recipe = click.option(
+        "--recipe", default=default, help="A TOML file, or the name of a recipe of the package."
+    )
+    if default is None:
+        recipe = click.argument("recipe", metavar="TASKS.toml")
+    return recipe(out(seed(device_options(license_option(command)))))
 
 
 def required(corpus: tuple[Path, ...]) -> list[Path]:
     """Return the files of text; raise if there is none."""
-    from cloze.export.errors import TrainError
-
     if not corpus:
         raise TrainError("there is no text: name a file with --corpus")
     return list(corpus)
@@ -206,16 +183,15 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**arguments: Any) -> None:
         try:
-            from cloze.export.errors import DataError, ExportError
-        except ModuleNotFoundError as error:
-            _fail_for_missing_module(error)
-        try:
             with _sigterm_as_ctrl_c():
                 command(**arguments)
         except (DataError, ExportError, StoreError) as error:
             fail(str(error))
         except ModuleNotFoundError as error:
-            _fail_for_missing_module(error)
+            fail(
+                f"training needs {error.name}, which the serving install leaves out; "
+                f"install it with: {install_command('train')}"
+            )
         except KeyboardInterrupt:
             fail(
                 "interrupted; what is saved is kept, the same command goes on from there", code=130
@@ -233,13 +209,6 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
             )
 
     return run
-
-
-def _fail_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
-    fail(
-        f"training needs {error.name}, which the serving install leaves out; install it with: "
-        f"{install_command('train')}"
-    )
 
 
 @contextmanager

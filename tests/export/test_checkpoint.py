@@ -463,7 +463,6 @@ DAMAGES = {
     "no layers of an ALBERT": (config(model_type="albert", num_hidden_layers=-3, num_hidden_groups=-3, embedding_size=8), "num_hidden_layers: Input should be greater than 0, got -3"),
     "no positions": (config(max_position_embeddings=2), "json: max_position_embeddings: Input should be greater than 2, got 2"),
     "no positions of a RoBERTa": (config(model_type="roberta", pad_token_id=1, max_position_embeddings=3), "max_position_embeddings: Input should be greater than 2, got 1 of 3"),
-    "dropout": (config(hidden_dropout_prob=1), "hidden_dropout_prob: Input should be less than 1, got 1"),
     "adapter": (tensors(lambda t: t.update({"bert.encoder.layer.0.adapter.weight": torch.zeros(1)})), "adapter.weight is part of the encoder"),
     "scales": (tensors(lambda t: t.update({DOWN + "_scale": torch.ones(1)})), "weight_scale is part of the encoder"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),

@@ -223,7 +223,7 @@ def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: P
 def test_the_runtime_does_not_fuse_what_is_slower_fused(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """See `DenseTrunk` for the times."""
+    """See `TrunkGraph` for the times."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     graph = GraphWriter(
         checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path

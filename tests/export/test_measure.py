@@ -20,7 +20,7 @@ from cloze.export.measure.masked_words import (
 )
 from cloze.export.measure.scorer import (
     MaskedRow,
-    head_arrays,
+    row_arrays,
     score_masks,
 )
 from cloze.export.publish import ExportOptions, export
@@ -161,8 +161,8 @@ def test_a_bundle_becomes_a_checkpoint_again(
     )
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_allclose(
-        head_arrays(checkpoint.scorer, "next_sentence", ids, zeros),
-        head_arrays(bundle.scorer, "next_sentence", ids, zeros),
+        row_arrays(checkpoint.scorer, "next_sentence", [(ids[0], zeros[0])]),
+        row_arrays(bundle.scorer, "next_sentence", [(ids[0], zeros[0])]),
         atol=1e-4,
     )
 

@@ -21,7 +21,7 @@ from cloze.cli import cli
 from cloze.export.check.verify import GraphUnderTest, verify
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.linear_ops import Fp32
+from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.session import CUDA, Session, open_session
 from cloze.export.graph.trunk import PackedTrunk
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
@@ -101,7 +101,7 @@ def test_folding_biases_is_exact(
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
     g.output(
-        model.encoder.write(PackedTrunk(Fp32(g)))[-1],
+        model.encoder.write(PackedTrunk(LinearOps(g)))[-1],
         "hidden",
         TensorProto.FLOAT,
         ["T", model.config.hidden_size],

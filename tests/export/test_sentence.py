@@ -26,7 +26,7 @@ from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection
+from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection, UnitLength
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.load.tokenizer import describe_tokenizer, lower_cased
@@ -295,7 +295,7 @@ def test_the_length_of_the_result_is_the_request_s_choice_and_no_step(tmp_path: 
     recipe = read(saved(tmp_path, "bert-plain", *modules)).recipe
     assert recipe is not None
     assert recipe.normalize
-    assert [step.kind for step in recipe.steps] == ["Normalize", "Dense"]
+    assert [type(step) for step in recipe.steps] == [UnitLength, Projection]
 
 
 def activation_of(folder: Path) -> str:
@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "number for a prompt": (lambda f: edit(f, "config_sentence_transformers.json", prompts={"query": 5}), "prompts must be texts by name, got {'query': 5}"),
     "no such prompt": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name="ask"), "default_prompt_name 'ask' is not one of the prompts"),
     "list for a name": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name=[]), r"default_prompt_name \[\] is not"),
-    "mask of tokens": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("pooling.Pooling", "x.MultiVectorMask")), "names a MultiVectorMask module, which is not supported"),
+    "mask of tokens": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("pooling.Pooling", "x.MultiVectorMask")), "names Transformer, MultiVectorMask, Dense, which is not supported"),
     "short limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length=2), "max_seq_length must be a number of at least 3, got 2"),
     "other calls": (lambda f: edit(f, "sentence_bert_config.json", processing_kwargs={"text": {"padding": True, "max_length": 9}}), "processing_kwargs text.max_length is not supported"),
     "other tokenizer": (lambda f: edit(f, "sentence_bert_config.json", tokenizer_name_or_path="x/y"), "tokenizer_name_or_path 'x/y' is not supported"),
@@ -410,5 +410,7 @@ def test_dense_before_pooling_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 64))
     listed = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([listed[0], listed[2], listed[1]]))
-    with pytest.raises(ExportError, match="puts Dense where it is not supported"):
+    with pytest.raises(
+        ExportError, match="names Transformer, Dense, Pooling, which is not supported"
+    ):
         read(folder)

@@ -87,7 +87,7 @@ SMALL: list[Provocation] = [
     ("/embed_all", {"inputs": "x", "truncate": "no"}),
     ("/embed_all", {"inputs": ["x", ""]}),
     ("/embed_all", {"inputs": ["a " * 200] * 300}),
-    # text-embeddings-inference's routes; tests/test_tei.py compares several hundred requests
+    # text-embeddings-inference's routes; tests/http/test_tei.py compares several hundred requests
     ("/rerank", {"query": "a"}),
     ("/rerank", {"query": "", "texts": ["a"]}),
     ("/rerank", {"query": "a", "texts": ["b", ""]}),

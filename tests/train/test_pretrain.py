@@ -5,7 +5,6 @@ The oracles are transformers and sentence-transformers, and the formulas of the 
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +29,10 @@ from transformers import (
 
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
+from cloze.export.measure.examples import UNPAIRED
 from cloze.export.publish import export
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.distill import Distillation, distill, kept_layers, make_student
-from cloze.export.train.examples import UNPAIRED
 from cloze.export.train.folder import open_folder
 from cloze.export.train.kept_embeddings import KeptEmbeddings, open_sentences, unmasked_texts
 from cloze.export.train.objectives import MaskedText, ReplacedTokens, run_masked
@@ -123,7 +122,6 @@ def batch_of(ids: Tensor, next_labels: tuple[int, ...] = ()) -> TextBatch:
         first_tokens=torch.tensor([9, 7, 9]),
         positions=CHOSEN,
         labels=torch.randint(5, 60, (len(CHOSEN),)),
-        spans=SPANS,
         next_labels=torch.tensor(next_labels, dtype=torch.int64),
     )
 
@@ -229,11 +227,12 @@ def test_kept_embeddings(trained: Path, tmp_path: Path, pooling: Any) -> None:
     assert ids[1].tolist()[7:] == [0, 0], "the second text is cut off"
     features = {"input_ids": ids, "attention_mask": mask.long()}
     ours, theirs = (model({**features})["sentence_embedding"] for model in (changed, original))
-    kept = KeptEmbeddings(original, 1000)
+    recipe = Pretraining(keep_embeddings=True, embedding_weight=7.0, embedding_tokens=1000)
+    kept = KeptEmbeddings(original, recipe)
     cosine = kept.cosine(changed[0].model.eval(), batch)
     torch.testing.assert_close(cosine, F.cosine_similarity(ours, theirs).mean())
     network = AutoModelForMaskedLM.from_pretrained(trained).eval()
-    module = MaskedText(network, Pretraining(keep_embeddings=True, embedding_weight=7.0), kept)
+    module = MaskedText(network, recipe, kept)
     loss, figures = module(batch)
     torch.testing.assert_close(loss, figures["masked_loss"] + 7 * (1 - figures["embedding_cosine"]))
 
@@ -387,20 +386,6 @@ def test_one_seed_gives_one_result(stories: Path, tmp_path: Path) -> None:
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_run_ends_with_guesses_at_the_text_itself(stories: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    options = RunOptions(tmp_path / "run", torch.device("cpu"), said.append)
-    pretrain([stories], tiny_recipe(steps=60), options)
-    words = set(re.findall(r"[a-z]+", stories.read_text().lower()))
-    shown = [line for line in said if "____" in line]
-    assert len(shown) == 4
-    for line in shown:
-        text, answer = line.split("\n")
-        assert np.mean([word in words for word in re.findall(r"[a-z]+", text)]) > 0.7, line
-        assert (was := re.search(r"was '(##)?(\w+|\W)', guessed \S+, \S+, \S+$", answer)), answer
-        assert was[2] in " ".join(words) or was[2] == "."
-
-
 # ---- runs from a model
 
 
@@ -434,42 +419,6 @@ def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_
         ids = AutoTokenizer.from_pretrained(folder)("an owl").input_ids
         assert ids == given.tokenizer("an owl").input_ids
         assert network(torch.tensor([ids])).logits.isfinite().all()
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
-def test_positions_are_added_as_copies(family: str, stories: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    save_source(family, source)
-    recipe = further(2).model_copy(
-        update={"model": Sizes(max_tokens=100), "phases": phases(2, tokens=90)}
-    )
-
-    def start(recipe: PretrainRecipe) -> Path:
-        options = run_options(tmp_path / "run")
-        return pretrain([stories], recipe, options, source=open_folder(str(source)))
-
-    if family == "modernbert":
-        with pytest.raises(TrainError, match="a modernbert has no position embeddings to copy"):
-            start(recipe)
-        return
-    given = 66 if family == "bert" else 64
-    for changed, line in (
-        (further(2).model_copy(update={"phases": phases(2, tokens=90)}), "adds positions"),
-        (recipe.model_copy(update={"model": Sizes(max_tokens=40)}), "positions are only added"),
-    ):
-        with pytest.raises(TrainError, match=line):
-            start(changed)
-    assert not (tmp_path / "run").exists(), "nothing was begun"
-    tables = [
-        load_file(folder / "model.safetensors")[f"{family}.embeddings.position_embeddings.weight"][
-            66 - given :
-        ]
-        for folder in (source, start(recipe))
-    ]
-    old, new = tables
-    assert len(new) == 100
-    torch.testing.assert_close(new[:given], old, atol=1e-6, rtol=0)
-    torch.testing.assert_close(new[given:], old[1 : 101 - given], atol=1e-6, rtol=0)
 
 
 def test_a_head_that_is_missing_is_made_or_refused(
@@ -561,7 +510,7 @@ def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: P
         ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are"),
         ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
         ({"pretraining": Pretraining(method="rtd", sentence="none")}, "not with replaced ones"),
-        ({"phases": phases(3, tokens=65)}, "a phase of 65 tokens exceeds the checkpoint's 64 pos"),
+        ({"phases": phases(3, tokens=65)}, "a phase of 65 tokens exceeds the model's 64 pos"),
     ],
 )
 def test_what_a_checkpoint_decides_is_not_asked_for(
@@ -628,7 +577,7 @@ def test_the_student_computes_as_the_kept_layers_of_the_teacher(stories: Path) -
     torch.testing.assert_close(student(ids).logits, teacher(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_student_agrees_and_goes_on(trained: Path, stories: Path, tmp_path: Path) -> None:
+def test_a_student_agrees(trained: Path, stories: Path, tmp_path: Path) -> None:
     teacher = open_folder(str(trained))
     first = distill(teacher, [stories], student_recipe(120), run_options(tmp_path / "first"))
     log = read_log(first.parent)
@@ -636,11 +585,6 @@ def test_a_student_agrees_and_goes_on(trained: Path, stories: Path, tmp_path: Pa
     assert log[-1]["held_out_agreement"] > 0.6
     tokenizer = AutoTokenizer.from_pretrained(first)
     assert "token_type_ids" not in tokenizer("an owl")
-    options = run_options(tmp_path / "second")
-    second = distill(teacher, [stories], student_recipe(1), options, open_folder(str(first)))
-    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
-    for name, weight in before.items():
-        torch.testing.assert_close(after[name], weight, atol=1e-6, rtol=0)
 
 
 def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:

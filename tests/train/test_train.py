@@ -1,6 +1,5 @@
 """The loop of training: steps, rates, averages, checkpoints, and the recipes of the package."""
 
-import re
 import tempfile
 from pathlib import Path
 
@@ -10,19 +9,21 @@ import torch
 from transformers import BertConfig, BertForPreTraining
 
 from cloze.export.train.loop import train
-from cloze.export.train.optimisation import learning_rate, make_optimizer, optimizer_step
-from cloze.export.train.progress import Progress, read_log
+from cloze.export.train.optimisation import make_optimizer, schedule_factor
+from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import (
+    RECIPES,
     DistillRecipe,
     EmbedRecipe,
+    LabelsRecipe,
     Optimisation,
     PretrainRecipe,
     QuestionsRecipe,
-    VocabularyRecipe,
+    TagsRecipe,
+    TasksRecipe,
+    load_recipe,
 )
-from cloze.export.train.recipe_files import RECIPES, load_recipe
-from cloze.export.train.run_options import Report, RunOptions, Schedule
-from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
+from cloze.export.train.run_options import RunOptions, Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,8 +34,8 @@ def quietly(_: str) -> None:
     """Nobody listens."""
 
 
-def run_options(run_dir: Path, schedule: Schedule, report: Report = quietly) -> RunOptions:
-    return RunOptions(run_dir, CPU, report, schedule)
+def run_options(run_dir: Path, schedule: Schedule) -> RunOptions:
+    return RunOptions(run_dir, CPU, quietly, schedule)
 
 
 class StopAt(RuntimeError):
@@ -47,7 +48,7 @@ FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
-    kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
+    kinds = {"pretrain": PretrainRecipe, "distill": DistillRecipe}
     special = {
         "finetune-qa": QuestionsRecipe,
         "finetune-embed": EmbedRecipe,
@@ -140,18 +141,14 @@ class _Walking:
 
 
 def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
-    objective, said = _Walking(), []
+    objective = _Walking()
     recipe = Optimisation(learning_rate=0.1, warmup=0.0, average=0.3, precision="fp32")
-    train(
-        objective, run_options(tmp_path, Schedule(log=1), said.append), seed=1, optimisation=recipe
-    )
+    train(objective, run_options(tmp_path, Schedule(log=1)), seed=1, optimisation=recipe)
     last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"])
     expected = np.mean([*objective.before[8:], last])  # after steps 8, 9 and 10
     assert float(objective.module.weight.detach()) == pytest.approx(expected, rel=1e-5)
     assert last < expected, "the weight falls, so its mean lies above"
-    assert objective.measured[-2:] == pytest.approx([last, expected], rel=1e-5)
     assert read_log(tmp_path)[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
-    assert "weights of the last 3 steps averaged" in said[-1]
     again = _Walking()
     train(again, run_options(tmp_path, Schedule(log=1)), seed=1, optimisation=recipe)
     assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), (
@@ -193,7 +190,7 @@ def test_embeddings_and_heads_have_their_own_learning_rates() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_rate: dict[tuple[float, float], set[str]] = {}
     for group in optimizer.param_groups:
-        key = (group["peak_learning_rate"], group["weight_decay"])
+        key = (group["initial_lr"], group["weight_decay"])
         by_rate[key] = {names[id(parameter)] for parameter in group["params"]}
     assert sum(map(len, by_rate.values())) == len(names), "each once"
     layers = {name for name in names.values() if name.startswith("bert.encoder.")}
@@ -206,46 +203,21 @@ def test_embeddings_and_heads_have_their_own_learning_rates() -> None:
     assert by_rate[2e-3, 0.0] == embeddings - tables
     heads = set(names.values()) - layers - embeddings
     assert by_rate[3e-3, 0.1] | by_rate[3e-3, 0.0] == heads
-    optimizer_step(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [
-        g["peak_learning_rate"] / 2 for g in optimizer.param_groups
-    ]
+
+
+def learning_rates(steps: int, recipe: Optimisation) -> list[float]:
+    """The rates of all steps."""
+    return [recipe.learning_rate * schedule_factor(step, steps, recipe) for step in range(steps)]
 
 
 def test_the_rate_is_constant_between_warm_up_and_decay() -> None:
     recipe = Optimisation(learning_rate=0.5, warmup=0.1, decay=0.2)
-    rates = [learning_rate(step, 1000, recipe) for step in range(1000)]
+    rates = learning_rates(1000, recipe)
     assert rates[49] == pytest.approx(0.25)
     assert rates[100:801] == [0.5] * 701
     assert rates[900] == pytest.approx(0.25)
     assert rates[-1] == pytest.approx(0.5 / 200)
     np.testing.assert_allclose(np.diff(rates[801:]), -0.5 / 200, rtol=1e-6)
-
-
-def test_contention_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two threads for ten seconds: 19 seconds of processor time are all there is to have, 8 are
-    not.
-    """
-    clock = iter([0.0, 0.0, 10.0, 20.0])
-    used = iter([0.0, 19.0, 27.0])
-    with monkeypatch.context() as patch:
-        patch.setattr("cloze.export.train.progress.time.monotonic", lambda: next(clock))
-        patch.setattr("cloze.export.train.progress.time.process_time", lambda: next(used))
-        progress = Progress(tmp_path, 0, 100_000, threads=2)
-        progress.log(1, {"loss": 1.0, "accuracy": 0.5}, tokens=1)
-        progress._bar.refresh()
-        assert "contended" not in capsys.readouterr().err
-        progress.log(2, {"loss": 1.0, "accuracy": 0.5}, tokens=1)
-        progress._bar.refresh()
-        assert "contended=40%" in capsys.readouterr().err
-        line = progress._bar.format_meter(**progress._bar.format_dict | {"ncols": 120})
-        bar = re.match(r"  0% ( +) 0/100000 ", line)
-        assert bar is not None, line
-        assert len(bar[1]) >= 20, "a terminal of 120 columns has room for a bar"
-    progress.close()
-    assert [line["cpu_share"] for line in read_log(tmp_path)] == [0.95, 0.4]
 
 
 def test_decay_spares_biases_and_layer_norms() -> None:
@@ -262,15 +234,12 @@ def test_decay_spares_biases_and_layer_norms() -> None:
 def test_the_learning_rate_rises_and_falls_in_straight_lines() -> None:
     for steps, warmup in ((10, 0.9), (10, 0.5), (30, 0.1), (100, 0.06), (7, 0.0)):
         recipe = Optimisation(learning_rate=0.5, warmup=warmup)
-        assert max(learning_rate(step, steps, recipe) for step in range(steps)) <= 0.5
+        assert max(learning_rates(steps, recipe)) <= 0.5
     recipe = Optimisation(learning_rate=0.5, warmup=0.1)
-    rates = [learning_rate(step, 1000, recipe) for step in range(1000)]
+    rates = learning_rates(1000, recipe)
     assert rates[0] == pytest.approx(0.005)
     assert max(rates) == pytest.approx(0.5)
     assert rates.index(max(rates)) in (99, 100)
     assert rates[-1] == pytest.approx(0.5 / 900)
     np.testing.assert_allclose(np.diff(rates[:99]), 0.005, rtol=1e-6)
     np.testing.assert_allclose(np.diff(rates[101:]), -0.5 / 900, rtol=1e-6)
-
-
-# ---- other objectives

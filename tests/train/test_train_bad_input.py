@@ -22,7 +22,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from cloze.cli import cli
-from cloze.export.train.recipe_files import RECIPES
+from cloze.export.train.recipe import RECIPES
 
 RECIPE = """
 seed = 1
@@ -155,7 +155,6 @@ def test_a_text_without_a_vocabulary(
 NO_PAIR = "the text is too short to make a single pair of sentences"
 ALONE = "next-sentence prediction needs at least 2 documents"
 UNKNOWN = "the vocabulary has no word of the text"
-NO_OBJECT = 'is not a JSON object with a "text"'
 PACKED = lzma.compress(LINE.encode() * 999)
 ALL_HELD_OUT = SINGLE.replace("held_out = 0.1", "held_out = 0.999999")
 NONE_HELD_OUT = ORDER.replace("held_out = 0.1", "held_out = 0.0")
@@ -168,19 +167,19 @@ BAD_TEXTS = [
     ("foreign.txt", "犬\n\n猫".encode(), SINGLE, UNKNOWN),
     ("mixed.txt", "犬 犬\n\na".encode(), NONE_HELD_OUT, UNKNOWN),
     ("held-out.txt", b"The king sang.\n", ALL_HELD_OUT, "no document is left"),
-    ("rubbish.txt", bytes(range(256)) * 9, RECIPE, "{file} is not UTF-8 text"),
-    ("zeros.txt", bytes(999), RECIPE, "{file} is not text: it holds a zero byte"),
+    ("latin.txt", b"a\n\xe9", RECIPE, "{file}, line 2 is not UTF-8 text"),
+    ("zeros.txt", bytes(999), RECIPE, "{file}, line 1 is not text: it holds a zero byte"),
     ("rubbish.txt.xz", bytes(range(256)) * 9, RECIPE, "{file} is no whole .xz file"),
     ("empty.txt.xz", b"", RECIPE, "{file} is no whole .xz file"),
     ("cut.jsonl.xz", PACKED[:-20], RECIPE, "{file} is no whole .xz file"),
-    ("not.jsonl", b"\n\nking\n", RECIPE, "{file}, line 3 " + NO_OBJECT),
-    ("list.jsonl", b"\n[1]\n", RECIPE, "{file}, line 2 " + NO_OBJECT),
-    ("key.jsonl", b'\n{"body": "a"}\n', RECIPE, "{file}, line 2 " + NO_OBJECT),
-    ("type.jsonl", b'{"text": 1}\n', RECIPE, '{file}, line 1: "text" and "title" must be strings'),
-    ("source.jsonl", b'{"text": "a", "source": 1}', RECIPE, '{file}, line 1: "source" must be a'),
-    ("deep.jsonl", b"[" * 99_999, RECIPE, "{file}, line 1 is not a JSON object"),
+    ("not.jsonl", b"\n\nking\n", RECIPE, "{file}, line 3: Invalid JSON: "),
+    ("list.jsonl", b"\n[1]\n", RECIPE, "{file}, line 2: Input should be an object, got [1]"),
+    ("key.jsonl", b'\n{"body": "a"}\n', RECIPE, "{file}, line 2: text: Field required"),
+    ("type.jsonl", b'{"text": 1}\n', RECIPE, "{file}, line 1: text: Input should be a valid "),
+    ("title.jsonl", b'{"text": "a", "title": 1}', RECIPE, "{file}, line 1: title: Input should "),
+    ("deep.jsonl", b"[" * 99_999, RECIPE, "{file}, line 1: Invalid JSON: recursion limit"),
     ("bytes.jsonl", b'\n{"text": "\xff"}\n', RECIPE, "{file}, line 2 is not UTF-8 text"),
-    ("half.jsonl", b'{"text": "a \\ud800"}\n', RECIPE, "{file}, line 1 is not UTF-8 text"),
+    ("half.jsonl", b'{"text": "a \\ud800"}\n', RECIPE, "{file}, line 1: Invalid JSON: "),
 ]
 
 
@@ -252,13 +251,12 @@ BAD_RECIPES = [
     ("layers = 1", "layers = true", f"model.layers: {INTEGER} True"),
     ("layers = 1", "layers = 1.5", f"model.layers: {INTEGER} 1.5"),
     ("seed = 1", "seed = [1]", f"seed: {INTEGER} [1]"),
-    ("seed = 1", f"seed = {2**32}", "seed: Input should be less than or equal to 4294967295, got "),
+    ("seed = 1", f"seed = {2**32}", "seed: Input should be less than 4294967296, got "),
     ("size = 120", "size = 31", "vocabulary.size: Input should be greater than or equal to 32, "),
     ("dropout = 0.1", "dropout = 1.5", "model.dropout: Input should be less than 1, got 1.5"),
     ("= 3e-3", "= nan", "optimisation.learning_rate: Input should be a finite number, got nan"),
     ("s = 4", "s = 99_999", "phases.0.sequences: Input should be less than or equal to 65536, got"),
     ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
-    ("tokens = 16", "tokens = 64", "a phase of 64 tokens exceeds the model's max_tokens of 32"),
     ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
     ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
     (
@@ -285,6 +283,11 @@ def test_a_bad_recipe(stories: Path, tmp_path: Path, old: str, new: str, message
     command = pretrain_command(tmp_path / "run", RECIPE.replace(old, new), stories)
     assert refused(*command).startswith(f"recipe.toml: {message}")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_phase_longer_than_the_model(stories: Path, tmp_path: Path) -> None:
+    command = pretrain_command(tmp_path / "run", RECIPE.replace("= 16", "= 64"), stories)
+    assert refused(*command) == "a phase of 64 tokens exceeds the model's 32 positions"
 
 
 def test_a_recipe_that_is_not_toml_or_not_there(stories: Path, tmp_path: Path) -> None:
@@ -361,13 +364,10 @@ def test_what_does_not_apply_to_a_start_is_said(
     """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the
     checkpoint has.
     """
-    other = tmp_path / "vocabulary"
-    assert train("vocab", "--corpus", stories, "--size", 110, "--out", other).exit_code == 0
     start_from = ["--from", finished / "checkpoint"]
     command = pretrain_command(tmp_path / "run", FURTHER, stories)
-    assert refused(*command, *start_from, "--vocab", other) == (
-        f"the vocabulary in {other} (110 tokens) is not the checkpoint's (120 tokens); leave --vocab out, or train from nothing"
-    )
+    given = ["--vocab", finished / "vocabulary"]
+    assert refused(*command, *start_from, *given).startswith("a vocabulary is given, but sizes")
     keeping = RECIPE.replace('sentence = "nsp"', 'sentence = "nsp"\nkeep_embeddings = true')
     assert refused(*pretrain_command(tmp_path / "run", keeping, stories)) == (
         "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
@@ -394,7 +394,7 @@ def test_what_does_not_apply_to_a_start_is_said(
 
 
 def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> None:
-    """By the recipe that the command has if none is given, and by its option."""
+    """Of as many tokens as the command has by default, and by its option."""
     command = ["vocab", "--corpus", stories, "--out", tmp_path / "vocabulary"]
     assert re.match(
         r"the text allows a vocabulary of \d+ tokens, 12,000 were asked for", refused(*command)
@@ -448,41 +448,21 @@ def test_a_try_that_failed_has_no_claim_on_its_folder(
     assert weights(done(folder, RECIPE, stories)) == weights(finished)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: whole[:-100],
-        lambda whole: whole[: len(whole) // 2],
-        lambda _: b"",
-        lambda _: bytes(range(256)) * 40,
-        lambda whole: whole[:200] + bytes(200) + whole[400:],
-    ],
-)
-def test_a_damaged_state(
-    copy: Path, finished: Path, stories: Path, damage: Callable[[bytes], bytes]
-) -> None:
-    file = copy / "state.pt"
-    file.write_bytes(damage(file.read_bytes()))
-    command = pretrain_command(copy, RECIPE, stories)
-    assert re.match(
-        rf"{re.escape(str(file))} is damaged \(\w+\); remove it to begin anew$", refused(*command)
-    )
+def test_a_damaged_state(copy: Path, finished: Path, stories: Path) -> None:
+    file, command = copy / "state.pt", pretrain_command(copy, RECIPE, stories)
+    whole, parts = file.read_bytes(), state(copy)
+    damages = [whole[:-100], b"", whole[:200] + bytes(200) + whole[400:]]
+    for other in ([1], {"step": 3}, parts | {"module": {"weight": torch.zeros(2)}}):
+        torch.save(other, file)
+        damages.append(file.read_bytes())
+    for content in damages:
+        file.write_bytes(content)
+        line = refused(*command)
+        assert line.startswith(f"{file} is damaged or of another model (")
+        assert line.endswith("); remove it to begin anew")
     file.unlink()
     assert train(*command).exit_code == 0, "what the line says helps"
     assert weights(copy) == weights(finished)
-
-
-def test_a_state_of_something_else(copy: Path, stories: Path) -> None:
-    file = copy / "state.pt"
-    whole = state(copy)
-    whole["module"] = {"weight": torch.zeros(2)}
-    for other, message in (
-        (whole, "is of another model"),
-        ({"step": 3}, "is damaged"),
-        ([1], "is damaged"),
-    ):
-        torch.save(other, file)
-        assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(f"{file} {message}")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": 1}'])
@@ -497,7 +477,7 @@ def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
     """What the summary says is there must be; without a whole summary the text is tokenized anew."""
     command = pretrain_command(copy, RECIPE, stories)
     message = f"the tokenized text in {copy / 'corpus'} is damaged (train); remove that folder"
-    for name in ("train.tokens", "train.sentences.npy", "train.documents.npy", "train.dtype"):
+    for name in ("train.tokens", "train.sentences.npy", "train.documents.npy"):
         file = copy / "corpus" / name
         whole = file.read_bytes()
         for cut in (2, len(whole) - 2):
@@ -533,7 +513,8 @@ BAD_QUESTIONS = [
     (None, "{file}: no such file"),
     (b'{"data": []}', "there are no questions in {file}"),
     (b"", "{file} is not in SQuAD's format: JSONDecodeError"),
-    (bytes(range(256)), "{file} is not in SQuAD's format: "),
+    (bytes(range(256)), "{file}, line 1 is not text: it holds a zero byte"),
+    (b"\xff", "{file}, line 1 is not UTF-8 text: "),
     (b"[]", "{file} is not in SQuAD's format: TypeError"),
     (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "{file} is not in SQuAD's format: KeyError"),
     (squad(question=None), "{file} is not in SQuAD's format: AttributeError"),
@@ -631,14 +612,14 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_teacher_that_cannot_teach_and_a_student_of_another(
+def test_a_teacher_that_cannot_teach(
     finished: Path, checkpoints: dict[str, Path], stories: Path, tmp_path: Path
 ) -> None:
     teacher, recipe = finished / "checkpoint", tmp_path / "recipe.toml"
 
-    def line(teacher: Path, content: str = DISTILL_RECIPE, *given: object) -> str:
+    def line(teacher: Path, content: str = DISTILL_RECIPE) -> str:
         recipe.write_text(content)
-        command = ("distill", teacher, "--corpus", stories, *given)
+        command = ("distill", teacher, "--corpus", stories)
         return refused(*command, *options(recipe, tmp_path / "run"))
 
     assert line(checkpoints["bert-qa"]) == (
@@ -650,11 +631,6 @@ def test_a_teacher_that_cannot_teach_and_a_student_of_another(
     assert line(teacher, DISTILL_RECIPE.replace('"none"', '"nsp"')).startswith(
         "recipe.toml: pretraining: distillation learns from single texts with masked tokens: set "
     )
-    assert line(teacher, DISTILL_RECIPE, "--from", teacher) == (
-        f"{teacher} is no student of this teacher: it is a bert, not a distilbert"
-    )
-    other = checkpoints["distilbert"]
-    assert line(teacher, DISTILL_RECIPE, "--from", other).startswith(f"the vocabulary in {other} (")
     assert {file.name for file in (tmp_path / "run").iterdir()} == {"lock", "owner"}, "not begun"
 
 
@@ -799,10 +775,7 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on(
     assert weights(folder) == weights(undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_before_the_first_step(
-    stories: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path) -> None:
     """While the text is read: at once, and nothing half done is taken for done."""
     long_text = tmp_path / "long.txt"
     long_text.write_text(stories.read_text() * 100)
@@ -810,7 +783,7 @@ def test_an_interruption_before_the_first_step(
     process = start(pretrain_command(folder, RECIPE, long_text))
     assert process.stderr is not None
     assert process.stderr.readline() == "learning a vocabulary of 120 tokens\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (
@@ -832,7 +805,7 @@ def full_disk(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("free", [0, 1_000, 2_000, 4_000, 8_000, 20_000, 50_000])
+@pytest.mark.parametrize("free", [0, 2_000, 8_000, 50_000])
 def test_a_disk_that_is_full_from_the_start(
     finished: Path, stories: Path, tmp_path: Path, free: int
 ) -> None:
@@ -899,12 +872,9 @@ def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> Non
     torch.save(kept, folder / "state.pt")
     before = (folder / "state.pt").read_bytes()
     line = refused(*pretrain_command(folder, LONG, stories))
-    found = re.fullmatch(
-        r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+); (.*); try a lower learning_rate",
-        line,
-    )
+    found = re.match(r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+)", line)
     assert found, line
-    assert found[4] == f"the checkpoint in {folder} is kept"
+    assert line.endswith(f"; the checkpoint in {folder} is kept; try a lower learning_rate")
     assert kept["step"] < int(found[3]) <= kept["step"] + 100
     assert (folder / "state.pt").read_bytes() == before
     assert all(

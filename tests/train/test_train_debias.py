@@ -1,5 +1,6 @@
 """Debiasing: exchanged words, a projection that sentence-transformers and a bundle compute, losses."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,13 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 from cloze.cli import cli
 from cloze.export.errors import TrainError
 from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.measure.documents import is_held_out, read_documents
 from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.debias import bias_directions, project
-from cloze.export.train.documents import is_held_out, read_documents
 from cloze.export.train.word_pairs import WordPairs, read_word_pairs, write_counterfactuals
 from cloze.model_store.store import Store
 from tests.support import tiny
-from tests.support.training import write_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,36 +147,27 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
-def changes(table: str) -> dict[str, list[float]]:
-    """The columns before and after of a printed table, by figure."""
-    rows = [line.rsplit(maxsplit=3) for line in table.splitlines() if line.count("  ")]
-    assert rows[0] == ["figure", "before", "after", "change"]
-    return {name.strip(): [float(before), float(after)] for name, before, after, _ in rows[1:]}
+def measured(checkpoint: Path, *data: object) -> dict[str, float]:
+    options = ("--json", "--device", "cpu")
+    return json.loads(run("train", "evaluate", checkpoint, *data, *options))
 
 
 def test_training_goes_on_with_the_copies(source: Path, text: Path, tmp_path: Path) -> None:
-    recipe, crows = tmp_path / "recipe.toml", tmp_path / "crows.csv"
+    recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
-    crows.write_text("sent_more,sent_less\nhe was in,she was in\nthe man was,the woman was\n")
-    options = ("--corpus", text, "--recipe", recipe, "--crows-pairs", crows, "--device", "cpu")
-    figures = changes(run("train", "debias", source, *options, "--out", tmp_path / "run"))
-    assert {"crows-pairs, all", "fill_mask_whole_word_top1"} <= figures.keys()
-    before, after = figures["fill_mask_whole_word_perplexity"]
-    assert after < before
-    checkpoint = tmp_path / "run" / "checkpoint"
-    assert "## Before and after" in (checkpoint / "README.md").read_text()
+    options = ("--corpus", text, "--recipe", recipe, "--device", "cpu")
+    run("train", "debias", source, *options, "--out", tmp_path / "run")
+    checkpoint, key = tmp_path / "run" / "checkpoint", "fill_mask_whole_word_perplexity"
+    held_out = ("--corpus", text, "--held-out", 0.2)
+    assert measured(checkpoint, *held_out)[key] < measured(source, *held_out)[key]
+    assert "| data | counterfactuals.jsonl |" in (checkpoint / "README.md").read_text()
     assert load_checkpoint(str(checkpoint)).model.masked_lm is not None
 
 
-def test_a_projection_is_measured_and_exported(source: Path, text: Path, tmp_path: Path) -> None:
-    out, pairs = tmp_path / "out", write_pairs(tmp_path / "pairs.csv")
-    options = ("--corpus", text, "--pairs", pairs, "--device", "cpu")
-    table = run("train", "debias-embed", source, *options, "--out", out)
-    assert table.splitlines()[-1] == str(out)
-    figures = changes(table)
-    assert sum(name.startswith("weat") for name in figures) == 8
-    before, after = figures["sts_spearman"]
-    assert f"| sts_spearman | {before:.4f} | {after:.4f} |" in (out / "README.md").read_text()
+def test_a_projection_is_exported(source: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--corpus", text, "--device", "cpu")
+    assert run("train", "debias-embed", source, *options, "--out", out).splitlines()[-1] == str(out)
     run("export", out, "--name", "debiased", "--model-store", tmp_path)
     rows = [[2, 5, 6, 7, 3], [2, 9, 3]]
     bundle, checkpoint = (

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import BertWordPieceTokenizer, Tokenizer
 from transformers import AutoConfig, AutoModel
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.load.tokenizer_files import SPECIAL_TOKENS, wordpiece
+from cloze.export.load.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
@@ -110,7 +110,7 @@ def random_checkpoint(config: EncoderConfig, folder: Path) -> None:
 
 def random_tokenizer(size: int) -> Tokenizer:
     """Return a tokenizer of `size` tokens."""
-    return wordpiece(_vocabulary(size), {}, SPECIAL_TOKENS, lowercase=True)
+    return Tokenizer.from_str(BertWordPieceTokenizer(_vocabulary(size)).to_str())
 
 
 def _vocabulary(size: int) -> dict[str, int]:

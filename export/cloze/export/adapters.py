@@ -57,11 +57,7 @@ class AdaptedModel:
         Raises:
             ExportError: a target names no linear layer of the encoder.
         """
-        family = FAMILIES[model.config.family]
-        parts = {
-            family.without_prefix(theirs): tuple(_linear(model, name) for name in names)
-            for theirs, names in packed_layers(model).items()
-        }
+        parts = _packed_layers(model)
         chosen: dict[str, tuple[nn.Linear, ...]] = {}
         for target in targets:
             matching = {
@@ -85,11 +81,7 @@ class AdaptedModel:
         return {layer: number for number, layer in enumerate(layers)}
 
     def describe(self, graphs: Mapping[Precision, Graph], folder: Path) -> AdapterSupport:
-        """Return the section of the manifest; write the tensors of the base's heads.
-
-        Args:
-            graphs: the graphs with adapters.
-        """
+        """Return the section of the manifest; write the tensors of the base's heads."""
         family, numbers = FAMILIES[self.model.config.family], self.numbers
         heads = _heads(family)
         tensors = self._tensors_of_heads(heads)
@@ -202,27 +194,27 @@ class AdaptedModel:
         )
 
 
-def _linear(model: Model, name: str) -> nn.Linear:
-    return cast(nn.Linear, model.get_submodule(name))
-
-
-def packed_layers(model: Model) -> dict[str, list[str]]:
-    """Return the names of transformers' linear modules -> our names of the layers packed in each.
+def _packed_layers(model: Model) -> dict[str, tuple[nn.Linear, ...]]:
+    """Return the names of transformers' linear modules -> our layers that each has as one.
 
     Adapters name modules, not the tensors of files, which some families name otherwise. A layer
     that stands twice has its first name.
     """
-    family, config = FAMILIES[model.config.family], model.config
-    rows = {
-        f"{name}.weight": torch.empty(module.out_features, 0)
+    linears = {
+        f"{name}.weight": module
         for name, module in model.encoder.named_modules(prefix="encoder")
         if isinstance(module, nn.Linear)
     }
+    packed: dict[str, tuple[str, list[str]]] = {}
+    for rule in FAMILIES[model.config.family].rules(model.config):
+        for layer in range(model.config.layers):
+            theirs = rule.theirs.replace("*", str(layer)).replace("{p}", "weight")
+            ours = [target.name for target in rule.read(theirs)]
+            for name in ours:
+                packed.setdefault(name, (theirs.removesuffix(".weight"), ours))
     return {
-        theirs.removesuffix(".weight"): [
-            target.name.removesuffix(".weight") for target in family.read(theirs, config)
-        ]
-        for theirs in family.write(rows, config, of_modules=True)
+        theirs: tuple(linears[name] for name in ours)
+        for theirs, ours in (packed[name] for name in linears)
     }
 
 

@@ -14,14 +14,12 @@ from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, HeadSpec
 from cloze.export.graph.adapted import AdaptedFp32, AdaptedInt8, LowRankInputs
 from cloze.export.graph.builder import GraphBuilder, StoredWeight
-from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
-from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
+from cloze.export.graph.linear_ops import Fp16, InputScale, Int8, LinearOps
+from cloze.export.graph.trunk import PackedTrunk, TrunkGraph
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.heads.head import HeadGraph, HeadSetup, flat_rows
 from cloze.export.heads.masked_lm import MaskedLMHead
-from cloze.export.heads.next_sentence import NextSentenceHead
-from cloze.export.heads.span import SpanHead
 from cloze.model_store.adapter_section import HIDDEN, HIDDEN_ROWS
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, PackedBatch
 from cloze.model_store.heads import HEADS, GraphSpec, Head
@@ -35,26 +33,8 @@ LAYOUTS = {
 }
 """The layout of each precision. fp32 and int8 are for a CPU, fp16 is for CUDA."""
 
-GRAPH_FILES = {
-    Precision.FP32: "dense.onnx",
-    Precision.INT8: "dense-int8.onnx",
-    Precision.FP16: "packed-fp16.onnx",
-}
-WEIGHTS_FILES = {
-    Precision.FP32: "weights.bin",
-    Precision.INT8: "weights-int8.bin",
-    Precision.FP16: "weights-fp16.bin",
-}
-
-ADAPTED_FILES = {
-    Precision.FP32: "dense-adapters.onnx",
-    Precision.INT8: "dense-int8-adapters.onnx",
-}
-ADAPTED_WEIGHTS = {
-    Precision.FP32: "weights-adapters.bin",
-    Precision.INT8: "weights-int8-adapters.bin",
-}
-"""Vectors that only a graph with adapters has; all other weights are those of the plain graphs."""
+SUFFIXES = {Precision.FP32: "", Precision.INT8: "-int8", Precision.FP16: "-fp16"}
+"""What the names of the files of each precision end with."""
 
 _HEAD_SIZE_STEP, _LARGEST_HEAD_SIZE = 8, 256
 """The flash kernel takes attention heads of multiples of 8 numbers, up to 256."""
@@ -68,8 +48,6 @@ class Model(nn.Module):
     """
 
     masked_lm: MaskedLMHead | None
-    next_sentence: NextSentenceHead | None
-    span: SpanHead | None
 
     def __init__(
         self,
@@ -97,9 +75,8 @@ class Model(nn.Module):
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, H]; see `Encoder.forward`."""
-        hidden: Tensor = self.encoder(input_ids, token_type_ids, attention_mask)
-        return hidden
+        """Return the hidden states [B, S, H]; see `Encoder.states`."""
+        return self.encoder(input_ids, token_type_ids, attention_mask)  # type: ignore[no-any-return]
 
     def parameter_count(self) -> int:
         """Return the number of parameters, tied parameters counted once."""
@@ -150,7 +127,8 @@ def hidden_states(
         torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
         for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
     )
-    return model.encoder.states(ids, types, _attention_mask(batch, device)).flatten(1, 2)
+    states = model.encoder.states(ids, types, _attention_mask(batch, device))
+    return torch.stack(states).flatten(1, 2)
 
 
 def _attention_mask(batch: Sequence[Encoding], device: torch.device | None) -> Tensor | None:
@@ -206,14 +184,11 @@ class GraphWriter:
 
     @torch.no_grad()
     def write(
-        self,
-        precision: Precision = Precision.FP32,
-        adapted: Collection[nn.Linear] | None = None,
+        self, precision: Precision = Precision.FP32, adapted: Collection[nn.Linear] | None = None
     ) -> Graph:
         """Write a graph of a precision, and its weights that are not stored yet.
 
         Args:
-            precision: fp32 or int8 if the graph takes adapters.
             adapted: the layers that adapters may change, in the order of the graph's inputs; None:
                 the graph takes no adapters.
 
@@ -226,10 +201,10 @@ class GraphWriter:
         config, layout = self._model.config, LAYOUTS[precision]
         g = GraphBuilder(half=self._weights is not Weights.FP32)
         linear_ops = self._linear_ops(g, precision, is_adapted=adapted is not None)
-        if isinstance(linear_ops, AdaptedFp32 | AdaptedInt8):
+        if isinstance(linear_ops, AdaptedFp32):
             groups = [group.linears for group in self._model.encoder.products().values()]
             linear_ops.low_rank = LowRankInputs(g, adapted or (), groups)
-        trunk = (PackedTrunk if layout is Layout.PACKED else DenseTrunk)(linear_ops)
+        trunk = (PackedTrunk if layout is Layout.PACKED else TrunkGraph)(linear_ops)
         modules = {
             head.name: head_module(self._model, self._recipe, head.name) for head in self._heads
         }
@@ -244,8 +219,8 @@ class GraphWriter:
             EXPORT_HEADS[name].write(module, graph)
         if adapted is not None:
             graph.output(graph.gather(HIDDEN_ROWS), HIDDEN, H=config.hidden_size)
-        file = GRAPH_FILES[precision] if adapted is None else ADAPTED_FILES[precision]
-        weights_file = WEIGHTS_FILES[precision] if adapted is None else ADAPTED_WEIGHTS[precision]
+        suffix = SUFFIXES[precision] + ("" if adapted is None else "-adapters")
+        file, weights_file = f"{layout.value}{suffix}.onnx", f"weights{suffix}.bin"
         self._stored |= g.save(self._folder / file, self._folder / weights_file, self._stored)
         return Graph(
             file=file,
@@ -257,16 +232,15 @@ class GraphWriter:
         )
 
     def _linear_ops(self, g: GraphBuilder, precision: Precision, *, is_adapted: bool) -> LinearOps:
-        integers = self._weights is Weights.INT8
-        stored = self._scales if integers else None
         match precision:
             case Precision.INT8:
-                return (AdaptedInt8 if is_adapted else Int8)(g, self._scales, integers=integers)
+                kind: type[LinearOps] = AdaptedInt8 if is_adapted else Int8
             case Precision.FP16:
                 _check_head_size(self._model.config)
-                return Fp16(g, stored)
+                kind = Fp16
             case Precision.FP32:
-                return (AdaptedFp32 if is_adapted else Fp32)(g, stored)
+                kind = AdaptedFp32 if is_adapted else LinearOps
+        return kind(g, self._scales, integers=self._weights is Weights.INT8)
 
 
 def _check_head_size(config: EncoderConfig) -> None:

@@ -19,10 +19,11 @@ from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.measure.texts import GateTexts
-from cloze.export.model import ADAPTED_FILES, GraphWriter, Model, TorchScorer
+from cloze.export.model import LAYOUTS, GraphWriter, Model, TorchScorer
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head, multi_vector, span
 from cloze.model_store.heads.multi_vector import LateInteraction
+from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import (
     Architecture,
     BundleSpec,
@@ -242,7 +243,7 @@ def _write_adapted(
     """Write and verify the graphs that take adapters."""
     graphs = {}
     for precision in (Precision.FP32, *job.options.lower_precisions):
-        if precision not in ADAPTED_FILES:
+        if LAYOUTS[precision] is not Layout.DENSE:
             continue
         graph = writer.write(precision, adapted.numbers)
         session = open_session(folder / graph.file, graph.layout)

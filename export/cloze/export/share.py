@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cloze.export.errors import ExportError, Report
 from cloze.export.families import FAMILIES
+from cloze.export.heads import EXPORT_HEADS
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.load.sentence_transformers import encoder_folder
+from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.load.source import read_settings, read_tensors, weight_files
 from cloze.model_store.heads.label_sets import HEAD_SECTIONS
 from cloze.model_store.peft import (
@@ -64,18 +65,10 @@ def share(
     bundle = _find_bundle(checkpoint, base, store, report)
     _write(checkpoint, head, folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    weights = weight_files(encoder_folder(checkpoint.folder))
+    weights = weight_files(SentenceTransformersFolder.read(checkpoint.folder).encoder)
     saved = sum(file.stat().st_size for file in weights) - size
-    by_name = {one.name: one.task for one in checkpoint.heads}
-    return Shared(bundle, by_name[head], folder, size, saved)
+    return Shared(bundle, EXPORT_HEADS[head].head.task, folder, size, saved)
 
-
-_TASK_TYPES: Final = {
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "span": "QUESTION_ANS",
-}
-"""PEFT's names of tasks, by the name of the head."""
 
 _NO_TARGETS: Final = "dummy-target-modules"
 """PEFT's name of no module, in an adapter that has only heads."""
@@ -84,13 +77,13 @@ _NO_TARGETS: Final = "dummy-target-modules"
 def _write(checkpoint: Checkpoint, head: str, folder: Path) -> None:
     """Write the head's tensors as the checkpoint has them, with its labels and its card."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = encoder_folder(checkpoint.folder)
+    source = SentenceTransformersFolder.read(checkpoint.folder).encoder
     prefix = FAMILIES[checkpoint.model.config.family].prefix
     tensors = _head_tensors(checkpoint, head, read_tensors(weight_files(source)))
     is_hub = checkpoint.source.kind == "hub"
     adapter = {
         "peft_type": "LORA",
-        "task_type": _TASK_TYPES[head],
+        "task_type": EXPORT_HEADS[head].task_type,
         "base_model_name_or_path": checkpoint.source.location
         if is_hub
         else str(checkpoint.folder.resolve()),
@@ -137,7 +130,8 @@ def _head_tensors(
 
 
 def _choose_head(checkpoint: Checkpoint, task: str | None) -> str:
-    tasks = {head.task: head.name for head in checkpoint.heads if head.name in _TASK_TYPES}
+    heads = [head for head in checkpoint.heads if EXPORT_HEADS[head.name].task_type]
+    tasks = {head.task: head.name for head in heads}
     if task is not None and task not in tasks:
         offered = ", ".join(tasks) or "none"
         raise ExportError(f"a head for {task} cannot be shared; the checkpoint has: {offered}")

@@ -58,8 +58,8 @@ class ElementwiseNorm(nn.Module):
 class TrigramEmbeddings(Embeddings):
     """Embeddings of the next token, the token and the one before, projected to the hidden size.
 
-    Beyond the ends of a text, and in place of padding, the neighbours are vectors of zeros. The
-    projection is added to the embeddings of positions and types, which have the hidden size.
+    Beyond the ends of a text, the neighbours are vectors of zeros. The projection is added to the
+    embeddings of positions and types, which have the hidden size.
     """
 
     position: nn.Embedding
@@ -75,23 +75,16 @@ class TrigramEmbeddings(Embeddings):
         self.projection = nn.Linear(3 * config.embedding_width, size)
         self.norm = ElementwiseNorm(size)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Embed a batch; see `Embeddings.forward`."""
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """See `Embeddings`."""
         words: Tensor = self.word(input_ids)
-        if attention_mask is not None:
-            words = words * attention_mask[..., None]
         after, before = F.pad(words[:, 1:], (0, 0, 0, 1)), F.pad(words[:, :-1], (0, 0, 1, 0))
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
         x = self.projection(torch.cat([after, words, before], dim=-1))
         x = x + self.position(positions) + self.token_type(token_type_ids)
-        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+        return self.norm(x)  # type: ignore[no-any-return]
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -189,7 +182,6 @@ class BottleneckLayer(EncoderLayer):
         )
         self.expand = nn.Linear(config.bottleneck, config.hidden_size)
         self.output_norm = ElementwiseNorm(config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
 
     def _networks(self) -> list[tuple[str, FeedForward]]:
         """Return the feed-forward networks with their names."""
@@ -215,7 +207,7 @@ class BottleneckLayer(EncoderLayer):
         narrow = self.attention_norm(attended + narrow)
         for network in self.networks:
             narrow = network(narrow)
-        return self.output_norm(self.dropout(self.expand(narrow)) + x)  # type: ignore[no-any-return]
+        return self.output_norm(self.expand(narrow) + x)  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""

@@ -113,7 +113,6 @@ class EncoderConfig:
     type_vocab_size: Annotated[int, Field(ge=0, le=MAX_WIDTH)]
     activation: str = "gelu"
     layer_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-12
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     embedding_size: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None
     layer_groups: Annotated[int, Field(gt=0, le=MAX_LAYERS)] | None = None
     group_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1

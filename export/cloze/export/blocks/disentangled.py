@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig, RelativePositions
 from cloze.export.blocks.encoder import Embeddings
-from cloze.export.blocks.layer import ACTIVATIONS, Layer, SelfAttention, attend, split_heads
+from cloze.export.blocks.layer import ACTIVATIONS, Layer, SelfAttention, split_heads
 from cloze.export.blocks.relative_bias import Distances
 from cloze.export.graph.builder import FUSED, GraphBuilder, layer_norm
 from cloze.export.graph.trunk import TrunkGraph
@@ -72,12 +73,10 @@ class PositionTable(Distances):
         self.norm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if self.sizes.norm else None
         )
-        self.dropout = nn.Dropout(config.dropout)
 
     def table(self) -> Tensor:
         """Return the embeddings [2 K, H] of the buckets."""
-        rows = self.rows.weight if self.norm is None else self.norm(self.rows.weight)
-        return self.dropout(rows)  # type: ignore[no-any-return]
+        return self.rows.weight if self.norm is None else self.norm(self.rows.weight)
 
     def forward(self, tokens: int) -> Tensor:
         """Return int [S, S], the row of `table` for each query and key of ``tokens`` tokens."""
@@ -100,7 +99,6 @@ class PositionTable(Distances):
         tokens have. The projected positions are constants.
 
         Args:
-            trunk: the graph.
             operand: name of queries or keys [B, N, S, d].
             name: name of the projected positions.
             linear: the layer that projects positions.
@@ -245,7 +243,7 @@ class DisentangledAttention(SelfAttention):
             scores = scores + products * self.scale
         if attention_mask is not None:
             scores = scores.masked_fill(~attention_mask[:, None, None, :], -torch.inf)
-        context = attend((query, key, value), scores, self.scale)
+        context = F.scaled_dot_product_attention(query, key, value, scores, scale=self.scale)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _write_context(
@@ -311,7 +309,7 @@ class ConvolvedLayer(DisentangledLayer):
         if attention_mask is not None:
             x = x * attention_mask[..., None]
         mixed = self.convolution(x.transpose(1, 2)).transpose(1, 2)
-        mixed = self.convolution_activation.forward(self.dropout(mixed))
+        mixed = self.convolution_activation.forward(mixed)
         return self.convolution_norm(output + mixed)  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
@@ -347,16 +345,10 @@ class ProjectedEmbeddings(Embeddings):
         narrow = config.embedding_size
         self.projection = nn.Linear(narrow, size, bias=False) if narrow else None
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None,
-        attention_mask: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """See `Embeddings`."""
         x = self._sum(input_ids, token_type_ids)
-        x = x if self.projection is None else self.projection(x)
-        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+        return self.norm(x if self.projection is None else self.projection(x))  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph) -> str:
         """See `Embeddings`."""

@@ -36,28 +36,11 @@ class Embeddings(nn.Module):
         )
         self.norm = make_norm(config, width)
         self.projection = nn.Linear(width, config.hidden_size) if config.embedding_size else None
-        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None,
-        attention_mask: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        """Embed a batch.
-
-        Args:
-            input_ids: int [B, S].
-            token_type_ids: int [B, S]; None: all 0.
-            attention_mask: bool [B, S], True for real tokens, for embeddings that depend on the
-                neighbours of a token; None: all tokens are real.
-
-        Returns:
-            The embeddings [B, S, H].
-        """
-        x = self._sum(input_ids, token_type_ids)
-        x = self.dropout(self.norm(x))
-        return x if self.projection is None else self.projection(x)  # type: ignore[no-any-return]
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """Return the embeddings [B, S, H] of tokens, int [B, S]; without types, all are 0."""
+        x: Tensor = self.norm(self._sum(input_ids, token_type_ids))
+        return x if self.projection is None else self.projection(x)
 
     def _sum(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """Return the sum of the embeddings [B, S, E]; see `forward`."""
@@ -143,39 +126,32 @@ class Encoder(nn.Module):
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Encode a batch.
-
-        Args:
-            input_ids: int [B, S], S at most ``config.max_positions``.
-            token_type_ids: int [B, S]; None: all 0. A family without token types ignores them.
-            attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
-
-        Returns:
-            The hidden states [B, S, H].
-        """
-        x: Tensor = self.embeddings(input_ids, token_type_ids, attention_mask)
-        bias = self._bias(input_ids)
-        for layer in self.layers:
-            x = layer(x, attention_mask, bias)
-        return x if self.final_norm is None else self.final_norm(x)
+        """Return the hidden states [B, S, H] after the last layer; see `states`."""
+        return self.states(input_ids, token_type_ids, attention_mask)[-1]
 
     def states(
         self,
         input_ids: Tensor,
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return the embeddings and the output of each layer, [N, B, S, H]; see `forward`."""
+    ) -> list[Tensor]:
+        """Encode a batch.
+
+        Args:
+            input_ids: int [B, S], S at most ``config.max_positions``.
+            token_type_ids: int [B, S]; None: all 0. A family without token types ignores them.
+            attention_mask: bool [B, S], True for tokens to which others attend; None: all.
+
+        Returns:
+            The embeddings and the output of each layer, N times [B, S, H].
+        """
         states = [self.embeddings(input_ids, token_type_ids)]
-        bias = self._bias(input_ids)
+        bias = None if self.relative_bias is None else self.relative_bias(input_ids.shape[1])
         for layer in self.layers:
             states.append(layer(states[-1], attention_mask, bias))
         if self.final_norm is not None:
             states[-1] = self.final_norm(states[-1])
-        return torch.stack(states)
-
-    def _bias(self, input_ids: Tensor) -> Tensor | None:
-        return None if self.relative_bias is None else self.relative_bias(input_ids.shape[1])
+        return states
 
     def named_layers(self) -> list[tuple[str, EncoderLayer]]:
         """Return each layer in order with its name, which is that of its first place."""

@@ -108,10 +108,7 @@ class SelfAttention(nn.Module):
     rotary: Rotary | None
 
     def __init__(
-        self,
-        config: EncoderConfig,
-        rotary: Rotary | None = None,
-        window: Window | None = None,
+        self, config: EncoderConfig, rotary: Rotary | None = None, window: Window | None = None
     ) -> None:
         super().__init__()
         self.window = window
@@ -152,7 +149,8 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
         band = None if self.window is None else self.window.mask(x.shape[1], x.device)
-        context = attend((query, key, value), _mask(attention_mask, bias, band))
+        mask = _mask(attention_mask, bias, band)
+        context = F.scaled_dot_product_attention(query, key, value, mask)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def products(self) -> dict[str, ProductGroup]:
@@ -232,30 +230,6 @@ def _mask(
     return bias.masked_fill(~keys, -torch.inf)
 
 
-def attend(
-    operands: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return `F.scaled_dot_product_attention`, on a CPU in fp32 at least.
-
-    There, the backward pass of bf16 takes three times as long as that of fp32 (torch 2.13).
-    Weights are not dropped, only hidden states: drawing them took half of a step on a CPU.
-
-    Args:
-        operands: queries, keys and values [B, N, S, H / N].
-        mask: what is added to the scores, or the keys that count; None: nothing, all.
-        scale: the factor of the scores; None: that of the paper.
-    """
-    if operands[0].device.type != "cpu" or operands[0].dtype is torch.float64:
-        return F.scaled_dot_product_attention(*operands, mask, scale=scale)
-    with torch.autocast("cpu", enabled=False):
-        query, key, value = (operand.float() for operand in operands)
-        if mask is not None and mask.is_floating_point():
-            mask = mask.float()
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
-
-
 def make_norm(config: EncoderConfig, width: int | None = None) -> nn.LayerNorm:
     """Return a norm of the hidden states, or of rows of another width."""
     size, has_bias = width or config.hidden_size, config.has_bias("norm")
@@ -288,10 +262,7 @@ class Layer(EncoderLayer):
     gate: nn.Linear | None
 
     def __init__(
-        self,
-        config: EncoderConfig,
-        rotary: Rotary | None = None,
-        window: Window | None = None,
+        self, config: EncoderConfig, rotary: Rotary | None = None, window: Window | None = None
     ) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
@@ -302,7 +273,6 @@ class Layer(EncoderLayer):
         self.down = nn.Linear(inner, size, config.has_bias("down"))
         self.output_norm = make_norm(config)
         self.activation = ACTIVATIONS[config.activation]
-        self.dropout = nn.Dropout(config.dropout)
 
     def products(self) -> dict[str, ProductGroup]:
         """Return the matrix products, by the name of each group's first layer."""
@@ -316,8 +286,8 @@ class Layer(EncoderLayer):
         self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
         """Transform the hidden states [B, S, H]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask, bias)))
-        output: Tensor = self.output_norm(x + self.dropout(self._feed_forward(x)))
+        x = self.attention_norm(x + self.attention(x, attention_mask, bias))
+        output: Tensor = self.output_norm(x + self._feed_forward(x))
         return output
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -352,3 +322,45 @@ class Layer(EncoderLayer):
     def _activate(self, trunk: TrunkGraph, product: str, name: str, linear: nn.Linear) -> str:
         bias = "" if linear.bias is None else trunk.linear_ops.vector(f"{name}.bias", linear.bias)
         return self.activation.write(trunk.g, product, bias)
+
+
+class PreNormLayer(Layer):
+    """A layer whose norms stand before attention and the feed-forward network (pre-norm).
+
+    Source: Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture". The first
+    layer of an encoder has no norm before attention, because the embeddings are normalised.
+
+    Args:
+        is_first: whether the layer is the first one.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        rotary: Rotary | None = None,
+        window: Window | None = None,
+        *,
+        is_first: bool,
+    ) -> None:
+        super().__init__(config, rotary, window)
+        if is_first:
+            self.attention_norm = nn.Identity()
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Transform the hidden states [B, S, H]."""
+        x = x + self.attention(self.attention_norm(x), attention_mask, bias)
+        output: Tensor = x + self._feed_forward(self.output_norm(x))
+        return output
+
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
+        entering = x
+        if isinstance(self.attention_norm, nn.LayerNorm):
+            entering = trunk.norm(x, f"{name}.attention_norm", self.attention_norm)
+        attended, output_bias = self.attention.write(trunk, name, entering, bias)
+        x = trunk.residual(attended, x, output_bias, f"{name}.attention")
+        entering = trunk.norm(x, f"{name}.output_norm", self.output_norm)
+        down = self._write_feed_forward(trunk, name, entering)
+        return trunk.residual(down, x, self.down.bias, f"{name}.down")

@@ -40,12 +40,7 @@ class Distances(nn.Module, ABC):
 
 
 class RelativeBias(Distances):
-    """One number per head and bucket of distances, added to the scores of every layer.
-
-    Args:
-        heads: number of attention heads.
-        positions: the longest sequence.
-    """
+    """One number per head and bucket of distances, added to the scores of every layer."""
 
     def __init__(self, heads: int, positions: int) -> None:
         super().__init__()

@@ -77,8 +77,6 @@ class Window:
 
         Args:
             operands: names of queries, keys and values [B, S, H].
-            heads: N.
-            width: d.
 
         Returns:
             The name of the attended states [B, S, H].

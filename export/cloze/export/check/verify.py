@@ -25,18 +25,12 @@ from cloze.export.heads.head import SampleSizes
 from cloze.export.load.checkpoint import Checkpoint
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
-from cloze.export.model import Model, hidden_states, torch_outputs
+from cloze.export.model import SUFFIXES, Model, hidden_states, torch_outputs
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head
 from cloze.model_store.layouts import Int32, Layout
 from cloze.model_store.manifest import Gate, Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
-
-GOLDEN_FILES = {
-    Precision.FP32: "golden.json",
-    Precision.INT8: "golden-int8.json",
-    Precision.FP16: "golden-fp16.json",
-}
 
 TOLERANCES = {Precision.FP32: 1e-4, Precision.INT8: 0.25, Precision.FP16: 0.03}
 """The largest accepted errors.
@@ -122,8 +116,8 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
     session = session or open_session(folder / graph.file, graph.layout)
     longest = subject.max_tokens
     rng = np.random.default_rng(0)
-    tolerance, golden_file = TOLERANCES[graph.precision], GOLDEN_FILES[graph.precision]
-    tolerances = [tolerance]
+    golden_file = f"golden{SUFFIXES[graph.precision]}.json"
+    tolerances = [TOLERANCES[graph.precision]]
     worst: dict[str, float] = {}
     golden = []
     all_heads = [head.name for head in subject.heads]
@@ -145,11 +139,7 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
         cell = f"{alone[0] if alone else 'no head'} alone"
         tolerances.append(_compare(session, subject, case, cell, worst))
     (folder / golden_file).write_text(json.dumps(golden))
-    return Parity(
-        tolerance=max(tolerances),
-        max_error=worst,
-        golden_file=golden_file,
-    )
+    return Parity(tolerance=max(tolerances), max_error=worst, golden_file=golden_file)
 
 
 def grid(longest: int, window: int | None) -> list[tuple[int, int]]:
@@ -199,11 +189,7 @@ def _compare(
 def _rounding_tolerance(
     subject: GraphUnderTest, case: _Case, outputs: Arrays, problem: str
 ) -> float:
-    """Return the tolerance of a case if the graph rounds little worse than torch does in fp32.
-
-    Raises:
-        ExportError: the graph is further from the exact outputs, or torch's own are far from them.
-    """
+    """Return the tolerance of a case if the graph rounds little worse than torch does in fp32."""
     checkpoint = subject.checkpoint
     model, recipe = deepcopy((checkpoint.model, checkpoint.recipe))
     for module in (model, *recipe.steps):

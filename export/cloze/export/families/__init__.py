@@ -1,4 +1,4 @@
-"""One module per model family: how its checkpoints are read and written, and of which blocks.
+"""The model families: how the checkpoints of each are read, and of which blocks.
 
 To add a family, write a module with a `FAMILY` and add it to `BUILT_IN`. No other module names one.
 A family of another package is an entry point of the group `GROUP`; it is never part of a bundle or
@@ -14,7 +14,6 @@ from typing import Final
 from cloze.export.families import (
     albert,
     bert,
-    camembert,
     deberta_v2,
     distilbert,
     electra,
@@ -25,7 +24,6 @@ from cloze.export.families import (
     mpnet,
     nomic_bert,
     roberta,
-    xlm_roberta,
 )
 from cloze.export.families.family import Family, HeadSpec, WordPieceKind
 from cloze.model_store.error_lines import first_line
@@ -34,22 +32,22 @@ GROUP: Final = "cloze.families"
 """The group of entry points whose objects are families of other packages."""
 
 BUILT_IN: Final[Mapping[str, Family]] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        bert,
-        distilbert,
-        roberta,
-        xlm_roberta,
-        camembert,
-        ernie,
-        mpnet,
-        electra,
-        albert,
-        mobilebert,
-        nomic_bert,
-        gte,
-        deberta_v2,
-        modernbert,
+    family.name: family
+    for family in (
+        bert.FAMILY,
+        distilbert.FAMILY,
+        roberta.FAMILY,
+        roberta.XLM_ROBERTA,
+        roberta.CAMEMBERT,
+        ernie.FAMILY,
+        mpnet.FAMILY,
+        electra.FAMILY,
+        albert.FAMILY,
+        mobilebert.FAMILY,
+        nomic_bert.FAMILY,
+        gte.FAMILY,
+        deberta_v2.FAMILY,
+        modernbert.FAMILY,
     )
 }
 """The model families of this package by the ``model_type`` of ``config.json``."""

@@ -9,12 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_RULES,
-    TOKEN_HEADS,
-    read_sizes,
-)
+from cloze.export.families import bert
 from cloze.export.families.family import Family, HeadSpec, Rename, Rule
 
 _LAYER_NAMES: Final = {
@@ -30,7 +25,7 @@ _LAYER_NAMES: Final = {
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`.
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`.
 
     Embeddings are projected even if they have the hidden size.
     """
@@ -40,7 +35,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
             f"num_hidden_groups {groups} is more than num_hidden_layers "
             f"{config['num_hidden_layers']}"
         )
-    return read_sizes(
+    return bert.read_sizes(
         "albert",
         {"hidden_act": "gelu_new"} | dict(config),
         layers=config["num_hidden_layers"] * inner,
@@ -73,7 +68,7 @@ def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
     for number, place in enumerate(_passes(config)):
         first.setdefault(place, number)
     return (
-        *EMBEDDING_RULES,
+        *bert.EMBEDDING_RULES,
         Rename("encoder.embedding_hidden_mapping_in.{p}", "encoder.embeddings.projection.{p}"),
         *(
             Rename(
@@ -104,9 +99,9 @@ FAMILY: Final = Family(
         "sequence_classification": HeadSpec(
             {"albert.pooler.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
         ),
-        **TOKEN_HEADS,
+        **bert.TOKEN_HEADS,
     },
     class_prefix="Albert",
-    defaults=DEFAULTS,
+    defaults=bert.DEFAULTS,
     sentencepiece_class="AlbertTokenizer",
 )

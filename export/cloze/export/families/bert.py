@@ -8,7 +8,14 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind, layer_rules
+from cloze.export.families.family import (
+    Family,
+    HeadSpec,
+    Rename,
+    WordPieceKind,
+    layer_rules,
+    refuse_settings,
+)
 
 DEFAULTS: Final = {
     "max_position_embeddings": 512,
@@ -27,16 +34,13 @@ def read_sizes(family: str, config: Mapping[str, Any], **others: Any) -> Encoder
     """Return the sizes in the ``config.json`` of a family that has BERT's names for them.
 
     Args:
-        family: name of the family.
-        config: the settings.
         others: sizes that the settings do not have under these names.
 
     Raises:
         KeyError: a size is missing.
         ValueError: a setting names another architecture than the paper's, or a size is invalid.
     """
-    if (kind := config.get("position_embedding_type", "absolute")) not in ("absolute", None):
-        raise ValueError(f"position_embedding_type {kind!r} is not supported (only 'absolute')")
+    refuse_settings(config, {"position_embedding_type": "absolute"})
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise ValueError(
             "a decoder (is_decoder, add_cross_attention) is not supported, only encoders"
@@ -56,7 +60,6 @@ def read_sizes(family: str, config: Mapping[str, Any], **others: Any) -> Encoder
         "max_positions": config["max_position_embeddings"],
         "activation": config.get("hidden_act", "gelu"),
         "layer_norm_eps": config["layer_norm_eps"],
-        "dropout": config.get("hidden_dropout_prob", 0.1),
     }
     if "type_vocab_size" not in others:
         sizes["type_vocab_size"] = config["type_vocab_size"]
@@ -89,6 +92,12 @@ EMBEDDING_NORM: Final = Rename("embeddings.LayerNorm.{p}", "encoder.embeddings.n
 EMBEDDING_RULES: Final = (WORDS, POSITIONS, TYPES, EMBEDDING_NORM)
 """The rules of the embeddings' tensors, whose names many families have."""
 
+MASKED_LM: Final = {
+    "cls.predictions.transform.dense.{p}": "transform.{p}",
+    "cls.predictions.transform.LayerNorm.{p}": "norm.{p}",
+    "cls.predictions.decoder.{p}": "decoder.{p}",
+    "cls.predictions.bias": "decoder.bias",
+}
 TOKEN_HEADS: Final = {
     "span": HeadSpec({"qa_outputs.{p}": "classifier.{p}"}),
     "token_classification": HeadSpec({"classifier.{p}": "classifier.{p}"}),
@@ -96,7 +105,7 @@ TOKEN_HEADS: Final = {
 """The heads that are one linear layer on each token, in all families."""
 
 
-def bert_heads(prefix: str) -> dict[str, HeadSpec]:
+def heads(prefix: str) -> dict[str, HeadSpec]:
     """Return BERT's heads.
 
     Args:
@@ -104,14 +113,7 @@ def bert_heads(prefix: str) -> dict[str, HeadSpec]:
     """
     pooler = {f"{prefix}pooler.dense.{{p}}": "pooler.{p}"}
     return {
-        "masked_lm": HeadSpec(
-            {
-                "cls.predictions.transform.dense.{p}": "transform.{p}",
-                "cls.predictions.transform.LayerNorm.{p}": "norm.{p}",
-                "cls.predictions.decoder.{p}": "decoder.{p}",
-                "cls.predictions.bias": "decoder.bias",
-            }
-        ),
+        "masked_lm": HeadSpec(MASKED_LM),
         "next_sentence": HeadSpec(pooler | {"cls.seq_relationship.{p}": "classifier.{p}"}),
         "sequence_classification": HeadSpec(pooler | {"classifier.{p}": "classifier.{p}"}),
         **TOKEN_HEADS,
@@ -124,7 +126,7 @@ FAMILY: Final = Family(
     encoder=post_norm_encoder,
     prefix="bert.",
     rules=lambda _: (*EMBEDDING_RULES, *LAYER_RULES),
-    heads=bert_heads("bert."),
+    heads=heads("bert."),
     class_prefix="Bert",
     wordpiece=WordPieceKind("BertTokenizer"),
     defaults=DEFAULTS,

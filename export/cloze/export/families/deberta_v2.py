@@ -14,13 +14,15 @@ from cloze.export.blocks.disentangled import (
     ProjectedEmbeddings,
 )
 from cloze.export.blocks.encoder import Encoder
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_RULES,
-    TOKEN_HEADS,
-    read_sizes,
+from cloze.export.families import bert
+from cloze.export.families.family import (
+    Family,
+    HeadSpec,
+    Rename,
+    Rule,
+    layer_rules,
+    refuse_settings,
 )
-from cloze.export.families.family import Family, HeadSpec, Rename, Rule, layer_rules
 from cloze.model_store.layouts import Layout
 
 _NEW_LM_HEAD: Final = (
@@ -31,25 +33,20 @@ _NEW_LM_HEAD: Final = (
 """The head of masked language modelling of a checkpoint whose settings say ``legacy`` false.
 
 Without that setting, transformers predicts with the tensors of the other names, or with random ones
-if the checkpoint lacks them. Written are always the other names.
+if the checkpoint lacks them.
 """
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`.
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`.
 
     The defaults are those of transformers, which no published checkpoint has all of.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    if (size := config.get("attention_head_size", hidden // heads)) != hidden // heads:
-        raise ValueError(
-            f"attention_head_size {size!r} is not supported (only hidden_size / "
-            "num_attention_heads)"
-        )
-    if (activation := config.get("pooler_hidden_act", "gelu")) != "gelu":
-        raise ValueError(f"pooler_hidden_act {activation!r} is not supported (only 'gelu')")
+    only = {"attention_head_size": hidden // heads, "pooler_hidden_act": "gelu"}
+    refuse_settings(config, only)
     width = config.get("embedding_size") or hidden
-    return read_sizes(
+    return bert.read_sizes(
         "deberta-v2",
         config,
         embedding_size=width if width != hidden else None,
@@ -101,7 +98,7 @@ def encoder(config: EncoderConfig) -> Encoder:
 def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
     return (
         *(() if config.legacy_lm_head else _NEW_LM_HEAD),
-        *EMBEDDING_RULES,
+        *bert.EMBEDDING_RULES,
         Rename("embeddings.embed_proj.weight", "encoder.embeddings.projection.weight"),
         Rename("encoder.rel_embeddings.weight", "encoder.relative_bias.rows.weight"),
         Rename("encoder.LayerNorm.{p}", "encoder.relative_bias.norm.{p}"),
@@ -133,12 +130,7 @@ FAMILY: Final = Family(
     rules=_rules,
     heads={
         "masked_lm": HeadSpec(
-            {
-                "cls.predictions.transform.dense.{p}": "transform.{p}",
-                "cls.predictions.transform.LayerNorm.{p}": "norm.{p}",
-                "cls.predictions.decoder.{p}": "decoder.{p}",
-                "cls.predictions.bias": "decoder.bias",
-            },
+            bert.MASKED_LM,
             without={
                 "lm_predictions": "config.json does not declare the checkpoint's lm_predictions "
                 "(legacy is not false), so transformers would predict with random weights",
@@ -150,10 +142,10 @@ FAMILY: Final = Family(
             {"pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
             activation="gelu",
         ),
-        **TOKEN_HEADS,
+        **bert.TOKEN_HEADS,
     },
     class_prefix="DebertaV2",
-    defaults=DEFAULTS | {"type_vocab_size": 0, "layer_norm_eps": 1e-7},
+    defaults=bert.DEFAULTS | {"type_vocab_size": 0, "layer_norm_eps": 1e-7},
     sentencepiece_class="DebertaV2Tokenizer",
     layouts=frozenset({Layout.DENSE}),
 )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import EMBEDDING_NORM, POSITIONS, TOKEN_HEADS, WORDS
+from cloze.export.families import bert
 from cloze.export.families.family import Family, HeadSpec, WordPieceKind, layer_rules
 
 
@@ -29,7 +29,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         type_vocab_size=0,
         activation=config.get("activation", "gelu"),
         layer_norm_eps=1e-12,
-        dropout=config.get("dropout", 0.1),
     )
 
 
@@ -39,9 +38,9 @@ FAMILY: Final = Family(
     encoder=post_norm_encoder,
     prefix="distilbert.",
     rules=lambda _: (
-        WORDS,
-        POSITIONS,
-        EMBEDDING_NORM,
+        bert.WORDS,
+        bert.POSITIONS,
+        bert.EMBEDDING_NORM,
         *layer_rules(
             "transformer.layer.*",
             {
@@ -68,7 +67,7 @@ FAMILY: Final = Family(
             {"pre_classifier.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
             activation="relu",
         ),
-        **TOKEN_HEADS,
+        **bert.TOKEN_HEADS,
     },
     class_prefix="DistilBert",
     defaults={"max_position_embeddings": 512},

@@ -8,24 +8,18 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_RULES,
-    LAYER_RULES,
-    TOKEN_HEADS,
-    read_sizes,
-)
+from cloze.export.families import bert
 from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`.
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`.
 
     Embeddings of the hidden size are not projected.
     """
     width = config["embedding_size"]
     narrow = width if width != config["hidden_size"] else None
-    return read_sizes("electra", config, embedding_size=narrow)
+    return bert.read_sizes("electra", config, embedding_size=narrow)
 
 
 FAMILY: Final = Family(
@@ -34,9 +28,9 @@ FAMILY: Final = Family(
     encoder=post_norm_encoder,
     prefix="electra.",
     rules=lambda _: (
-        *EMBEDDING_RULES,
+        *bert.EMBEDDING_RULES,
         Rename("embeddings_project.{p}", "encoder.embeddings.projection.{p}"),
-        *LAYER_RULES,
+        *bert.LAYER_RULES,
     ),
     heads={
         "masked_lm": HeadSpec(
@@ -55,9 +49,9 @@ FAMILY: Final = Family(
             {"classifier.dense.{p}": "pooler.{p}", "classifier.out_proj.{p}": "classifier.{p}"},
             activation="gelu",
         ),
-        **TOKEN_HEADS,
+        **bert.TOKEN_HEADS,
     },
     class_prefix="Electra",
-    defaults=DEFAULTS,
+    defaults=bert.DEFAULTS,
     wordpiece=WordPieceKind("ElectraTokenizer"),
 )

@@ -8,24 +8,15 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_NORM,
-    LAYER_RULES,
-    POSITIONS,
-    TYPES,
-    WORDS,
-    bert_heads,
-    read_sizes,
-)
+from cloze.export.families import bert
 from cloze.export.families.family import Family, Fold, WordPieceKind
 
-_TYPES_AND_TASK: Final = Fold("embeddings.task_type_embeddings.weight", TYPES.ours, TYPES)
+_TYPES_AND_TASK: Final = Fold("embeddings.task_type_embeddings.weight", bert.TYPES.ours, bert.TYPES)
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`."""
-    return read_sizes("ernie", config, task_types=bool(config.get("use_task_id")))
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`."""
+    return bert.read_sizes("ernie", config, task_types=bool(config.get("use_task_id")))
 
 
 FAMILY: Final = Family(
@@ -34,14 +25,14 @@ FAMILY: Final = Family(
     encoder=post_norm_encoder,
     prefix="ernie.",
     rules=lambda config: (
-        WORDS,
-        POSITIONS,
-        _TYPES_AND_TASK if config.task_types else TYPES,
-        EMBEDDING_NORM,
-        *LAYER_RULES,
+        bert.WORDS,
+        bert.POSITIONS,
+        _TYPES_AND_TASK if config.task_types else bert.TYPES,
+        bert.EMBEDDING_NORM,
+        *bert.LAYER_RULES,
     ),
-    heads=bert_heads("ernie."),
+    heads=bert.heads("ernie."),
     class_prefix="Ernie",
-    defaults=DEFAULTS,
+    defaults=bert.DEFAULTS,
     wordpiece=WordPieceKind("BertTokenizer"),
 )

@@ -1,8 +1,8 @@
 """The description of a model family: which checkpoints it reads, and what they become.
 
-Rules map the tensors of checkpoints to ours, and back. A name in a rule may be a pattern: ``*``
-stands for the number of a layer, ``{p}`` for ``weight`` or ``bias``. A family names its heads, but
-does not depend on them.
+Rules map the tensors of checkpoints to ours. A name in a rule may be a pattern: ``*`` stands for
+the number of a layer, ``{p}`` for ``weight`` or ``bias``. A family names its heads, but does not
+depend on them.
 """
 
 import re
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
@@ -39,18 +38,17 @@ class Target:
 
 
 class Rule(Protocol):
-    """The mapping of some tensors, or of some per layer."""
+    """The mapping of some tensors, or of some per layer.
+
+    Attributes:
+        theirs: the name of the tensors in a checkpoint.
+    """
+
+    @property
+    def theirs(self) -> str: ...  # noqa: D102
 
     def read(self, name: str) -> list[Target]:
         """Return what a tensor of a checkpoint becomes; nothing if the rule is not about it."""
-
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return one of our tensors as tensors of a checkpoint.
-
-        Returns:
-            The tensors; empty: the tensor is written together with another one; None: the rule is
-            not about the tensor.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +63,13 @@ class Rename:
         new = _translate(name, self.theirs, self.ours)
         return [Target(new)] if new else []
 
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """See `Rule`."""
-        new = _translate(name, self.ours, self.theirs)
-        return {new: tensors[name]} if new else None
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Our tensor is the checkpoint's without its first rows.
 
     Attributes:
-        first: number of rows that are left out. They are written as zeros.
+        first: number of rows that are left out.
     """
 
     theirs: str
@@ -86,13 +79,6 @@ class Slice:
     def read(self, name: str) -> list[Target]:
         """See `Rule`."""
         return [Target(self.ours, lambda rows: rows[self.first :])] if name == self.theirs else []
-
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """See `Rule`."""
-        if name != self.ours:
-            return None
-        rows = tensors[name]
-        return {self.theirs: torch.cat([rows.new_zeros(self.first, *rows.shape[1:]), rows])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +104,6 @@ class Split:
             raise ValueError(f"its rows are not {len(self.ours)} equal parts")
         return rows.chunk(len(self.ours))[number]
 
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """See `Rule`: the first part stands for all parts."""
-        for number, ours in enumerate(self.ours):
-            if new := _translate(name, ours, self.theirs):
-                names = [_translate(new, self.theirs, part) for part in self.ours]
-                return {} if number else {new: torch.cat([tensors[part or ""] for part in names])}
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -141,11 +119,16 @@ class Fold:
             return [Target(self.ours, lambda rows: rows[:1], is_added=True)]
         return self.into.read(name)
 
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """See `Rule`: the row is written as zeros."""
-        written = self.into.write(name, tensors)
-        row = tensors[name].new_zeros(1, *tensors[name].shape[1:])
-        return None if written is None else written | {self.theirs: row}
+
+def refuse_settings(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+    """Check that each setting has the only value that is supported, which is its default.
+
+    Raises:
+        ValueError: a setting has another value.
+    """
+    for name, value in only.items():
+        if (given := config.get(name)) is not None and given != value:
+            raise ValueError(f"{name} {given!r} is not supported (only {value!r})")
 
 
 def layer_rules(prefix: str, names: Mapping[str, str]) -> tuple[Rename, ...]:
@@ -159,6 +142,12 @@ def layer_rules(prefix: str, names: Mapping[str, str]) -> tuple[Rename, ...]:
         Rename(f"{prefix}.{theirs}.{{p}}", f"encoder.layers.*.{ours}.{{p}}")
         for theirs, ours in names.items()
     )
+
+
+def packed_attention(theirs: str) -> Split:
+    """Return the rule of queries, keys and values in one layer of every layer of an encoder."""
+    parts = ("query", "key", "value")
+    return Split(theirs, tuple(f"encoder.layers.*.attention.{part}.{{p}}" for part in parts))
 
 
 @cache
@@ -180,7 +169,7 @@ class HeadSpec:
 
     Attributes:
         tensors: the head's tensor names in a checkpoint -> our names without the head's name. See
-            `Rename` for the patterns. Reading uses any match, writing the last one.
+            `Rename` for the patterns.
         activation: the activation of the layer before the last one, as a key of
             `layer.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
             modelling and tanh for a classifier.
@@ -223,7 +212,7 @@ class WordPieceKind:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The mapping from one family's checkpoints to our modules, and back.
+    """The mapping from one family's checkpoints to our modules.
 
     Attributes:
         name: the family's ``model_type`` in ``config.json``.
@@ -232,8 +221,9 @@ class Family:
         other_types: other values of ``model_type`` that checkpoints of the family have.
         prefix: the first part of tensor names when the encoder is part of a larger module.
         other_prefixes: what some checkpoints have instead of ``prefix``.
-        rules: sizes -> how the encoder's tensors in a checkpoint become ours. Reading uses the
-            first match, writing the last match.
+        rules: sizes -> how the encoder's tensors in a checkpoint become ours; the first match
+            counts. Of several names of one of our linear layers, the first is that of transformers'
+            module, which adapters name.
         heads: the heads that checkpoints of the family may have, by head name.
         class_prefix: the first part of the names of transformers' classes.
         wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
@@ -277,11 +267,8 @@ class Family:
     def read(self, tensor: str, config: EncoderConfig) -> list[Target]:
         """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor.
 
-        A tensor may have our own name, see `write`.
-
-        Args:
-            tensor: the tensor's name in the checkpoint.
-            config: the sizes of the encoder.
+        A tensor of a further head has our own name: a classifier of texts and one of tokens have
+        one name in transformers.
         """
         if tensor.partition(".")[0] in self.heads:
             return [Target(tensor)]
@@ -302,34 +289,3 @@ class Family:
             if targets := Rename(theirs.removeprefix(self.prefix), ours).read(name):
                 return targets[0].name
         return None
-
-    def write(
-        self, tensors: Mapping[str, Tensor], config: EncoderConfig, *, of_modules: bool = False
-    ) -> dict[str, Tensor]:
-        """Return our tensors under their names in a checkpoint of this family.
-
-        A tensor of a head keeps our name if an earlier head has a tensor of the family's name: a
-        classifier of texts and one of tokens have one name in transformers.
-
-        Args:
-            tensors: the parameters of a model, by our names.
-            config: the sizes of the encoder.
-            of_modules: whether the names are those of transformers' modules, which the first match
-                has. Some families' files have other names, and transformers renames them.
-        """
-        written: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            head, _, rest = name.partition(".")
-            if head in self.heads:
-                names = self.heads[head].tensors.items()
-                matches = [Rename(*pair).write(rest, {rest: tensor}) for pair in names]
-                prefix = ""
-            else:
-                matches = [rule.write(name, tensors) for rule in self.rules(config)]
-                prefix = self.prefix
-            found = [match for match in matches if match is not None]
-            assert found, f"a {self.name} has no tensor {name}"
-            chosen = found[0 if of_modules else -1]
-            named = {prefix + theirs: value for theirs, value in chosen.items()}
-            written |= {name: tensor} if written.keys() & named.keys() else named
-        return written

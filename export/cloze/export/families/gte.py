@@ -9,14 +9,7 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_NORM,
-    TOKEN_HEADS,
-    TYPES,
-    WORDS,
-    read_sizes,
-)
+from cloze.export.families import bert
 from cloze.export.families.family import (
     Family,
     HeadSpec,
@@ -24,12 +17,10 @@ from cloze.export.families.family import (
     Split,
     WordPieceKind,
     layer_rules,
-)
-from cloze.export.families.rotary_settings import (
-    check_classes,
-    read_rotary,
+    packed_attention,
     refuse_settings,
 )
+from cloze.export.families.rotary_settings import check_classes, read_rotary
 
 _REFUSED: Final = {
     "layer_norm_type": "layer_norm",
@@ -40,7 +31,7 @@ _REFUSED: Final = {
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json`` of the hub or of transformers; see `read_sizes`.
+    """Return the sizes in a ``config.json`` of the hub or of transformers; see `bert.read_sizes`.
 
     Raises:
         KeyError: a size is missing.
@@ -51,7 +42,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     base, factor = read_rotary(config)
     ours = ("auto_map", "position_embedding_type")
     settings = {name: value for name, value in config.items() if name not in ours}
-    return read_sizes(
+    return bert.read_sizes(
         "gte",
         settings,
         gated=True,
@@ -68,21 +59,24 @@ _ATTENTION: Final = {
     "v_proj": "attention.value",
     "o_proj": "attention.output",
 }
+LAYER_RULES: Final = layer_rules(
+    "layers.*",
+    {f"self_attn.{theirs}": ours for theirs, ours in _ATTENTION.items()}
+    | {
+        "mlp.up_proj": "up",
+        "mlp.gate_proj": "gate",
+        "mlp.down_proj": "down",
+        "post_attention_layernorm": "attention_norm",
+        "post_mlp_layernorm": "output_norm",
+    },
+)
+"""transformers' names of the layers, which those of NomicBERT have too."""
+
 _RULES: Final[tuple[Rule, ...]] = (
-    WORDS,
-    TYPES,
-    EMBEDDING_NORM,
-    *layer_rules(
-        "layers.*",
-        {f"self_attn.{theirs}": ours for theirs, ours in _ATTENTION.items()}
-        | {
-            "mlp.up_proj": "up",
-            "mlp.gate_proj": "gate",
-            "mlp.down_proj": "down",
-            "post_attention_layernorm": "attention_norm",
-            "post_mlp_layernorm": "output_norm",
-        },
-    ),
+    bert.WORDS,
+    bert.TYPES,
+    bert.EMBEDDING_NORM,
+    *LAYER_RULES,
     *layer_rules(
         "encoder.layer.*",
         {f"attention.{theirs}": ours for theirs, ours in _ATTENTION.items()}
@@ -92,10 +86,7 @@ _RULES: Final[tuple[Rule, ...]] = (
             "mlp_ln": "output_norm",
         },
     ),
-    Split(
-        "encoder.layer.*.attention.qkv_proj.{p}",
-        tuple(f"{_OURS}.attention.{part}.{{p}}" for part in ("query", "key", "value")),
-    ),
+    packed_attention("encoder.layer.*.attention.qkv_proj.{p}"),
     Split(  # the second half is the gate, which is activated
         "encoder.layer.*.mlp.up_gate_proj.{p}", (f"{_OURS}.up.{{p}}", f"{_OURS}.gate.{{p}}")
     ),
@@ -122,10 +113,10 @@ FAMILY: Final = Family(
         "sequence_classification": HeadSpec(
             {"gte.pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
         ),
-        **TOKEN_HEADS,
+        **bert.TOKEN_HEADS,
     },
     class_prefix="Gte",
-    defaults=DEFAULTS | {"max_position_embeddings": 8192, "type_vocab_size": 1},
+    defaults=bert.DEFAULTS | {"max_position_embeddings": 8192, "type_vocab_size": 1},
     wordpiece=WordPieceKind("BertTokenizer"),
     sentencepiece_class="XLMRobertaTokenizer",
 )

@@ -8,12 +8,7 @@ from typing import Any, Final
 
 from cloze.export.blocks.bottleneck import bottleneck_encoder
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_RULES,
-    bert_heads,
-    read_sizes,
-)
+from cloze.export.families import bert
 from cloze.export.families.family import (
     Family,
     HeadSpec,
@@ -21,6 +16,7 @@ from cloze.export.families.family import (
     Rule,
     WordPieceKind,
     layer_rules,
+    refuse_settings,
 )
 from cloze.model_store.layouts import Layout
 
@@ -54,19 +50,16 @@ _NETWORK_NAMES: Final = {
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`."""
-    for name, only in _FIXED.items():
-        if (value := config.get(name, only)) != only:
-            raise ValueError(f"{name} {value!r} is not supported (only {only!r})")
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`."""
+    refuse_settings(config, _FIXED)
     hidden, width = config["hidden_size"], config["embedding_size"]
     if width > hidden:
         raise ValueError(f"embedding_size {width!r} is more than hidden_size {hidden!r}")
     if (bottleneck := config["intra_bottleneck_size"]) is None:
         raise ValueError("intra_bottleneck_size must be a number, got None")
-    defaults = {"hidden_act": "relu", "hidden_dropout_prob": 0.0}
-    return read_sizes(
+    return bert.read_sizes(
         "mobilebert",
-        defaults | dict(config),
+        {"hidden_act": "relu"} | dict(config),
         embedding_size=width,
         bottleneck=bottleneck,
         feed_forwards=config.get("num_feedforward_networks", 4),
@@ -83,7 +76,7 @@ def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
         for theirs, ours in _NETWORK_NAMES.items()
     }
     return (
-        *EMBEDDING_RULES,
+        *bert.EMBEDDING_RULES,
         Rename("embeddings.embedding_transformation.{p}", "encoder.embeddings.projection.{p}"),
         *layer_rules("encoder.layer.*", names),
     )
@@ -91,12 +84,11 @@ def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
 
 def _heads() -> dict[str, HeadSpec]:
     """Return BERT's heads, with a pooler only if the settings say so."""
-    heads = bert_heads("mobilebert.")
+    heads = bert.heads("mobilebert.")
     pooler = frozenset({"pooler.weight", "pooler.bias"})
     for name in ("next_sentence", "sequence_classification"):
         heads[name] = HeadSpec(heads[name].tensors, optional=pooler)
-    words = heads["masked_lm"].tensors
-    heads["masked_lm"] = HeadSpec({**words, "cls.predictions.dense.weight": "rest"})
+    heads["masked_lm"] = HeadSpec(bert.MASKED_LM | {"cls.predictions.dense.weight": "rest"})
     return heads
 
 
@@ -108,7 +100,7 @@ FAMILY: Final = Family(
     rules=_rules,
     heads=_heads(),
     class_prefix="MobileBert",
-    defaults=DEFAULTS,
+    defaults=bert.DEFAULTS,
     wordpiece=WordPieceKind("MobileBertTokenizer"),
     layouts=frozenset({Layout.DENSE}),
     dense_because="without normalisation its states grow beyond the largest fp16 number",

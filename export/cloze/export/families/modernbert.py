@@ -8,12 +8,11 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig, Part
 from cloze.export.blocks.encoder import Embeddings, Encoder
-from cloze.export.blocks.layer import make_norm
-from cloze.export.blocks.pre_norm import PreNormLayer
+from cloze.export.blocks.layer import PreNormLayer, make_norm
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.blocks.window import Window
-from cloze.export.families.bert import read_sizes
-from cloze.export.families.family import Family, HeadSpec, Rename, Split
+from cloze.export.families import bert
+from cloze.export.families.family import Family, HeadSpec, Rename, Split, packed_attention
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import MAX_LAYERS
 
@@ -30,7 +29,7 @@ _FLAGS: Final[Mapping[str, tuple[Part, ...]]] = {
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`.
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`.
 
     Newer files name the kind of each layer and the bases of its positions; older ones name every
     how many layers one is global.
@@ -57,10 +56,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     ours = {
         "layer_norm_eps": config["norm_eps"],
         "hidden_act": config.get("hidden_activation", "gelu"),
-        "hidden_dropout_prob": config.get("mlp_dropout", 0.0),
         "position_embedding_type": "absolute",  # in most files, and not used
     }
-    return read_sizes(
+    return bert.read_sizes(
         "modernbert",
         dict(config) | ours,
         type_vocab_size=0,
@@ -76,12 +74,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
 
 def _base(config: Mapping[str, Any], kind: str, older: str) -> float | None:
-    """Return the base of the rotary positions of a kind of layer; None: that of the other kind.
-
-    Raises:
-        KeyError: the settings do not give one.
-        ValueError: the positions are scaled.
-    """
+    """Return the base of the rotary positions of a kind of layer; None: that of the other kind."""
     if config.get("rope_scaling"):
         raise ValueError(f"rope_scaling {config['rope_scaling']} is not supported")
     parameters = config.get("rope_parameters") or {}
@@ -125,10 +118,7 @@ FAMILY: Final = Family(
         Rename("embeddings.norm.{p}", "encoder.embeddings.norm.{p}"),
         Rename("final_norm.{p}", "encoder.final_norm.{p}"),
         Rename(f"{_LAYER}.attn_norm.{{p}}", f"{_OURS}.attention_norm.{{p}}"),
-        Split(
-            f"{_LAYER}.attn.Wqkv.{{p}}",
-            tuple(f"{_OURS}.attention.{part}.{{p}}" for part in ("query", "key", "value")),
-        ),
+        packed_attention(f"{_LAYER}.attn.Wqkv.{{p}}"),
         Rename(f"{_LAYER}.attn.Wo.{{p}}", f"{_OURS}.attention.output.{{p}}"),
         Rename(f"{_LAYER}.mlp_norm.{{p}}", f"{_OURS}.output_norm.{{p}}"),
         Split(f"{_LAYER}.mlp.Wi.{{p}}", (f"{_OURS}.gate.{{p}}", f"{_OURS}.up.{{p}}")),

@@ -10,28 +10,20 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
 from cloze.export.blocks.relative_bias import BUCKETS, RelativeBias
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_NORM,
-    WORDS,
-    read_sizes,
-)
-from cloze.export.families.family import Family, Rename, WordPieceKind, layer_rules
+from cloze.export.families import bert
+from cloze.export.families.family import Family, Rename, WordPieceKind, layer_rules, refuse_settings
 from cloze.export.families.roberta import FIRST_POSITION, POSITIONS_FROM_2, ROBERTA_HEADS
 from cloze.model_store.layouts import Layout
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`.
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`.
 
     The rows of positions begin at 2 whatever the padding's id is.
     """
-    if (buckets := config.get("relative_attention_num_buckets", BUCKETS)) != BUCKETS:
-        raise ValueError(
-            f"relative_attention_num_buckets {buckets!r} is not supported (only {BUCKETS})"
-        )
+    refuse_settings(config, {"relative_attention_num_buckets": BUCKETS})
     positions = config["max_position_embeddings"] - FIRST_POSITION
-    return read_sizes("mpnet", config, max_positions=positions, type_vocab_size=0)
+    return bert.read_sizes("mpnet", config, max_positions=positions, type_vocab_size=0)
 
 
 def encoder(config: EncoderConfig) -> Encoder:
@@ -46,9 +38,9 @@ FAMILY: Final = Family(
     encoder=encoder,
     prefix="mpnet.",
     rules=lambda _: (
-        WORDS,
+        bert.WORDS,
         POSITIONS_FROM_2,
-        EMBEDDING_NORM,
+        bert.EMBEDDING_NORM,
         Rename("encoder.relative_attention_bias.weight", "encoder.relative_bias.buckets.weight"),
         *layer_rules(
             "encoder.layer.*",
@@ -66,7 +58,7 @@ FAMILY: Final = Family(
     ),
     heads=ROBERTA_HEADS,
     class_prefix="MPNet",
-    wrong_defaults=frozenset(DEFAULTS),
+    wrong_defaults=frozenset(bert.DEFAULTS),
     wordpiece=WordPieceKind(
         "MPNetTokenizer",
         {"pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"},

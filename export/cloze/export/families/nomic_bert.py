@@ -10,24 +10,18 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_NORM,
-    TOKEN_HEADS,
-    TYPES,
-    WORDS,
-    read_sizes,
-)
+from cloze.export.families import bert, gte
 from cloze.export.families.family import (
     Family,
     HeadSpec,
     Rename,
     Rule,
-    Split,
     WordPieceKind,
     layer_rules,
+    packed_attention,
+    refuse_settings,
 )
-from cloze.export.families.rotary_settings import check_classes, read_rotary, refuse_settings
+from cloze.export.families.rotary_settings import check_classes, read_rotary
 
 TRAINED_POSITIONS: Final = 2048
 """The longest texts of the training. Longer ones would need another base for each length."""
@@ -41,7 +35,6 @@ _HUB_NAMES: Final = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
     "layer_norm_eps": "layer_norm_epsilon",
-    "hidden_dropout_prob": "resid_pdrop",
 }
 """transformers' names of settings -> the hub's."""
 
@@ -68,7 +61,7 @@ _REFUSED: Final = {
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json`` of the hub or of transformers; see `read_sizes`.
+    """Return the sizes in a ``config.json`` of the hub or of transformers; see `bert.read_sizes`.
 
     Raises:
         KeyError: a size is missing.
@@ -98,10 +91,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         settings["intermediate_size"] = -(-inner // _INNER_MULTIPLE) * _INNER_MULTIPLE
     base, _ = read_rotary(settings, settings.get("rotary_emb_base"))
     trained = settings.get("max_trained_positions") or TRAINED_POSITIONS
-    defaults = {"hidden_act": "silu", "hidden_dropout_prob": 0.0}
-    return read_sizes(
+    return bert.read_sizes(
         "nomic_bert",
-        defaults | settings,
+        {"hidden_act": "silu"} | settings,
         max_positions=min(settings["max_position_embeddings"], trained),
         gated=True,
         rotary_base=base,
@@ -111,31 +103,13 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
-_OURS: Final = "encoder.layers.*"
-_PACKED: Final = Split(
-    "encoder.layers.*.attn.Wqkv.{p}",
-    tuple(f"{_OURS}.attention.{part}.{{p}}" for part in ("query", "key", "value")),
-)
 _RULES: Final[tuple[Rule, ...]] = (
-    WORDS,
-    TYPES,
-    EMBEDDING_NORM,
+    bert.WORDS,
+    bert.TYPES,
+    bert.EMBEDDING_NORM,
     Rename("emb_ln.{p}", "encoder.embeddings.norm.{p}"),
-    *layer_rules(
-        "layers.*",
-        {
-            "self_attn.q_proj": "attention.query",
-            "self_attn.k_proj": "attention.key",
-            "self_attn.v_proj": "attention.value",
-            "self_attn.o_proj": "attention.output",
-            "mlp.up_proj": "up",
-            "mlp.gate_proj": "gate",
-            "mlp.down_proj": "down",
-            "post_attention_layernorm": "attention_norm",
-            "post_mlp_layernorm": "output_norm",
-        },
-    ),
-    _PACKED,
+    *gte.LAYER_RULES,
+    packed_attention("encoder.layers.*.attn.Wqkv.{p}"),
     *layer_rules(
         "encoder.layers.*",
         {
@@ -169,9 +143,9 @@ FAMILY: Final = Family(
         "sequence_classification": HeadSpec(
             {"nomic_bert.pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
         ),
-        **TOKEN_HEADS,
+        **bert.TOKEN_HEADS,
     },
     class_prefix="NomicBert",
-    defaults=DEFAULTS | {"max_position_embeddings": TRAINED_POSITIONS},
+    defaults=bert.DEFAULTS | {"max_position_embeddings": TRAINED_POSITIONS},
     wordpiece=WordPieceKind("BertTokenizer"),
 )

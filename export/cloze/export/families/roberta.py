@@ -1,7 +1,7 @@
 """RoBERTa: BERT with an offset of positions and without token types.
 
-Source: Liu et al. 2019, and transformers' ``RobertaFor*``. XLM-RoBERTa and CamemBERT differ in
-their names and tokenizers only.
+Source: Liu et al. 2019, and transformers' ``RobertaFor*``, ``XLMRobertaFor*`` and
+``CamembertFor*``. XLM-RoBERTa and CamemBERT differ in their names and tokenizers only.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,7 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.bert import (
-    DEFAULTS,
-    EMBEDDING_NORM,
-    LAYER_RULES,
-    TOKEN_HEADS,
-    WORDS,
-    read_sizes,
-)
+from cloze.export.families import bert
 from cloze.export.families.family import Family, Fold, HeadSpec, Slice
 
 FIRST_POSITION: Final = USUAL_PADDING_ID + 1
@@ -41,15 +34,15 @@ ROBERTA_HEADS: Final = {
     "sequence_classification": HeadSpec(
         {"classifier.dense.{p}": "pooler.{p}", "classifier.out_proj.{p}": "classifier.{p}"}
     ),
-    **TOKEN_HEADS,
+    **bert.TOKEN_HEADS,
 }
 
 
 def read_config(family: str, config: Mapping[str, Any]) -> EncoderConfig:
-    """Return the sizes in a ``config.json``; see `read_sizes`."""
+    """Return the sizes in a ``config.json``; see `bert.read_sizes`."""
     padding_id = config.get("pad_token_id", USUAL_PADDING_ID)
     positions = config["max_position_embeddings"] - (padding_id + 1)
-    return read_sizes(
+    return bert.read_sizes(
         family, config, max_positions=positions, type_vocab_size=0, padding_id=padding_id
     )
 
@@ -68,21 +61,27 @@ def roberta_family(
         encoder=post_norm_encoder,
         prefix="roberta.",
         rules=lambda config: (
-            WORDS,
+            bert.WORDS,
             Fold(
                 "embeddings.token_type_embeddings.weight",
                 POSITIONS_FROM_2.ours,
                 replace(POSITIONS_FROM_2, first=config.padding_id + 1),
             ),
-            EMBEDDING_NORM,
-            *LAYER_RULES,
+            bert.EMBEDDING_NORM,
+            *bert.LAYER_RULES,
         ),
         heads=ROBERTA_HEADS,
         class_prefix=class_prefix,
         sentencepiece_class=sentencepiece_class,
         byte_level_class=byte_level_class,
-        wrong_defaults=frozenset({*DEFAULTS, "vocab_size"}),
+        wrong_defaults=frozenset({*bert.DEFAULTS, "vocab_size"}),
     )
 
 
 FAMILY: Final = roberta_family("roberta", "Roberta", byte_level_class="RobertaTokenizer")
+
+XLM_ROBERTA: Final = roberta_family("xlm-roberta", "XLMRoberta", "XLMRobertaTokenizer")
+"""On a hundred languages, with a Unigram tokenizer (Conneau et al. 2020)."""
+
+CAMEMBERT: Final = roberta_family("camembert", "Camembert", "CamembertTokenizer")
+"""On French, with a Unigram tokenizer (Martin et al. 2020)."""

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cloze.export.families.family import refuse_settings
+
 
 def check_classes(config: Mapping[str, Any], *prefixes: str) -> None:
     """Check that a checkpoint's classes are those of a family that needs no code to be run.
@@ -22,17 +24,6 @@ def check_classes(config: Mapping[str, Any], *prefixes: str) -> None:
             "the checkpoint is computed by code of its own (auto_map), which is never run, and "
             "architectures does not name its class"
         )
-
-
-def refuse_settings(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
-    """Check that each setting has the only value that is supported, which is its default.
-
-    Raises:
-        ValueError: a setting has another value.
-    """
-    for name, value in only.items():
-        if (given := config.get(name)) is not None and given != value:
-            raise ValueError(f"{name} {given!r} is not supported (only {value!r})")
 
 
 def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[float, float]:

@@ -16,14 +16,7 @@ from onnx import TensorProto
 from torch import nn
 
 from cloze.export.graph.builder import FUSED, GraphBuilder
-from cloze.export.graph.linear_ops import (
-    LARGEST_INT8,
-    Fp32,
-    InputScale,
-    Int8,
-    LinearInput,
-    LinearOps,
-)
+from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale, Int8, LinearInput, LinearOps
 from cloze.model_store import adapter_section
 from cloze.model_store.layouts import Layout
 
@@ -94,27 +87,23 @@ class LowRankInputs:
         return [first, *(f"{first}_{number}" for number in range(1, count))]
 
 
-class _Adapted(LinearOps):
+class AdaptedFp32(LinearOps):
     """Adds the low-rank products to those of another class. Only `matmul` may be adapted."""
 
     low_rank: LowRankInputs
 
     def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
         """See `LinearOps`."""
-        prepared = super().prepare_input(x, name, least)  # type: ignore[safe-super]
+        prepared = super().prepare_input(x, name, least)
         return replace(prepared, floats=x)
 
     def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """See `LinearOps`."""
-        product = super().matmul(x, name, linear)  # type: ignore[safe-super]
+        product = super().matmul(x, name, linear)
         return self.low_rank.add(product, x, name, linear)
 
 
-class AdaptedFp32(_Adapted, Fp32):
-    """`Fp32` with adapters."""
-
-
-class AdaptedInt8(_Adapted, Int8):
+class AdaptedInt8(AdaptedFp32, Int8):
     """`Int8` with adapters: the integers of the base, and low-rank matrices in fp32.
 
     The fixed step of attention's output is that of the base. An adapter of the values may make the

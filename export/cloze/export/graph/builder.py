@@ -96,8 +96,6 @@ class GraphBuilder:
         """Add a constant and return its name; a layer that stands twice adds its weights once.
 
         Args:
-            name: the name.
-            values: the constant.
             exact: store the values as they are, even if matrices are stored as fp16.
         """
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
@@ -153,10 +151,7 @@ class GraphBuilder:
         return dict(sorted(Counter(node.op_type for node in self._nodes).items()))
 
     def save(
-        self,
-        graph_file: Path,
-        weights_file: Path,
-        shared: Mapping[str, StoredWeight] | None = None,
+        self, graph_file: Path, weights_file: Path, shared: Mapping[str, StoredWeight] | None = None
     ) -> dict[str, StoredWeight]:
         """Write the graph to one file, and its larger weights to a second file.
 

@@ -1,6 +1,6 @@
 """The arithmetic of matrix products in a graph: fp32, int8 or fp16.
 
-- `Fp32`: everything is fp32.
+- `LinearOps`: everything is fp32.
 - `Int8`: matrix products are int8, everything else is fp32.
 - `Fp16`: the whole trunk is fp16. The heads are fp32: the rows that a head reads are cast first.
 
@@ -20,7 +20,6 @@ slightly different numbers than the checkpoint's (`round_to_int8`).
 Source: Dettmers et al. 2022, "LLM.int8()", section 2.1 (vector-wise quantisation).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,10 +80,10 @@ class LinearInput:
     offset: Tensor | None = None
 
 
-class LinearOps(ABC):
-    """Writes matrix products and the constants around them in one precision.
+class LinearOps:
+    """Writes matrix products and the constants around them, here in fp32.
 
-    A ``name`` is the name of a weight and of its place in the model. The methods here write fp32.
+    A ``name`` is the name of a weight and of its place in the model.
 
     Args:
         scales: the fixed scales of inputs, by the name of the first weight that an input meets
@@ -93,33 +92,39 @@ class LinearOps(ABC):
     """
 
     def __init__(
-        self, g: GraphBuilder, scales: Mapping[str, InputScale], *, integers: bool
+        self,
+        g: GraphBuilder,
+        scales: Mapping[str, InputScale] | None = None,
+        *,
+        integers: bool = False,
     ) -> None:
         self.g = g
-        self._scales, self._integers = scales, integers
+        self._scales, self._integers = scales or {}, integers
         self._word_table = ""
 
-    @abstractmethod
-    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:  # noqa: ARG002
         """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``.
 
         Args:
             least: a lower bound of ``x``, at most 0; None if none is known.
         """
+        return LinearInput(x, name, self._scales.get(name))
 
-    @abstractmethod
     def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """Write ``x @ W^T`` without the bias: [..., in] -> [..., out]."""
+        return self.g.op("MatMul", [x.value, self._matrix(x, name, linear.weight)])
 
-    @abstractmethod
     def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
         """Write ``x @ table^T + bias``: [..., H] -> [..., V], both float32.
+
+        The product transposes the table, so one stored table is enough.
 
         Args:
             table: name of the embedding table.
             weight: the table's values [V, H].
             bias: name of a value [V].
         """
+        return self.g.op("Gemm", [x, self._table(table, weight), bias], transB=1)
 
     def vector(self, name: str, values: Tensor) -> str:
         """Add a bias or the scale of a norm, in the type of the trunk's activations."""
@@ -185,30 +190,6 @@ class LinearOps(ABC):
             return ""
         return self.g.weight(f"{x.name}.smoothing", x.scale.factors.reciprocal())
 
-
-class Fp32(LinearOps):
-    """`LinearOps` in fp32.
-
-    Args:
-        scales: None: matrices are stored unchanged; else: matrices are stored as the integers of
-            `Int8` with these scales.
-    """
-
-    def __init__(self, g: GraphBuilder, scales: Mapping[str, InputScale] | None = None) -> None:
-        super().__init__(g, scales or {}, integers=scales is not None)
-
-    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:  # noqa: ARG002
-        """See `LinearOps`."""
-        return LinearInput(x, name, self._scales.get(name))
-
-    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
-        """See `LinearOps`."""
-        return self.g.op("MatMul", [x.value, self._matrix(x, name, linear.weight)])
-
-    def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
-        """See `LinearOps`. The product transposes the table, so one stored table is enough."""
-        return self.g.op("Gemm", [x, self._table(table, weight), bias], transB=1)
-
     def _matrix(self, x: LinearInput, name: str, weight: Tensor) -> str:
         """Add a matrix [in, out]; the runtime computes stored integers once, on opening."""
         g = self.g
@@ -222,8 +203,8 @@ class Fp32(LinearOps):
         return g.op("Mul", [matrix, g.op("Unsqueeze", [factors, g.weight("axis_1", _AXIS_1)])])
 
 
-class Fp16(Fp32):
-    """`LinearOps`, and the rest of the trunk, in fp16; ``scales`` as those of `Fp32`."""
+class Fp16(LinearOps):
+    """Products, and the rest of the trunk, in fp16."""
 
     def vector(self, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
@@ -261,11 +242,7 @@ class Fp16(Fp32):
 
 
 def _to_fp16(name: str, values: Tensor) -> Tensor:
-    """Round to the nearest fp16 numbers.
-
-    Raises:
-        ExportError: a number is too large for fp16.
-    """
+    """Round to the nearest fp16 numbers."""
     rounded = values.half()
     if not rounded.isfinite().all():
         raise ExportError(
@@ -275,16 +252,7 @@ def _to_fp16(name: str, values: Tensor) -> Tensor:
 
 
 class Int8(LinearOps):
-    """`LinearOps` in int8. An input without a scale has a step per token.
-
-    Args:
-        integers: store the word embeddings as integers.
-    """
-
-    def __init__(
-        self, g: GraphBuilder, scales: Mapping[str, InputScale], *, integers: bool = False
-    ) -> None:
-        super().__init__(g, scales, integers=integers)
+    """Products in int8. An input without a scale has a step per token."""
 
     def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
         """See `LinearOps`."""

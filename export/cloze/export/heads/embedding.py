@@ -1,4 +1,4 @@
-"""Embedding: the recipe, which is the head's module, its poolings, graph and gate figures."""
+"""Embeddings of texts, tokens and layers. Their recipe is the module: poolings, graphs, figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,20 @@ from torch import Tensor
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.heads.embedding_steps import Step
-from cloze.export.heads.head import ExportHead, HeadGraph, of_sentences
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    SampleSizes,
+    compared,
+    mean_cosine,
+    token_rows,
+)
 from cloze.export.measure.pairs import similarity
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
-from cloze.model_store.heads import Pooling, embedding
+from cloze.model_store.heads import Pooling, embedding, layer_embedding, token_embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement
 
 _PAIR_TOKENS = 128
@@ -117,10 +125,8 @@ def _pooled(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> st
     """Write one vector per sequence, [E, S, H] -> [E, H].
 
     Args:
-        g: the graph.
         sequences: real tokens, [E, S, H].
         first: the first position to pool, [E]; "": 0.
-        pooling: the pooling.
     """
     axis = g.weight("axis_1", np.array([1], np.int64))
     match pooling:
@@ -192,7 +198,7 @@ def _reference(
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the cosines of both models' embeddings, and with scored pairs the change of STS."""
     cosines = []
-    for one, other in of_sentences((checkpoint, graph), embedding.HEAD.name, texts):
+    for one, other in compared((checkpoint, graph), embedding.HEAD.name, texts.sentences()):
         with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
             cosines.append((one @ other) / (np.linalg.norm(one) * np.linalg.norm(other)))
     figures = {
@@ -209,7 +215,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     return figures
 
 
-EXPORT_HEAD: Final = ExportHead(
+EMBEDDING: Final = ExportHead(
     head=embedding.HEAD,
     module=None,
     write=_write,
@@ -221,4 +227,116 @@ EXPORT_HEAD: Final = ExportHead(
         "embedding_cosine_least": 0.98,
         "sts_spearman_change": -0.003,
     },
+)
+
+
+# ---- embeddings of tokens ------------------------------------------------------------------------
+
+
+def _write_tokens(_: Any, graph: HeadGraph) -> None:
+    rows = graph.gather(token_embedding.HIDDEN_ROWS)
+    graph.output(rows, token_embedding.TOKEN_EMBEDDINGS, H=graph.config.hidden_size)
+
+
+def _reference_tokens(
+    _: Any, states: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    rows = states[-1]
+    return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
+
+
+def _measure_tokens(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the mean cosine of both models' hidden states, token by token."""
+    pairs = compared((checkpoint, graph), token_embedding.HEAD.name, texts.sentences())
+    return {"token_embedding_cosine_mean": mean_cosine(pairs)}
+
+
+TOKEN_EMBEDDING: Final = ExportHead(
+    head=token_embedding.HEAD,
+    module=None,
+    write=_write_tokens,
+    reference=_reference_tokens,
+    measure=_measure_tokens,
+    limits={"token_embedding_cosine_mean": 0.98},
+)
+
+
+# ---- embeddings of layers ------------------------------------------------------------------------
+
+
+_POOLINGS = (Pooling.MEAN, Pooling.CLS, Pooling.MAX)
+
+
+def _write_layers(_: Any, graph: HeadGraph) -> None:
+    """Add up the requested rows layer by layer, so that one layer at a time is in memory."""
+    g = graph.g
+    axis_1, axis_2 = (g.weight(f"axis_{n}", np.array([n], np.int64)) for n in (1, 2))
+    row_numbers = graph.input(layer_embedding.LAYER_ROWS)  # [X, Y]
+    count = len(graph.states)
+    weights = g.op("Unsqueeze", [graph.input(layer_embedding.LAYER_WEIGHTS), axis_2])  # [X, Z, 1]
+    by_layer = g.op("Split", [weights], outputs=count, axis=1, num_outputs=count)
+    total = ""
+    for layer, states in enumerate(graph.states):
+        rows = graph.rows_of(states, row_numbers)  # [E, L, H]
+        weight = by_layer if layer == 0 else f"{by_layer}_{layer}"  # [E, 1, 1]
+        weighted = g.op("Mul", [rows, weight])
+        total = g.op("Add", [total, weighted]) if total else weighted
+    row_weights = graph.input(layer_embedding.LAYER_ROW_WEIGHTS)
+    summed = g.op("MatMul", [g.op("Unsqueeze", [row_weights, axis_1]), total])  # [E, 1, H]
+    size = graph.config.hidden_size
+    graph.output(g.op("Squeeze", [summed, axis_1]), layer_embedding.LAYER_SUMS, H=size)
+    largest = g.op("ReduceMax", [total, axis_1], keepdims=0)
+    graph.output(largest, layer_embedding.LAYER_MAXIMA, H=size)
+
+
+def _reference_layers(
+    _: Any, states: Tensor, requests: Sequence[LayerEmbeddingRequest | None], placement: Placement
+) -> dict[str, Tensor]:
+    starts, size = placement.starts.tolist(), states.shape[2]
+    sums, maxima = [states.new_zeros(0, size)], [states.new_zeros(0, size)]
+    for i, request in enumerate(requests):
+        for layers in request.vectors if request is not None else ():
+            assert request is not None
+            own = states[:, starts[i] : starts[i + 1]]  # [N, S, H]
+            total = torch.stack([own[layer] * weight for layer, weight in layers.items()]).sum(0)
+            # For max pooling, the weights of all rows are 0.
+            is_max = request.pooling is Pooling.MAX
+            sums.append(total.new_zeros(1, size) if is_max else pool(total[None], request.pooling))
+            maxima.append(total.amax(0)[None])
+    return {
+        layer_embedding.LAYER_SUMS.name: torch.cat(sums),
+        layer_embedding.LAYER_MAXIMA.name: torch.cat(maxima),
+    }
+
+
+def _sample_layers(rng: np.random.Generator, sizes: SampleSizes) -> LayerEmbeddingRequest:
+    """Return a request for all states, with other weights for each, and for one of them alone."""
+    weights = rng.uniform(0.5, 1.5, sizes.layers + 1)
+    weighted = {layer: float(weight) for layer, weight in enumerate(weights)}
+    alone = {int(rng.integers(sizes.layers + 1)): 1.0}
+    return LayerEmbeddingRequest([weighted, alone], _POOLINGS[rng.integers(len(_POOLINGS))])
+
+
+def _measure_layers(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the mean cosine of both models' vectors, of the layer that agrees least.
+
+    The embeddings count as a layer.
+    """
+    name = layer_embedding.HEAD.name
+    states = range(checkpoint.layers + 1)
+    request = LayerEmbeddingRequest([{layer: 1.0} for layer in states], Pooling.MEAN)
+    pairs = compared((checkpoint, graph), name, texts.sentences(), request)
+    by_layer = [mean_cosine([(a[[n]], b[[n]]) for a, b in pairs]) for n in states]
+    return {"layer_embedding_cosine_mean": float(np.min(by_layer))}
+
+
+LAYER_EMBEDDING: Final = ExportHead(
+    head=layer_embedding.HEAD,
+    module=None,
+    write=_write_layers,
+    reference=_reference_layers,
+    sample=_sample_layers,
+    measure=_measure_layers,
+    limits={"layer_embedding_cosine_mean": 0.98},
+    by_default=False,
 )

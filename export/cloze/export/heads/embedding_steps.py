@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -63,13 +63,7 @@ _OF_ALL_NUMBERS: Final = frozenset({"Softmax", "LogSoftmax", "Softmin"})
 
 
 class Step(nn.Module, ABC):
-    """A module after the pooling, which maps [E, D] to [E, D'].
-
-    Attributes:
-        kind: name of its class in sentence-transformers.
-    """
-
-    kind: ClassVar[str]
+    """A module after the pooling, which maps [E, D] to [E, D']."""
 
     @abstractmethod
     def write(self, g: GraphBuilder, x: str, name: str) -> str:
@@ -83,8 +77,6 @@ class Step(nn.Module, ABC):
 
 class Projection(Step):
     """A dense layer (sentence-transformers' ``Dense``), with an optional residual connection."""
-
-    kind = "Dense"
 
     def __init__(
         self,
@@ -132,8 +124,6 @@ class Projection(Step):
 class Norm(Step):
     """sentence-transformers' ``LayerNorm``."""
 
-    kind = "LayerNorm"
-
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(len(weight))
@@ -152,8 +142,6 @@ class Norm(Step):
 
 class UnitLength(Step):
     """sentence-transformers' ``Normalize`` before another module."""
-
-    kind = "Normalize"
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Return ``pooled`` [E, D] with rows of length 1."""

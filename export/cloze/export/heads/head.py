@@ -1,11 +1,10 @@
 """Export's contract of a head, which every module of this package fulfils."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
@@ -15,7 +14,7 @@ from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
-from cloze.export.measure.scorer import Scorer, head_arrays
+from cloze.export.measure.scorer import Floats, Row, Scorer, row_arrays
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
@@ -114,11 +113,6 @@ class Transform(nn.Module):
         self.dense = nn.Linear(size, size, config.has_bias("head"))
         self.activation = ACTIVATIONS[config.head_activation or config.activation]
         self.norm = make_norm(config)
-
-    @classmethod
-    def of(cls, setup: HeadSetup) -> "Transform | None":
-        """Return the transform of a head; None: the family's head has none."""
-        return cls(setup) if setup.spec.has("transform") else None
 
     def forward(self, rows: Tensor) -> Tensor:
         """Transform rows [R, H]."""
@@ -219,16 +213,15 @@ def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
     ]
 
 
-def of_sentences(
-    scorers: tuple[Scorer, Scorer], head: str, texts: GateTexts, request: HeadRequest = _REQUEST
-) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Yield what a head of two models computes of each sentence."""
-    for ids in texts.sentences():
-        one, other = (head_arrays(scorer, head, ids, request=request)[0] for scorer in scorers)
-        yield one, other
+def compared(
+    scorers: tuple[Scorer, Scorer], head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
+) -> list[tuple[Floats, Floats]]:
+    """Return what a head of two models computes of each row."""
+    one, other = (row_arrays(scorer, head, rows, request) for scorer in scorers)
+    return list(zip(one, other, strict=True))
 
 
-def mean_cosine(pairs: Iterable[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> float:
+def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
     """Return the mean cosine of the rows of pairs of arrays [n, H]."""
     cosines = []
     for one, other in pairs:

@@ -1,8 +1,7 @@
-"""Masked language modelling: torch module, graph and gate figure."""
+"""Masked language modelling, and sparse embeddings: one torch module, graphs and gate figures."""
 
 from collections.abc import Sequence
-from operator import eq
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -10,15 +9,24 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.graph.builder import GraphBuilder, layer_norm
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, write_activated
-from cloze.export.measure.scorer import Scorer, mask_each, score_masks
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    HeadSetup,
+    SampleSizes,
+    agreement,
+    write_activated,
+)
+from cloze.export.measure.scorer import Scorer, mask_each, run_rows, score_masks
 from cloze.export.measure.texts import GateTexts
-from cloze.model_store.heads import masked_lm
+from cloze.model_store.heads import masked_lm, sparse_embedding
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest
 from cloze.model_store.layouts import Placement
 from cloze.model_store.tensors import WORD_TABLE
 
 _TOP_K = 5
+_GATE_TOP_K = 64
 
 
 class MaskedLMHead(nn.Module):
@@ -133,19 +141,18 @@ def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MaskedLMRequest:
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of tokens, each masked alone, for which both models predict one token."""
-    same = count = 0
     assert texts.mask_id is not None
-    for ids in texts.sentences():
-        rows = mask_each(ids[0], range(1, ids.shape[1] - 1), texts.mask_id)
-        best = [
-            [int(top[0, 0]) for top, _ in score_masks(scorer, rows, k=1)]
-            for scorer in (checkpoint, graph)
-        ]
-        same, count = same + sum(map(eq, *best)), count + len(rows)
-    return {"fill_mask_top1_agreement": same / count}
+    rows = []
+    for ids, _ in texts.sentences():
+        rows += mask_each(ids, range(1, len(ids) - 1), texts.mask_id)
+    one, other = (
+        [int(top[0, 0]) for top, _ in score_masks(scorer, rows, k=1)]
+        for scorer in (checkpoint, graph)
+    )
+    return {"fill_mask_top1_agreement": agreement(list(zip(one, other, strict=True)))}
 
 
-EXPORT_HEAD: Final = ExportHead(
+MASKED_LM: Final = ExportHead(
     head=masked_lm.HEAD,
     module=MaskedLMHead,
     write=_write,
@@ -154,4 +161,82 @@ EXPORT_HEAD: Final = ExportHead(
     measure=_measure,
     classes=("ForMaskedLM", "ForPreTraining"),
     limits={"fill_mask_top1_agreement": 0.95},
+)
+
+
+# ---- sparse embeddings ---------------------------------------------------------------------------
+
+
+def _write_sparse(head: MaskedLMHead, graph: HeadGraph) -> None:
+    """Write the maximum of the logits over each sequence, then its weights and the largest ones.
+
+    The weight grows with the logit, so the maximum may come first.
+    """
+    g, vocabulary = graph.g, head.decoder.out_features
+    sequences = graph.input(sparse_embedding.SPARSE_ROWS)  # [U, W]
+    flat = g.op("Reshape", [sequences, g.weight("shape_flat", np.array([-1], np.int64))])
+    rows = graph.linear_ops.to_float32(g.op("Gather", [graph.rows, flat], axis=0))
+    logits = write_logits(head, graph, rows)  # [U * W, V]
+    columns = g.weight("vocabulary_size", np.array([vocabulary], np.int64))
+    shape = g.op("Concat", [g.op("Shape", [sequences]), columns], axis=0)
+    grouped = g.op("Reshape", [logits, shape], allowzero=1)  # [U, W, V]
+    largest = g.op("ReduceMax", [grouped, g.weight("axis_1", np.array([1], np.int64))], keepdims=0)
+    one = g.weight("one_float", np.array(1, np.float32))
+    weights = g.op("Log", [g.op("Add", [g.op("Relu", [largest]), one])])
+    top = g.op("TopK", [weights, graph.input(sparse_embedding.SPARSE_TOP_K)], outputs=2, axis=1)
+    graph.output(top, sparse_embedding.SPARSE_WEIGHTS)
+    graph.output(f"{top}_1", sparse_embedding.SPARSE_IDS)
+
+
+def _reference_sparse(
+    head: MaskedLMHead,
+    states: Tensor,
+    requests: Sequence[SparseEmbeddingRequest | None],
+    placement: Placement,
+) -> dict[str, Tensor]:
+    rows = states[-1]
+    starts = placement.starts.tolist()
+    asked = [(i, request) for i, request in enumerate(requests) if request is not None]
+    vectors = [head(rows[starts[i] : starts[i + 1]]).relu().log1p().max(0).values for i, _ in asked]
+    stacked = torch.stack(vectors) if vectors else rows.new_zeros(0, head.decoder.out_features)
+    top = stacked.topk(max([1, *(request.top_k for _, request in asked)]), dim=1)
+    return {
+        sparse_embedding.SPARSE_WEIGHTS.name: top.values,
+        sparse_embedding.SPARSE_IDS.name: top.indices,
+    }
+
+
+def _sample_sparse(_: np.random.Generator, sizes: SampleSizes) -> SparseEmbeddingRequest:
+    return SparseEmbeddingRequest(sizes.tokens, _TOP_K)
+
+
+def _measure_sparse(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the mean cosine of both models' sparse vectors, of their largest weights."""
+    name, rows = sparse_embedding.HEAD.name, texts.sentences()
+    requests = [{name: SparseEmbeddingRequest(len(ids), _GATE_TOP_K)} for ids, _ in rows]
+    one, other = (run_rows(scorer, rows, requests) for scorer in (checkpoint, graph))
+    cosines = [_cosine_sparse(a[name], b[name]) for a, b in zip(one, other, strict=True)]
+    return {"sparse_cosine_mean": float(np.mean(cosines))}
+
+
+def _cosine_sparse(one: Any, other: Any) -> float:
+    weights = dict(zip(other.ids.tolist(), other.weights.tolist(), strict=True))
+    product = sum(
+        weight * weights.get(word, 0.0)
+        for word, weight in zip(one.ids.tolist(), one.weights.tolist(), strict=True)
+    )
+    lengths = float(np.linalg.norm(one.weights) * np.linalg.norm(other.weights))
+    return product / lengths if lengths else float(len(one.ids) == len(other.ids))
+
+
+SPARSE_EMBEDDING: Final = ExportHead(
+    head=sparse_embedding.HEAD,
+    module=None,
+    module_of=masked_lm.HEAD.name,
+    write=_write_sparse,
+    reference=_reference_sparse,
+    sample=_sample_sparse,
+    measure=_measure_sparse,
+    limits={"sparse_cosine_mean": 0.98},
+    by_default=False,
 )

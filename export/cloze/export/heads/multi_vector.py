@@ -1,6 +1,6 @@
-"""Multi-vector: torch module, graph and gate figure.
+"""Multi-vector, and the lexical weights beside it: torch modules, graphs and gate figures.
 
-Its projection lies outside the encoder, so checkpoints of every family may have the head.
+Their layers lie outside the encoder, so checkpoints of every family may have the heads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
+from cloze.export.graph.builder import linear
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.export.heads.embedding_steps import Projection, Step, UnitLength
 from cloze.export.heads.head import (
@@ -18,13 +19,14 @@ from cloze.export.heads.head import (
     HeadGraph,
     HeadSetup,
     SampleSizes,
+    compared,
     mean_cosine,
-    of_sentences,
     token_rows,
 )
 from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
-from cloze.model_store.heads import multi_vector
+from cloze.model_store.heads import lexical, multi_vector
+from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
 from cloze.model_store.layouts import Layout, Placement
 from cloze.model_store.tensors import INPUT_IDS
@@ -109,11 +111,11 @@ def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MultiVectorRequest:
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of both models' vectors, token by token."""
-    pairs = of_sentences((checkpoint, graph), _NAME, texts, MultiVectorRequest())
+    pairs = compared((checkpoint, graph), _NAME, texts.sentences(), MultiVectorRequest())
     return {"multi_vector_cosine_mean": mean_cosine(pairs)}
 
 
-EXPORT_HEAD: Final = ExportHead(
+MULTI_VECTOR: Final = ExportHead(
     head=multi_vector.HEAD,
     module=_make,
     of_family=False,
@@ -124,4 +126,64 @@ EXPORT_HEAD: Final = ExportHead(
     measure=_measure,
     limits={"multi_vector_cosine_mean": 0.98},
     fine_tuned=True,
+)
+
+
+# ---- lexical weights -----------------------------------------------------------------------------
+
+
+class LexicalHead(nn.Module):
+    """Weighs each token: ``relu(h W + b)``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, options: LexicalOptions) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], 1)
+        self.linear.weight.data, self.linear.bias.data = weight.float(), bias.float()
+        self.options = options
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the weights [Q, 1] of ``rows`` [Q, H]."""
+        weights: Tensor = self.linear(rows).relu()
+        return weights
+
+
+def _make_lexical(setup: HeadSetup) -> LexicalHead:
+    """Return a new head with random weights."""
+    assert isinstance(setup.options, LexicalOptions)
+    weight = torch.empty(1, setup.config.hidden_size).normal_(std=0.02)
+    return LexicalHead(weight, torch.zeros(1), setup.options)
+
+
+def _write_lexical(head: LexicalHead, graph: HeadGraph) -> None:
+    rows = graph.gather(lexical.LEXICAL_ROWS)
+    weights = graph.g.op("Relu", [linear(graph.g, rows, "lexical", head.linear)])
+    graph.output(weights, lexical.LEXICAL_WEIGHTS)
+
+
+def _reference_lexical(
+    head: LexicalHead, states: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    weights: Tensor = head(states[-1][token_rows(requests, placement)])
+    return {lexical.LEXICAL_WEIGHTS.name: weights}
+
+
+def _measure_lexical(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the mean cosine of the weights of both models, text by text."""
+    cosines = []
+    for pair in compared((checkpoint, graph), lexical.HEAD.name, texts.sentences()):
+        one, other = (weights.ravel() for weights in pair)
+        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+        no_weights = not (one.any() or other.any())
+        cosines.append(float(one @ other) / lengths if lengths else float(no_weights))
+    return {"lexical_cosine_mean": float(np.mean(cosines))}
+
+
+LEXICAL: Final = ExportHead(
+    head=lexical.HEAD,
+    module=_make_lexical,
+    of_family=False,
+    write=_write_lexical,
+    reference=_reference_lexical,
+    measure=_measure_lexical,
+    limits={"lexical_cosine_mean": 0.98},
 )

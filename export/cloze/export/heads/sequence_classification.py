@@ -1,4 +1,4 @@
-"""Sequence classification: torch module, graph, labels and gate figure."""
+"""Labels of texts, and next-sentence prediction: one torch module, graphs and gate figures."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,11 +10,19 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.errors import ExportError
-from cloze.export.graph.builder import layer_norm, linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, cls_rows, write_activated
-from cloze.export.measure.scorer import Scorer, head_arrays
+from cloze.export.graph.builder import GraphBuilder, layer_norm, linear
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    HeadSetup,
+    agreement,
+    cls_rows,
+    compared,
+    write_activated,
+)
+from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
-from cloze.model_store.heads import sequence_classification
+from cloze.model_store.heads import next_sentence, sequence_classification
 from cloze.model_store.heads.sequence_classification import read_options
 from cloze.model_store.layouts import Layout, Placement
 
@@ -22,11 +30,12 @@ _CLOSE = 0.05
 """The accepted difference of a single logit, as a share of the spread of the logits."""
 
 
-class SequenceClassificationHead(nn.Module):
+class SequenceHead(nn.Module):
     """A pooler on ``[CLS]``, if any, and one logit per label.
 
-    In some families the pooler reads the mean of all rows, or a norm follows it.
-    Source: Devlin et al. 2019, section 4.1.
+    In some families the pooler reads the mean of all rows, or a norm follows it. Without labels, a
+    pair has two logits: "is next" and "is not next".
+    Source: Devlin et al. 2019, sections 3.1 and 4.1.
     """
 
     norm: nn.LayerNorm | None
@@ -39,7 +48,7 @@ class SequenceClassificationHead(nn.Module):
         self.activation = ACTIVATIONS[setup.spec.activation or config.head_activation or "tanh"]
         self.norm = make_norm(config) if setup.spec.has("norm") else None
         self.reads_mean = config.classifier_pooling == "mean"
-        self.classifier = nn.Linear(size, setup.options.logits)
+        self.classifier = nn.Linear(size, 2 if setup.options is None else setup.options.logits)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [C, L] of ``rows`` [C, H], one per sequence."""
@@ -48,16 +57,19 @@ class SequenceClassificationHead(nn.Module):
         logits: Tensor = self.classifier(rows if self.norm is None else self.norm(rows))
         return logits
 
+    def write(self, g: GraphBuilder, rows: str, name: str) -> str:
+        """Write the logits of rows [C, H]; the names of weights begin with ``name``."""
+        if self.pooler is not None:
+            rows = write_activated(g, rows, f"{name}.pooler", self.pooler, self.activation)
+        if self.norm is not None:
+            rows = layer_norm(g, rows, f"{name}.norm", self.norm)
+        return linear(g, rows, f"{name}.classifier", self.classifier)
 
-def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
-    g, name = graph.g, "sequence_classification"
+
+def _write(head: SequenceHead, graph: HeadGraph) -> None:
     firsts = sequence_classification.CLASS_ROWS
     rows = _means(graph) if head.reads_mean else graph.gather(firsts)
-    if head.pooler is not None:
-        rows = write_activated(g, rows, f"{name}.pooler", head.pooler, head.activation)
-    if head.norm is not None:
-        rows = layer_norm(g, rows, f"{name}.norm", head.norm)
-    logits = linear(g, rows, f"{name}.classifier", head.classifier)
+    logits = head.write(graph.g, rows, sequence_classification.HEAD.name)
     labels = head.classifier.out_features
     graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
 
@@ -79,10 +91,7 @@ def _means(graph: HeadGraph) -> str:
 
 
 def _reference(
-    head: SequenceClassificationHead,
-    states: Tensor,
-    requests: Sequence[Any],
-    placement: Placement,
+    head: SequenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
     rows, firsts = states[-1], cls_rows(requests, placement)
     if head.reads_mean:
@@ -99,13 +108,9 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 
     With one label: the share whose logits differ by at most a twentieth of the logits' spread.
     """
-    ids_and_types = [(ids, np.zeros_like(ids)) for ids in texts.sentences()]
-    ids_and_types += texts.sentence_pairs()
-    name = sequence_classification.HEAD.name
-    one, other = (
-        np.concatenate([head_arrays(scorer, name, *each) for each in ids_and_types])
-        for scorer in (checkpoint, graph)
-    )
+    rows = [*texts.sentences(), *texts.sentence_pairs()]
+    pairs = compared((checkpoint, graph), sequence_classification.HEAD.name, rows)
+    one, other = map(np.stack, zip(*pairs, strict=True))
     if one.shape[1] == 1:
         same = np.abs(one - other) <= _CLOSE * max(1.0, float(np.ptp(one)))
     else:
@@ -113,9 +118,9 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     return {"text_classification_agreement": float(same.mean())}
 
 
-EXPORT_HEAD: Final = ExportHead(
+SEQUENCE_CLASSIFICATION: Final = ExportHead(
     head=sequence_classification.HEAD,
-    module=SequenceClassificationHead,
+    module=SequenceHead,
     write=_write,
     reference=_reference,
     measure=_measure,
@@ -125,4 +130,41 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     needs_class=True,
     read_options=read_options,
+)
+
+
+# ---- next sentence -------------------------------------------------------------------------------
+
+
+def _write_next(head: SequenceHead, graph: HeadGraph) -> None:
+    rows = graph.gather(next_sentence.PAIR_ROWS)
+    graph.output(head.write(graph.g, rows, next_sentence.HEAD.name), next_sentence.PAIR_LOGITS)
+
+
+def _reference_next(
+    head: SequenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    rows = states[-1]
+    return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
+
+
+def _measure_next(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the share of pairs, neighbours and others, for which both models choose one label."""
+    pairs = compared((checkpoint, graph), next_sentence.HEAD.name, texts.sentence_pairs())
+    labels = [(one.argmax(), other.argmax()) for one, other in pairs]
+    return {"nsp_agreement": agreement(labels)}
+
+
+NEXT_SENTENCE: Final = ExportHead(
+    head=next_sentence.HEAD,
+    module=SequenceHead,
+    write=_write_next,
+    reference=_reference_next,
+    measure=_measure_next,
+    classes=("ForNextSentencePrediction", "ForPreTraining"),
+    limits={"nsp_agreement": 0.95},
+    incomplete={
+        "pooler": "the checkpoint has a pooler but no next-sentence classifier",
+        "classifier": "the checkpoint has a next-sentence classifier but no pooler",
+    },
 )

@@ -1,16 +1,21 @@
-"""Merges an adapter with its base: products into the encoder, and the settings of its heads."""
+"""Merges an adapter with its base: products into the encoder, and the adapter's heads."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
+from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES
+from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.load.source import CheckpointFiles, locate
 from cloze.export.model import Model
 from cloze.model_store.peft import CONFIG_FILE, AdapterError, AdapterFiles, read_files
+
+_BASE: Final = "base_model_name_or_path"
 
 _LAST_LAYERS: Final = ("classifier.weight", "out_proj.weight")
 """The ends of the names of the tensors with one row per label."""
@@ -26,9 +31,38 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
         adapter = read_files(folder)
     except AdapterError as error:
         raise ExportError(str(error)) from None
-    if not isinstance(adapter.config.get("base_model_name_or_path"), str):
-        raise ExportError(f"{CONFIG_FILE}: base_model_name_or_path is missing")
+    if not isinstance(adapter.config.get(_BASE), str):
+        raise ExportError(f"{CONFIG_FILE}: {_BASE} is missing")
     return adapter
+
+
+def locate_base(adapter: AdapterFiles) -> CheckpointFiles:
+    """Locate the checkpoint that an adapter names; see `locate`."""
+    return locate(adapter.config[_BASE], adapter.config.get("revision"))
+
+
+def check_base(adapter: AdapterFiles, encoder_sha256: str) -> None:
+    """Check that an adapter that names the digest of its base has this base.
+
+    Raises:
+        ExportError: the base has another digest.
+    """
+    if adapter.encoder_sha256 not in (None, encoder_sha256):
+        raise ExportError(
+            f"this is an adapter of another encoder than that of {adapter.config[_BASE]}"
+        )
+
+
+def with_heads(
+    tensors: Mapping[str, Tensor], adapter: AdapterFiles, family: Family, config: EncoderConfig
+) -> dict[str, Tensor]:
+    """Return the tensors of the encoder of a base, and those of the heads of an adapter."""
+    encoder = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(target.name.startswith("encoder.") for target in family.read(name, config))
+    }
+    return encoder | {name: torch.from_numpy(array) for name, array in adapter.tensors.items()}
 
 
 def head_settings(adapter: AdapterFiles, base: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from cloze.export.families.refused import reason
 from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.adapter_folder import add_products, head_settings, read_adapter_files
+from cloze.export.load.adapter_folder import (
+    add_products,
+    check_base,
+    head_settings,
+    locate_base,
+    read_adapter_files,
+    with_heads,
+)
 from cloze.export.load.parts import (
     BGE_FILE,
     LEXICAL_FILE,
@@ -45,7 +52,7 @@ from cloze.export.model import Model, head_module
 from cloze.model_store.heads import Head, lexical, multi_vector
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
-from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE, AdapterFiles
+from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
 from cloze.model_store.plain_files import sha256_of
 
 _PADDING_MULTIPLE: Final = 128
@@ -53,8 +60,6 @@ _PADDING_MULTIPLE: Final = 128
 
 _MOST_ROWS_PER_TOKEN: Final = 2
 """An embedding with as many rows per token belongs to another vocabulary."""
-
-_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +104,50 @@ def load_checkpoint(
         ExportError: the checkpoint cannot be loaded completely.
     """
     files = locate(source, revision)
-    if (files.folder / CONFIG_FILE).is_file():
-        return _load_merged(files)
-    folder = SentenceTransformersFolder.read(files.folder)
+    adapter = read_adapter_files(files.folder) if (files.folder / CONFIG_FILE).is_file() else None
+    base = files if adapter is None else locate_base(adapter)
+    folder = SentenceTransformersFolder.read(base.folder)
+    own = folder if adapter is None else SentenceTransformersFolder.read(files.folder)
     family, config, settings, defaults = _read_config(folder.encoder, folder.of_encoder.of_config)
-    folder.check_truncation(config.hidden_size)
-    settings = folder.with_activation(settings)
+    for each in (folder, own):
+        each.check_truncation(config.hidden_size)
     weights = weight_files(folder.encoder)
-    tokenizer = _load_tokenizer(folder)
-    _check_vocabulary(tokenizer, config)
-
-    tensors = read_tensors(weights)
-    of_heads = HeadFiles(folder, settings, tensors, tokenizer, config)
-    parts = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
+    tokenizer = _with_types_of(config, settings, _load_tokenizer(folder, config))
+    tensors, parts = read_tensors(weights), dict[str, Any]()
+    recipe = pooling = own.recipe or folder.recipe
+    if adapter is not None and adapter.tensors:  # its heads instead of those of its base
+        settings, pooling = head_settings(adapter, settings), own.recipe
+        tensors = with_heads(tensors, adapter, family, config)
+    else:
+        settings = folder.with_activation(settings)
+        of_heads = HeadFiles(folder, settings, tensors, tokenizer, config)
+        parts = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
     model, notes = load_model(tensors, family, config, settings, tasks)
     for name, part in parts.items():
         setattr(model, name, part)
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
-    tokenizer = _with_types_of(config, settings, tokenizer)
+    if adapter is not None:
+        check_base(adapter, encoder_sha256(model))
+        add_products(model, adapter)
+        weights.append(files.folder / TENSORS_FILE)
     notes += [*defaults, *tokenizer.notes, *_spare_rows(tokenizer, config)]
     heads = _heads_of(model)
-    card = _read_card(files.folder)
+    card = _read_card(files.folder) or _read_card(base.folder)
+    promises = adapter.tensors if adapter is not None else folder.recipe is None
     return Checkpoint(
         model=model.eval(),
         tokenizer=tokenizer,
-        recipe=folder.recipe or EmbeddingRecipe(),
+        recipe=recipe or EmbeddingRecipe(),
         heads=tuple(head.head for head in heads),
-        default_heads=_default_heads(heads, declares_pooling=folder.recipe is not None),
+        default_heads=_default_heads(heads, declares_pooling=pooling is not None),
         options=model.options,
         folder=files.folder,
-        source=_source(files, folder, weights, model),
+        source=_source(files, folder if own.recipe is None else own, weights, model),
         license=_license(card),
         card=card,
         notes=(*FAMILIES.problems, *notes),
-        broken_promise=_broken_promise(heads, family, settings) if folder.recipe is None else "",
+        broken_promise=_broken_promise(heads, family, settings) if promises else "",
     )
 
 
@@ -153,76 +167,19 @@ def _part_readers(
     return readers
 
 
-def _load_tokenizer(folder: SentenceTransformersFolder) -> CheckpointTokenizer:
+def _load_tokenizer(
+    folder: SentenceTransformersFolder, config: EncoderConfig
+) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
     own = folder.of_encoder
     tokenizer = load_tokenizer(folder.encoder, own.of_tokenizer)
+    _check_vocabulary(tokenizer, config)
     tokenizer = replace(tokenizer, notes=(*tokenizer.notes, *own.notes))
     if folder.projections_of_tokens:  # late interaction has lengths of its own
         return tokenizer
     if folder.recipe is None:
         tokenizer = replace(tokenizer, max_tokens=own.max_tokens or tokenizer.max_tokens)
     return lower_cased(tokenizer) if own.lowercase else tokenizer
-
-
-def _load_merged(files: CheckpointFiles) -> Checkpoint:
-    """Load the base of an adapter, with the adapter's heads and with its products in the weights.
-
-    Raises:
-        ExportError: the adapter or its base cannot be loaded, or they do not fit.
-    """
-    adapter = read_adapter_files(files.folder)
-    named = adapter.config["base_model_name_or_path"]
-    base = load_checkpoint(named, adapter.config.get("revision"))
-    if adapter.encoder_sha256 not in (None, base.source.encoder_sha256):
-        raise ExportError(f"{files.location} is an adapter of another encoder than that of {named}")
-    folder, own = (SentenceTransformersFolder.read(f) for f in (base.folder, files.folder))
-    own.check_truncation(base.model.config.hidden_size)
-    weights = weight_files(folder.encoder)
-    if adapter.tensors:
-        base = _with_heads(base, adapter, folder.encoder, weights, own)
-    else:
-        base = replace(base, broken_promise="")
-    add_products(base.model, adapter)
-    described = folder if own.recipe is None else own
-    card = _read_card(files.folder) or base.card
-    return replace(
-        base,
-        recipe=own.recipe or base.recipe,
-        folder=files.folder,
-        source=_source(files, described, [*weights, files.folder / TENSORS_FILE], base.model),
-        license=_license(card),
-        card=card,
-    )
-
-
-def _with_heads(
-    base: Checkpoint,
-    adapter: AdapterFiles,
-    encoder: Path,
-    weights: list[Path],
-    own: SentenceTransformersFolder,
-) -> Checkpoint:
-    """Return a base with the heads of an adapter instead of its own."""
-    config, family = base.model.config, FAMILIES[base.model.config.family]
-    tensors = {
-        name: tensor
-        for name, tensor in read_tensors(weights).items()
-        if any(target.name.startswith("encoder.") for target in family.read(name, config))
-    }
-    of_heads = {name: torch.from_numpy(array) for name, array in adapter.tensors.items()}
-    settings = head_settings(adapter, read_settings(encoder / "config.json"))
-    model, notes = load_model(tensors | of_heads, family, config, settings)
-    heads = _heads_of(model)
-    return replace(
-        base,
-        model=model.eval(),
-        heads=tuple(head.head for head in heads),
-        default_heads=_default_heads(heads, declares_pooling=own.recipe is not None),
-        options=model.options,
-        notes=(*FAMILIES.problems, *notes),
-        broken_promise=_broken_promise(heads, family, settings),
-    )
 
 
 def _heads_of(model: Model) -> tuple[ExportHead, ...]:
@@ -286,22 +243,17 @@ def _read_config(
 
 
 def _parse_config(
-    family: Family, given: Mapping[str, Any], absent: Mapping[str, Any] = _NOTHING
-) -> tuple[EncoderConfig, Mapping[str, Any]]:
-    """Return the sizes of an encoder, and the settings of which the defaults were taken.
-
-    Args:
-        family: the family.
-        given: ``config.json``.
-        absent: defaults of settings that are known to be absent.
-    """
-    settings = {**given, **absent}
+    family: Family, settings: Mapping[str, Any]
+) -> tuple[EncoderConfig, dict[str, Any]]:
+    """Return the sizes of an encoder, and the settings of which the defaults were taken."""
     try:
-        return family.read_config(settings), absent
+        return family.read_config(settings), {}
     except KeyError as error:
         missing = str(error.args[0])
         if missing in family.defaults and missing not in settings:
-            return _parse_config(family, given, {**absent, missing: family.defaults[missing]})
+            default = {missing: family.defaults[missing]}
+            config, absent = _parse_config(family, {**settings, **default})
+            return config, default | absent
         why = ""
         if missing in family.wrong_defaults:
             why = f", whose default in transformers is wrong for published weights of {family.name}"
@@ -420,7 +372,6 @@ def _settings(config: EncoderConfig) -> dict[str, Any]:
         setting.name: value
         for setting in fields(config)
         if (value := getattr(config, setting.name)) != setting.default
-        and setting.name != "dropout"  # of training
     }
 
 

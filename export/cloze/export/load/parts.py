@@ -16,8 +16,7 @@ from torch import Tensor
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.heads.embedding_steps import Projection
-from cloze.export.heads.lexical import LexicalHead
-from cloze.export.heads.multi_vector import MultiVectorHead
+from cloze.export.heads.multi_vector import LexicalHead, MultiVectorHead
 from cloze.export.load.sentence_transformers import (
     MODULE_SETTINGS,
     SentenceTransformersFolder,
@@ -121,11 +120,7 @@ def read_bge(files: HeadFiles) -> MultiVectorHead:
 
 
 def _read_linear(files: HeadFiles, name: str) -> tuple[Tensor, Tensor]:
-    """Return the weight and the bias of a linear layer that lies in a file of its own.
-
-    Raises:
-        ExportError: the file holds anything else.
-    """
+    """Return the weight and the bias of a linear layer that lies in a file of its own."""
     tensors = read_tensors([files.folder.path / name])
     if tensors.keys() != {"weight", "bias"}:
         raise ExportError(f"{name} is not one linear layer ({', '.join(sorted(tensors))})")

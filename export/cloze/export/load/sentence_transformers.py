@@ -1,8 +1,8 @@
 """Reads what the files of sentence-transformers say beside the files of an encoder."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,13 +10,7 @@ from torch import Tensor
 
 from cloze.export.errors import ExportError
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.heads.embedding_steps import (
-    DENSE_ACTIVATIONS,
-    Norm,
-    Projection,
-    Step,
-    UnitLength,
-)
+from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Norm, Projection, Step, UnitLength
 from cloze.export.load.source import (
     SENTENCE_SETTINGS,
     check_links,
@@ -24,7 +18,7 @@ from cloze.export.load.source import (
     read_tensors,
     weight_files,
 )
-from cloze.export.load.tokenizer_files import APPLIED_SETTINGS
+from cloze.export.load.tokenizer import APPLIED_SETTINGS
 from cloze.model_store.heads import Pooling
 from cloze.model_store.manifest import Role
 from cloze.model_store.plain_files import sha256_of
@@ -43,7 +37,6 @@ POOLING_FLAGS = {
 MODULE_SETTINGS: Final = "config_sentence_transformers.json"
 
 _ENCODERS: Final = ("Transformer", "MLMTransformer")
-_BEFORE: Final = ("Transformer", "Dropout", "Pooling")
 _STEPS: Final = ("Dense", "LayerNorm", "Normalize")
 
 
@@ -122,7 +115,7 @@ class SentenceTransformersFolder:
     @property
     def projections_of_tokens(self) -> list[Module]:
         """The ``Dense`` modules of a model of late interaction; none in another model."""
-        return _late_modules(self.modules)
+        return [one for one in self.modules if one.kind == "Dense" and _is_late(self.modules)]
 
     def with_activation(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of a ``config.json`` with the activation of a reranker's scores.
@@ -135,11 +128,7 @@ class SentenceTransformersFolder:
         return settings | {"sentence_transformers": {"activation_fn": declared}}
 
     def check_truncation(self, hidden_size: int) -> None:
-        """Refuse embeddings that sentence-transformers cuts.
-
-        Args:
-            hidden_size: the width of the hidden states.
-        """
+        """Refuse embeddings that sentence-transformers cuts."""
         kept = self.settings.get("truncate_dim")
         if self.recipe is None or kept is None:
             return
@@ -164,11 +153,6 @@ class SentenceTransformersFolder:
             ]
             for module in steps
         ]
-
-
-def encoder_folder(folder: Path) -> Path:
-    """Return the folder of the encoder: a subfolder in a sentence-transformers directory."""
-    return _encoder_of(folder, _read_modules(folder))
 
 
 def _encoder_of(folder: Path, modules: Sequence[Module]) -> Path:
@@ -197,8 +181,9 @@ def _read_recipe(
     if modules[-1].kind == "SpladePooling":
         _check_splade(modules)
         return None
-    if _late_modules(modules) or [module.kind for module in modules] == ["Transformer"]:
+    if _is_late(modules) or [module.kind for module in modules] == ["Transformer"]:
         return None
+    _check_order(modules)
     given, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(given, dict) or {*map(type, given.values())} - {str, type(None)}:
         raise ExportError(f"{MODULE_SETTINGS}: prompts must be texts by name, got {given!r}")
@@ -209,24 +194,31 @@ def _read_recipe(
             f"{MODULE_SETTINGS}: default_prompt_name {default!r} is not one of the prompts "
             f"({names})"
         )
-    recipe = _read_pooling_and_steps(modules)
-    return replace(
-        recipe,
+    pooling, *others = [one for one in modules if one.kind not in ("Transformer", "Dropout")]
+    first, *further = _poolings(pooling.settings)
+    if (include_prompt := pooling.settings.get("include_prompt", True)) not in (True, False):
+        raise ExportError(
+            f"pooling has include_prompt {include_prompt!r}; it must be true or false"
+        )
+    steps = [_read_step(module) for module in others]
+    normalize = bool(steps) and isinstance(steps[-1], UnitLength)
+    return EmbeddingRecipe(
+        pooling=first,
+        further_poolings=tuple(further),
+        steps=tuple(steps[:-1] if normalize else steps),
+        normalize=normalize,
         max_tokens=of_encoder.max_tokens,
         prompts=prompts,
         default_prompt=default if default in [*prompts] else None,
-        include_prompt=recipe.include_prompt or not any(prompts.values()),
+        include_prompt=include_prompt or not any(prompts.values()),
     )
 
 
-def _late_modules(modules: Sequence[Module]) -> list[Module]:
-    """Return the ``Dense`` modules of a model of late interaction, which pools nothing.
-
-    There are none in another model.
-    """
+def _is_late(modules: Sequence[Module]) -> bool:
+    """Return whether modules are those of a model of late interaction, which pools nothing."""
     kinds = [module.kind for module in modules]
     is_late = kinds[:1] == ["Transformer"] and {*kinds[1:]} <= {"Dense", "Normalize"}
-    return [module for module in modules if is_late and module.kind == "Dense"]
+    return is_late and "Dense" in kinds
 
 
 def _check_splade(modules: Sequence[Module]) -> None:
@@ -242,37 +234,15 @@ def _check_splade(modules: Sequence[Module]) -> None:
             raise ExportError(f"SpladePooling has {name} {value!r}; supported is {supported!r}")
 
 
-def _read_pooling_and_steps(modules: Sequence[Module]) -> EmbeddingRecipe:
-    for module in modules:
-        if module.kind not in (*_BEFORE, *_STEPS):
-            raise ExportError(
-                f"modules.json names a {module.kind} module, which is not supported "
-                f"({', '.join((*_BEFORE, *_STEPS))})"
-            )
-    modules = [module for module in modules if module.kind not in ("Transformer", "Dropout")]
-    for number, module in enumerate(modules):
-        if (module.kind == "Pooling") != (number == 0):
-            raise ExportError(
-                f"modules.json puts {module.kind} where it is not supported "
-                f"(the order is Transformer, Pooling, then any of {', '.join(_STEPS)})"
-            )
-    if not modules:
-        raise ExportError("modules.json names no Pooling module")
-    settings = modules[0].settings
-    first, *others = _poolings(settings)
-    if (include_prompt := settings.get("include_prompt", True)) not in (True, False):
+def _check_order(modules: Sequence[Module]) -> None:
+    """Refuse modules that do not pool texts, or that a recipe cannot have."""
+    kinds = [module.kind for module in modules]
+    after = [kind for kind in kinds if kind not in ("Transformer", "Dropout")]
+    if after[:1] != ["Pooling"] or {*after[1:]} - {*_STEPS}:
         raise ExportError(
-            f"pooling has include_prompt {include_prompt!r}; it must be true or false"
+            f"modules.json names {', '.join(kinds)}, which is not supported: the order is "
+            f"Transformer, perhaps Dropout, Pooling, then any of {', '.join(_STEPS)}"
         )
-    steps = [_read_step(module) for module in modules[1:]]
-    normalize = bool(steps) and isinstance(steps[-1], UnitLength)
-    return EmbeddingRecipe(
-        pooling=first,
-        further_poolings=tuple(others),
-        steps=tuple(steps[:-1] if normalize else steps),
-        normalize=normalize,
-        include_prompt=include_prompt,
-    )
 
 
 def _read_step(module: Module) -> Step:
@@ -280,15 +250,23 @@ def _read_step(module: Module) -> Step:
         case "Dense":
             return read_projection(module)
         case "LayerNorm":
-            tensors = read_tensors(weight_files(module.folder))
-            if tensors.keys() != {"norm.weight", "norm.bias"}:
-                raise ExportError(
-                    f"the LayerNorm module in {module.folder.name} has other tensors "
-                    f"({', '.join(sorted(tensors))})"
-                )
+            tensors = _tensors_of(module, {"norm.weight", "norm.bias"})
             return Norm(tensors["norm.weight"], tensors["norm.bias"])
         case _:
             return UnitLength()
+
+
+def _tensors_of(
+    module: Module, required: Set[str], optional: Set[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Return the tensors of a module."""
+    tensors = read_tensors(weight_files(module.folder))
+    if not required <= tensors.keys() <= required | optional:
+        raise ExportError(
+            f"the {module.kind} module in {module.folder.name} has the tensors "
+            f"{', '.join(sorted(tensors))}; supported are {', '.join(sorted(required | optional))}"
+        )
+    return tensors
 
 
 _OLDER_NAMES = {
@@ -363,31 +341,24 @@ def read_projection(module: Module, *, of_tokens: bool = False) -> Projection:
     """Return a ``Dense`` module.
 
     Args:
-        module: the module.
         of_tokens: whether the module may be one for the vectors of tokens.
 
     Raises:
         ExportError: it has an activation, an input or tensors that are not supported.
     """
-    folder, settings = module.folder, module.settings
+    settings = module.settings
     names = (_OF_TEXTS, _OF_TOKENS) if of_tokens else (_OF_TEXTS,)
     for key in ("module_input_name", "module_output_name"):
         if settings.get(key) not in (None, *names):
             raise ExportError(
                 f"a Dense module with {key} {settings[key]!r} is not supported ({', '.join(names)})"
             )
-    tensors = read_tensors(weight_files(folder))
-    known = {"linear.weight", "linear.bias", "residual.weight"}
-    if not {"linear.weight"} <= tensors.keys() <= known:
-        raise ExportError(
-            f"the Dense module in {folder.name} is more than one linear layer "
-            f"({', '.join(sorted(tensors))})"
-        )
+    tensors = _tensors_of(module, {"linear.weight"}, {"linear.bias", "residual.weight"})
     weight = tensors["linear.weight"]
     residual: Tensor | bool = bool(settings.get("use_residual"))
     if residual and weight.shape[0] != weight.shape[1]:
         if "residual.weight" not in tensors:
-            raise ExportError(f"the Dense module in {folder.name} lacks residual.weight")
+            raise ExportError(f"the Dense module in {module.folder.name} lacks residual.weight")
         residual = tensors["residual.weight"]
     return Projection(weight, tensors.get("linear.bias"), _dense_activation(settings), residual)
 

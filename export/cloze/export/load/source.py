@@ -135,11 +135,7 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
 
 
 def _snapshot(folder: Path) -> Path:
-    """Return the one snapshot of a folder of the hub's cache; another folder is returned as it is.
-
-    Raises:
-        ExportError: the folder has several snapshots, or none.
-    """
+    """Return the one snapshot of a folder of the hub's cache, or another folder as it is."""
     snapshots = folder / _SNAPSHOTS
     if not snapshots.is_dir() or any((folder / name).exists() for name in _TOP_FILES):
         return folder

@@ -50,10 +50,6 @@ def load_model(
     """Build and fill the model with the heads whose tensors the checkpoint has.
 
     Args:
-        tensors: the checkpoint's tensors.
-        family: the family.
-        config: the sizes.
-        settings: ``config.json``.
         tasks: see `load_checkpoint`.
 
     Returns:
@@ -172,7 +168,7 @@ def _rename(
             unknown.append(theirs)
         for target in targets:
             if target.name in tensors and target.name != theirs:
-                continue  # the head has a tensor of its own, see `Family.write`
+                continue  # the head has a tensor of its own, see `Family.read`
             value, ours = _converted(target, theirs, tensor), target.name
             if target.is_added:
                 added[ours] = value
@@ -240,11 +236,8 @@ def _why_absent(
     """Return why a checkpoint lacks a head; None: it has the head.
 
     Args:
-        head: the head.
         model: a model with the head if the checkpoint has any of its tensors.
-        renamed: the checkpoint's tensors.
         unknown: the names of the tensors that our modules lack.
-        family: the family.
     """
     name = head.head.name
     spec = family.heads.get(name, HeadSpec({}))

@@ -17,19 +17,17 @@ from numpy.typing import NDArray
 from cloze.export.graph.session import Session
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
-from cloze.model_store.heads import (
-    GraphSpec,
-    HeadRequest,
-    embedding,
-    masked_lm,
-)
+from cloze.model_store.heads import GraphSpec, HeadRequest, embedding, masked_lm
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Row = tuple[Ids, Ids]
+"""Token ids and token types of a sequence, [S] each."""
 
-_BATCH = 64
+_BATCH_TOKENS = 8192
+"""Tokens per run of the model."""
 
 
 class Scorer(Protocol):
@@ -117,19 +115,15 @@ def score_masks(
 
 
 def run_rows(
-    scorer: Scorer,
-    rows: Sequence[tuple[Ids, Ids]],
-    requests: Sequence[Mapping[str, HeadRequest]],
+    scorer: Scorer, rows: Sequence[Row], requests: Sequence[Mapping[str, HeadRequest]]
 ) -> list[HeadOutputs]:
-    """Return the results of sequences of any lengths, in order.
-
-    Args:
-        rows: token ids and token types, [S] each.
-    """
+    """Return the results of sequences of any lengths, in order."""
     results: list[HeadOutputs] = [{}] * len(rows)
-    for group in equal_lengths([len(ids) for ids, _ in rows], _BATCH):
-        ids, types = (np.stack([rows[index][part] for index in group]) for part in (0, 1))
-        batch = encodings(ids, types, [requests[index] for index in group])
+    for group in _equal_lengths([len(ids) for ids, _ in rows]):
+        batch = []
+        for index in group:
+            ids, types = rows[index]
+            batch.append(Encoding(ids.astype(np.int32), types.astype(np.int32), requests[index]))
         for index, output in zip(group, scorer.run(batch), strict=True):
             results[index] = output
     return results
@@ -138,26 +132,11 @@ def run_rows(
 _REQUEST: Final = HeadRequest()
 
 
-def head_arrays(
-    scorer: Scorer,
-    head: str,
-    input_ids: Ids,
-    token_type_ids: Ids | None = None,
-    request: HeadRequest = _REQUEST,
-) -> Floats:
-    """Return what a head computes of each sequence of ``[B, S]``: [B, ...]; see the head.
-
-    Args:
-        token_type_ids: [B, S]; None: zeros.
-    """
-    types = np.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-    outputs = scorer.run(encodings(input_ids, types, [{head: request}] * len(input_ids)))
-    return np.stack([output[head].array for output in outputs])
-
-
-def row_arrays(scorer: Scorer, head: str, rows: Sequence[tuple[Ids, Ids]]) -> list[Floats]:
-    """Return what a head computes of sequences of any lengths, in order; see `run_rows`."""
-    outputs = run_rows(scorer, rows, [{head: _REQUEST}] * len(rows))
+def row_arrays(
+    scorer: Scorer, head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
+) -> list[Floats]:
+    """Return what a head computes of sequences of any lengths, in order; see the head."""
+    outputs = run_rows(scorer, rows, [{head: request}] * len(rows))
     return [output[head].array for output in outputs]
 
 
@@ -169,17 +148,9 @@ def unit_embeddings(scorer: Scorer, rows: Sequence[Sequence[int]]) -> Floats:
     return unit
 
 
-def encodings(
-    input_ids: Ids, token_type_ids: Ids, requests: Sequence[Mapping[str, HeadRequest]]
-) -> list[Encoding]:
-    """Return one encoding per row of ``[B, S]``."""
-    rows = zip(input_ids.astype(np.int32), token_type_ids.astype(np.int32), requests, strict=True)
-    return [Encoding(*row) for row in rows]
-
-
-def equal_lengths(lengths: Sequence[int], max_size: int) -> Iterator[list[int]]:
-    """Yield groups of indices of at most ``max_size`` examples of one length, shortest first."""
+def _equal_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield groups of indices of sequences of one length that one run takes, shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for _, group in groupby(order, key=lengths.__getitem__):
-        members = list(group)
-        yield from (members[at : at + max_size] for at in range(0, len(members), max_size))
+    for length, group in groupby(order, key=lengths.__getitem__):
+        members, size = list(group), max(1, _BATCH_TOKENS // length)
+        yield from (members[at : at + size] for at in range(0, len(members), size))

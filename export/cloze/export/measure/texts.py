@@ -1,14 +1,14 @@
 """Sentences and questions for the quality gate, written for it: the gate needs no data sets."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from cloze.export.measure.pairs import ScoredPair
-from cloze.export.measure.scorer import Ids
+from cloze.export.measure.scorer import Row
 
 _TEXTS = json.loads(Path(__file__).with_name("gate-texts.json").read_text(encoding="utf-8"))
 SENTENCES: tuple[str, ...] = tuple(_TEXTS["sentences"])
@@ -43,13 +43,12 @@ class GateTexts:
         self._truncating.enable_truncation(max_tokens)
         self._largest_type = max(0, type_vocab_size - 1)
 
-    def sentences(self) -> list[Ids]:
-        """Return the ids [1, S] of each sentence."""
-        encoded = self._truncating.encode_batch(list(SENTENCES))
-        return [np.asarray([encoding.ids], np.int64) for encoding in encoded]
+    def sentences(self) -> list[Row]:
+        """Return each sentence; the token types are 0."""
+        return [(ids, np.zeros_like(ids)) for ids, _ in self._encode(SENTENCES)]
 
-    def sentence_pairs(self) -> Iterator[tuple[Ids, Ids]]:
-        """Yield ids and token types, [1, S] each, of pairs: neighbouring sentences and others."""
+    def sentence_pairs(self) -> list[Row]:
+        """Return pairs: neighbouring sentences and others."""
         count = len(SENTENCES)
         pairs = [
             (SENTENCES[i], SENTENCES[(i + step) % count]) for i in range(count) for step in (1, 7)
@@ -59,13 +58,17 @@ class GateTexts:
             pairs.append((context[:half], context[half:]))
         return self._encode(pairs)
 
-    def questions(self) -> Iterator[tuple[Ids, Ids]]:
-        """Yield ids and token types, [1, S] each, of every question with every context."""
+    def questions(self) -> list[Row]:
+        """Return every question with every context."""
         return self._encode(
             [(question, context) for question, _ in QUESTIONS for _, context in QUESTIONS]
         )
 
-    def _encode(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Ids, Ids]]:
-        for encoding in self._truncating.encode_batch(list(pairs)):
-            types = np.minimum(np.asarray([encoding.type_ids], np.int64), self._largest_type)
-            yield np.asarray([encoding.ids], np.int64), types
+    def _encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[Row]:
+        return [
+            (
+                np.array(encoding.ids, np.int64),
+                np.minimum(np.array(encoding.type_ids, np.int64), self._largest_type),
+            )
+            for encoding in self._truncating.encode_batch(list(texts))
+        ]

@@ -3,10 +3,10 @@
 A person adds the assessment of the model.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cloze.export.train.adapters import save_settings
 from cloze.export.train.device import is_main
-from cloze.export.train.folder import save
+from cloze.export.train.folder import Folder, save
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import Recipe
 from cloze.export.train.run_dir import CHECKPOINT
@@ -23,37 +23,24 @@ from cloze.export.train.run_options import RunOptions
 from cloze.model_store.processor import processor_name
 
 
-class Licensed(Protocol):
-    """What a run starts from."""
-
-    @property
-    def license(self) -> str | None:
-        """Return the licence; None: the model card names none."""
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """What a card says about a run.
 
     Attributes:
+        source: what the run started from; None: random weights.
+        files: what the run read.
         step: number of steps after which the run had the weights; None: all.
         figures: further rows of the card's table.
     """
 
     title: str
-    source: str | None
-    origins: Sequence[Any]
+    source: Folder | None
     files: Sequence[Path]
     recipe: Recipe
     options: RunOptions
     step: int | None = None
     figures: Mapping[str, str] = field(default_factory=dict)
-
-
-def common_license(checkpoints: Iterable[Licensed]) -> str | None:
-    """Return the licence that the cards of all checkpoints name; None if they do not agree."""
-    licenses = {checkpoint.license for checkpoint in checkpoints}
-    return licenses.pop() if len(licenses) == 1 else None
 
 
 def front_matter(license_name: str | None) -> str:
@@ -84,29 +71,28 @@ def write_run(model: Any, tokenizer: PreTrainedTokenizerBase, run: Run, **settin
 
 def describe(run: Run) -> str:
     """Return the model card of a run."""
-    entries = read_log(run.options.run_dir)
+    source, options, recipe = run.source, run.options, run.recipe
+    entries = read_log(options.run_dir)
     last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
-    figures = {
-        name: value
-        for name, value in last_entry.items()
-        if name.startswith("held_out_") or name in ("loss", "accuracy")
-    }
     rows = {
-        "from": run.source or "nothing: random weights",
+        "from": source.location if source else "nothing: random weights",
         "data": ", ".join(file.name for file in run.files),
-        "seed": str(run.recipe.seed),
+        "seed": str(recipe.seed),
         "steps": f"{last_entry['step']:,}",
         "tokens seen": f"{last_entry['tokens_seen']:,}",
         "hours": f"{last_entry['seconds'] / 3600:.2f}",
-        "hardware": _hardware(run.options.device),
+        "hardware": _hardware(options.device),
         "torch": torch.__version__,
-    } | {name.replace("_", " "): f"{value:.4f}" for name, value in figures.items()}
-    rows |= run.figures
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    recipe_json = run.recipe.model_dump_json(indent=2)
-    license_name = run.options.license or common_license(run.origins)
-    heading = f"{front_matter(license_name)}# {run.title}"
-    return f"{heading}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n"
+    }
+    for name, value in last_entry.items():
+        if name.startswith("held_out_") or name in ("loss", "accuracy"):
+            rows[name.replace("_", " ")] = f"{value:.4f}"
+    table = "\n".join(f"| {name} | {value} |" for name, value in (rows | dict(run.figures)).items())
+    heading = front_matter(options.license or (source.license if source else None))
+    return (
+        f"{heading}# {run.title}\n\n| | |\n|---|---|\n{table}\n\n"
+        f"Recipe:\n\n```json\n{recipe.model_dump_json(indent=2)}\n```\n"
+    )
 
 
 def _hardware(device: torch.device) -> str:

@@ -15,8 +15,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 
 from cloze.export.errors import TrainError
-from cloze.export.train.card import common_license, front_matter
-from cloze.export.train.documents import read_documents, split_sentences
+from cloze.export.measure.documents import read_documents, split_sentences
+from cloze.export.train.card import front_matter
 from cloze.export.train.folder import open_folder, save
 from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.word_pairs import WordPairs
@@ -62,8 +62,7 @@ def project(
     if was_normalised:
         model.append(Normalize())
     title = f"# {source} without {dimensions} directions of word pairs\n"
-    card = f"{front_matter(common_license([opened]))}{title}"
-    save(model, model.tokenizer, folder, card, create_model_card=False)
+    save(model, model.tokenizer, folder, front_matter(opened.license) + title)
 
 
 def _sentences(files: Sequence[Path], words: WordPairs) -> Iterator[str]:

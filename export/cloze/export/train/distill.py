@@ -23,22 +23,17 @@ from transformers import (
 )
 
 from cloze.export.errors import TrainError
-from cloze.export.train.batches import TextBatch, TextBatches
-from cloze.export.train.card import Run
-from cloze.export.train.documents import fingerprint
+from cloze.export.measure.documents import fingerprint
+from cloze.export.train.batches import TextBatch
+from cloze.export.train.card import Run, write_run
 from cloze.export.train.folder import Folder, has_token_types, max_tokens, set_dropout
-from cloze.export.train.kept_embeddings import KeptEmbeddings
+from cloze.export.train.kept_embeddings import KeptEmbeddings, kept_embeddings, with_modules
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss, run_masked
 from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.start import check_vocabulary, kept_embeddings, write_encoder
-from cloze.export.train.text_objective import (
-    TextObjective,
-    held_out_batches,
-    run_corpus,
-)
+from cloze.export.train.text_objective import text_objective
 
 _LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
 """The name of a tensor of a layer, with the number of the layer."""
@@ -128,29 +123,6 @@ def _student_config(teacher: PreTrainedConfig, kept: list[int], dropout: float) 
     return config
 
 
-def earlier_student(source: Folder, student: PreTrainedModel, teacher: Folder) -> PreTrainedModel:
-    """Return a student that was distilled before, with the dropout of a new student.
-
-    Raises:
-        TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
-            head.
-    """
-    check_vocabulary(source, teacher, "--from")
-    if (given := source.config.model_type) != (kind := student.config.model_type):
-        raise TrainError(
-            f"{source.location} is no student of this teacher: it is a {given}, not a {kind}"
-        )
-    earlier = source.whole_model(AutoModelForMaskedLM, seed=0)
-    if earlier is None:
-        raise TrainError(f"{source.location} is no student: it has no masked-language-model head")
-    try:
-        student.load_state_dict(earlier.state_dict())
-    except RuntimeError as error:  # its last line names a tensor of another size
-        reason = str(error).splitlines()[-1].strip()
-        raise TrainError(f"{source.location} is no student of this teacher: {reason}") from error
-    return student
-
-
 class Distillation(nn.Module):
     """The student's losses. The teacher is neither trained nor saved."""
 
@@ -165,7 +137,7 @@ class Distillation(nn.Module):
         self.network = student
         self._recipe = recipe
         self._teacher = [teacher.eval().requires_grad_(False)]  # in a list: not a submodule
-        self._kept_embeddings = kept
+        self._kept = kept
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the weighted sum of the losses, and figures.
@@ -178,85 +150,61 @@ class Distillation(nn.Module):
         with torch.no_grad():
             teacher = run_masked(self._teacher[0], batch)
         student = run_masked(self.network, batch)
-        teacher_logits, logits = teacher.logits.float(), student.logits.float()
+        targets, logits = teacher.logits.float(), student.logits.float()
         mlm_loss, figures = masked_loss(logits, batch.labels)
-        temperature = recipe.temperature
         soft_loss = F.kl_div(
-            (logits / temperature).log_softmax(-1),
-            (teacher_logits / temperature).log_softmax(-1),
+            (logits / recipe.temperature).log_softmax(-1),
+            (targets / recipe.temperature).log_softmax(-1),
             reduction="batchmean",
             log_target=True,
         )
         real = batch.attention_mask
-        cosines = F.cosine_similarity(
-            student.hidden[real].float(), teacher.hidden[real].float(), dim=-1
-        )
-        cosine_loss = 1 - cosines.mean()
+        hidden, expected = student.hidden[real].float(), teacher.hidden[real].float()
+        cosine_loss = 1 - F.cosine_similarity(hidden, expected, dim=-1).mean()
         loss = (
-            recipe.soft_weight * temperature**2 * soft_loss
+            recipe.soft_weight * recipe.temperature**2 * soft_loss
             + recipe.masked_weight * mlm_loss
             + recipe.cosine_weight * cosine_loss
         )
-        agreement = (logits.argmax(1) == teacher_logits.argmax(1)).float().mean()
+        agreement = (logits.argmax(1) == targets.argmax(1)).float().mean()
         figures |= {"soft_loss": soft_loss, "cosine_loss": cosine_loss, "agreement": agreement}
-        if self._kept_embeddings is not None:
-            cosine = self._kept_embeddings.cosine(self.network.base_model, batch)
-            figures["embedding_cosine"] = cosine
-            loss = loss + recipe.pretraining.embedding_weight * (1 - cosine)
+        if self._kept is not None:
+            loss = loss + self._kept.loss(self.network.base_model, batch, figures)
         return loss, figures
 
 
-def distill(
-    teacher: Folder,
-    files: list[Path],
-    recipe: DistillRecipe,
-    options: RunOptions,
-    student_source: Folder | None = None,
-) -> Path:
+def distill(teacher: Folder, files: list[Path], recipe: DistillRecipe, options: RunOptions) -> Path:
     """Distil a model on text.
-
-    Args:
-        student_source: a student that was distilled before, to continue; None starts from layers
-            of the teacher.
 
     Returns:
         The folder of the student.
 
     Raises:
-        TrainError: the teacher has no masked-LM head, the recipe or the earlier student does not
-            suit the teacher, an input is unsuitable, or the run fails, see `train`.
+        TrainError: the teacher has no masked-LM head, the recipe does not suit the teacher, an
+            input is unsuitable, or the run fails, see `train`.
     """
-    network: Any = teacher.whole_model(AutoModelForMaskedLM, seed=recipe.seed)
-    if network is None:
+    network: Any
+    network, new = teacher.load(AutoModelForMaskedLM, seed=recipe.seed)
+    if new:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
-    student = make_student(network, recipe.dropout)
-    inputs = {"teacher": teacher.weights_sha256, "text": fingerprint(files)}
-    origins = [teacher]
-    if student_source is not None:
-        origins.append(student_source)
-        student = earlier_student(student_source, student, teacher)
-        inputs["student"] = student_source.weights_sha256
     longest, limit = max(phase.tokens for phase in recipe.phases), max_tokens(network)
     if longest > limit:
         raise TrainError(f"a phase of {longest} tokens exceeds the teacher's {limit} positions")
+    inputs = {"teacher": teacher.weights_sha256, "text": fingerprint(files)}
     acquire_run_dir(options.run_dir, recipe, inputs)
-    corpus = run_corpus(files, teacher.text, recipe.held_out, options)
+    student = make_student(network, recipe.dropout)
     options.report(
         f"a {student.config.model_type} of {student.num_parameters():,} parameters "
         f"from a teacher of {network.num_parameters():,}"
     )
-    kept = kept_embeddings(teacher, recipe.pretraining, options)
-    objective = TextObjective(
-        Distillation(student, network.to(options.device), recipe, kept),
-        TextBatches(corpus.train, recipe, teacher),
-        held_out_batches(corpus.held_out, recipe, teacher, options.report),
-        options.device,
-    )
+    kept = kept_embeddings(teacher, recipe.pretraining, options.device)
+    module = Distillation(student, network.to(options.device), recipe, kept)
+    objective = text_objective(module, files, recipe, teacher, options)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
-    title = "An encoder distilled from one of twice its layers"
-    run = Run(title, teacher.location, origins, files, recipe, options)
     tokenizer = teacher.tokenizer
     if not has_token_types(student.config):
         names = ["input_ids", "attention_mask"]
         tokenizer = AutoTokenizer.from_pretrained(teacher.path, model_input_names=names)
-    return write_encoder(student, tokenizer, run, teacher)
+    title = "An encoder distilled from one of twice its layers"
+    run = Run(title, teacher, files, recipe, options)
+    return write_run(with_modules(student, teacher), tokenizer, run)

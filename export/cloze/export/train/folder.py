@@ -33,15 +33,13 @@ from cloze.export.errors import TrainError
 from cloze.model_store.error_lines import first_line
 from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.sequences import SpecialTokens
-from cloze.model_store.store import Store
 
 CARD: Final = "README.md"
 
-_BUNDLE, _HUB = "bundle:", "hub:"
+_HUB = "hub:"
 _DOWNLOADED: Final = ("*.json", "*.safetensors", "*.txt", "*.model", CARD)
 _SKIPPED: Final = ("onnx/*", "openvino/*")
 MODULES: Final = "modules.json"
-_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,33 @@ class Folder:
     @cached_property
     def text(self) -> Tokenizer:
         """The tokenizer that turns texts into ids, without truncation and padding."""
-        return text_tokenizer(self.tokenizer)
+        backend: Tokenizer = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
 
     @cached_property
     def special(self) -> SpecialTokens:
-        """The special tokens and their places around texts."""
-        return special_tokens(self.tokenizer, self.path)
+        """The special tokens and their places around texts.
+
+        Raises:
+            TrainError: they do not stand before, between and after the texts.
+        """
+        pair = self.text.encode("a", "a")
+        kinds = pair.sequence_ids
+        if kinds[0] is not None or kinds[-1] is not None or kinds[1] != 0 or 1 not in kinds:
+            raise TrainError(
+                f"{self.path}: the tokenizer puts no special tokens around a text and a pair"
+            )
+        second = kinds.index(1)
+        has_types = "token_type_ids" in self.tokenizer.model_input_names
+        return SpecialTokens(
+            pair.ids[0],
+            pair.ids[-1],
+            self.tokenizer.mask_token_id,
+            separators=kinds[1:second].count(None),
+            second_type=pair.type_ids[second] if has_types else 0,
+        )
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -109,21 +128,14 @@ class Folder:
         """The files of the weights.
 
         Raises:
-            TrainError: there are none in the format safetensors, or a shard is missing.
+            TrainError: there are none in the format safetensors.
         """
-        if (whole := self.path / "model.safetensors").is_file():
-            return [whole]
-        index = self.path / "model.safetensors.index.json"
-        if not index.is_file():
-            pickles = [name for name in _PICKLES if (self.path / name).is_file()]
-            why = f"{pickles[0]} is never loaded, since it can run code: " if pickles else ""
+        files = sorted(self.path.glob("model*.safetensors"))
+        if not files:
+            is_pickled = any(self.path.glob("pytorch_model*.bin"))
+            why = "pytorch_model.bin is never loaded, since it can run code: " if is_pickled else ""
             raise TrainError(f"{self.path} holds no weights: {why}it needs model.safetensors")
-        with one_line_errors(self.path):
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        for name in names:
-            if Path(name).name != name or not (self.path / name).is_file():
-                raise TrainError(f"{index} names the shard {name!r}, which is not beside it")
-        return [self.path / name for name in names]
+        return files
 
     def has_tensor(self, part: str) -> bool:
         """Return whether the name of a tensor contains a part."""
@@ -142,12 +154,13 @@ class Folder:
             name = (metadata_load(self.card / CARD) or {}).get("license")
         return name if isinstance(name, str) else None
 
-    def model(
+    def load(
         self, auto_class: Any, *, seed: int, dropout: float | None = None, **settings: Any
-    ) -> PreTrainedModel:
-        """Return the model of a class such as `AutoModelForMaskedLM`, in float32.
+    ) -> tuple[PreTrainedModel, set[str]]:
+        """Return the model of a class in float32, and the names of its weights that are new.
 
         Args:
+            auto_class: a class such as `AutoModelForMaskedLM`.
             seed: seed of the weights that the folder lacks: those of a new head.
             dropout: replaces all probabilities of dropout of the config; None: they stay.
             settings: fields of the config, such as ``id2label``.
@@ -156,19 +169,6 @@ class Folder:
             TrainError: the weights are missing, damaged or not finite, or an encoder's weight is
                 missing or has another size.
         """
-        return self.load(auto_class, seed, dropout, settings)[0]
-
-    def whole_model(
-        self, auto_class: Any, *, seed: int, dropout: float | None = None
-    ) -> PreTrainedModel | None:
-        """Return the model of a class; None: the folder lacks weights of its heads."""
-        model, new = self.load(auto_class, seed, dropout, {})
-        return None if new else model
-
-    def load(
-        self, auto_class: Any, seed: int, dropout: float | None, settings: dict[str, Any]
-    ) -> tuple[PreTrainedModel, set[str]]:
-        """Return the model of a class, and the names of its weights that are new."""
         assert self.config
         assert self.weights
         torch.manual_seed(seed)
@@ -188,29 +188,12 @@ class Folder:
         return model, _new_weights(model, info, self.path)
 
 
-def open_folder(source: str, store: Store | None = None) -> Folder:
-    """Return the model that a run starts from.
-
-    Args:
-        source: a folder, a hub id, or ``bundle:NAME[@VERSION]``: the model that the bundle was
-            exported from.
+def open_folder(source: str) -> Folder:
+    """Return the model that a run starts from: a folder, or a repository of the hub.
 
     Raises:
-        TrainError: there is no such folder or repository, or the bundle has other weights.
-        StoreError: the bundle cannot be opened.
+        TrainError: there is no such folder or repository.
     """
-    if store is None or not source.startswith(_BUNDLE):
-        return _located(source, None)
-    manifest = store.open(source.removeprefix(_BUNDLE)).manifest
-    folder = _located(manifest.source.location, manifest.source.revision)
-    if folder.weights_sha256 != manifest.source.weights_sha256:
-        raise TrainError(
-            f"{folder.location} has other weights than {manifest.reference} was exported from"
-        )
-    return folder
-
-
-def _located(source: str, revision: str | None) -> Folder:
     path = Path(source)
     if path.is_dir():
         return Folder(source, None, _encoder_folder(path), path)
@@ -223,10 +206,7 @@ def _located(source: str, revision: str | None) -> Folder:
     repository = source.removeprefix(_HUB)
     try:
         downloaded = snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=list(_DOWNLOADED),
-            ignore_patterns=list(_SKIPPED),
+            repository, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_SKIPPED)
         )
     # The hub client raises errors of its own, of its HTTP library and of the system.
     except Exception as error:
@@ -293,52 +273,16 @@ def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
 
 def max_tokens(model: PreTrainedModel) -> int:
     """Return the longest sequence that a model has positions for."""
-    if (embedding := position_embedding(model)) is not None:
-        _, positions, unused = embedding
-        return positions.num_embeddings - unused
-    return int(model.config.max_position_embeddings)
-
-
-def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding, int] | None:
-    """Return the learnt embeddings of positions: their name, and their number of unused rows.
-
-    The unused rows are the first ones. None: the family has no such embeddings.
-    """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return name, module, 0 if module.padding_idx is None else module.padding_idx + 1
-    return None
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - unused
+    return int(model.config.max_position_embeddings)
 
 
 def has_token_types(config: PreTrainedConfig) -> bool:
     """Return whether a model reads the types of tokens."""
     return int(getattr(config, "type_vocab_size", 0) or 0) > 1
-
-
-def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return the tokenizer that turns texts into ids, without truncation and padding."""
-    backend: Tokenizer = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> SpecialTokens:
-    """Return the special tokens of a tokenizer and their places around texts.
-
-    Raises:
-        TrainError: they do not stand before, between and after the texts.
-    """
-    pair = text_tokenizer(tokenizer).encode("a", "a")
-    kinds = pair.sequence_ids
-    if kinds[0] is not None or kinds[-1] is not None or kinds[1] != 0 or 1 not in kinds:
-        raise TrainError(f"{path}: the tokenizer puts no special tokens around a text and a pair")
-    second = kinds.index(1)
-    separators = kinds[1:second].count(None)
-    has_types = "token_type_ids" in tokenizer.model_input_names
-    second_type = pair.type_ids[second] if has_types else 0
-    mask = tokenizer.mask_token_id
-    return SpecialTokens(pair.ids[0], pair.ids[-1], mask, separators, second_type)
 
 
 def save(
@@ -347,7 +291,7 @@ def save(
     """Write a model, its tokenizer and its card as a folder; replace a folder of that name.
 
     Args:
-        model: a model of transformers, or one of peft.
+        model: a model of transformers, sentence-transformers or peft.
         settings: further arguments of ``save_pretrained``.
 
     Raises:
@@ -355,6 +299,8 @@ def save(
     """
     new = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
+    if isinstance(model, nn.Sequential):  # a model of sentence-transformers
+        settings["create_model_card"] = False
     try:
         model.save_pretrained(new, **settings)
         tokenizer.save_pretrained(new)

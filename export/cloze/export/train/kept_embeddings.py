@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from cloze.export.errors import TrainError
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.folder import Folder, max_tokens, one_line_errors
+from cloze.export.train.folder import MODULES, Folder, max_tokens, one_line_errors
+from cloze.export.train.recipe import Pretraining
 
 _MIN_TOKENS = 8
 """Shortest length in tokens at which embeddings are compared."""
@@ -72,15 +74,16 @@ def unmasked_texts(batch: TextBatch, tokens: int, length: int) -> tuple[Tensor, 
 
 
 class KeptEmbeddings:
-    """The embeddings of the frozen original model, as targets for the trained encoder.
+    """The embeddings of the frozen original model, as targets for the trained encoder."""
 
-    Args:
-        tokens: upper bound on the tokens per batch to compare, which bounds the cost.
-    """
-
-    def __init__(self, original: SentenceTransformer, tokens: int) -> None:
+    def __init__(self, original: SentenceTransformer, recipe: Pretraining) -> None:
         self._original = original.eval().requires_grad_(False)
-        self._tokens = tokens
+        self._recipe = recipe
+
+    def loss(self, encoder: Any, batch: TextBatch, figures: dict[str, Tensor]) -> Tensor:
+        """Return the weighted cosine distance, and add the cosine to the figures."""
+        figures["embedding_cosine"] = cosine = self.cosine(encoder, batch)
+        return self._recipe.embedding_weight * (1 - cosine)
 
     def cosine(self, encoder: Any, batch: TextBatch) -> Tensor:
         """Return the mean cosine of both models' embeddings of the same unmasked texts.
@@ -99,7 +102,7 @@ class KeptEmbeddings:
         length = min(_EVALUATION_TOKENS, longest)
         if encoder.training and longest > _MIN_TOKENS:
             length = int(_MIN_TOKENS * (longest / _MIN_TOKENS) ** float(torch.rand(())))
-        input_ids, mask = unmasked_texts(batch, self._tokens, length)
+        input_ids, mask = unmasked_texts(batch, self._recipe.embedding_tokens, length)
         with torch.no_grad():
             targets = self._embed(original, input_ids, mask)  # [N, D]
         return (self._embed(encoder, input_ids, mask) * targets).sum(1).mean()
@@ -111,3 +114,24 @@ class KeptEmbeddings:
         for module in list(self._original)[1:]:
             features = module(features)
         return F.normalize(features["sentence_embedding"].float(), dim=-1)
+
+
+def kept_embeddings(
+    original: Folder, recipe: Pretraining, device: torch.device
+) -> KeptEmbeddings | None:
+    """Return the embeddings of a folder as a target; None: the recipe does not keep them."""
+    if not recipe.keep_embeddings:
+        return None
+    return KeptEmbeddings(open_sentences(original).to(device), recipe)
+
+
+def with_modules(network: PreTrainedModel, source: Folder | None) -> Any:
+    """Return a network as the encoder of a folder's model of sentence-transformers, if it is one.
+
+    The folder's pooling, its layers after the pooling and its prompts are kept.
+    """
+    if source is None or not (source.card / MODULES).is_file():
+        return network
+    sentences = open_sentences(source)
+    sentences[0].model = network
+    return sentences

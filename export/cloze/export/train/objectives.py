@@ -7,16 +7,16 @@ Shapes: B sequences of S tokens, H hidden size, V vocabulary size, M chosen toke
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertModel, PreTrainedModel
 
+from cloze.export.measure.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.kept_embeddings import KeptEmbeddings
 from cloze.export.train.recipe import Pretraining, Sizes
 from cloze.export.train.rows import model_inputs
@@ -25,8 +25,7 @@ _MAX_OFFSETS = 64
 """Offsets inside a span with an own embedding. Adjacent spans form runs longer than one span."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextOutput:
+class TextOutput(NamedTuple):
     """What a model computes of a batch of text.
 
     Attributes:
@@ -63,11 +62,10 @@ def run_masked(network: Any, batch: TextBatch) -> TextOutput:
     finally:
         for hook in hooks:
             hook.remove()
-    has_pairs = "seq_relationship_logits" in output
-    logits = output.prediction_logits if "prediction_logits" in output else output.logits
+    logits = output.get("prediction_logits", output.get("logits"))
     if logits.ndim == 3:  # MobileBERT multiplies without calling the layer
         logits = logits.flatten(0, 1)[batch.positions]
-    return TextOutput(hidden[0], logits, output.seq_relationship_logits if has_pairs else None)
+    return TextOutput(hidden[0], logits, output.get("seq_relationship_logits"))
 
 
 class MaskedText(nn.Module):
@@ -86,7 +84,7 @@ class MaskedText(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network
-        self._kept_embeddings = kept_embeddings
+        self._kept = kept_embeddings
         self._recipe = recipe
         self.boundary = SpanBoundary(network) if recipe.span_boundary else None
 
@@ -108,10 +106,8 @@ class MaskedText(nn.Module):
             right = pair_logits.argmax(1) == batch.next_labels
             figures["sentence_accuracy"] = right.sum() / pairs
             loss = loss + recipe.sentence_weight * sentence_loss
-        if self._kept_embeddings is not None:
-            cosine = self._kept_embeddings.cosine(self.network.base_model, batch)
-            figures["embedding_cosine"] = cosine
-            loss = loss + recipe.embedding_weight * (1 - cosine)
+        if self._kept is not None:
+            loss = loss + self._kept.loss(self.network.base_model, batch, figures)
         return loss, figures
 
 
@@ -150,10 +146,21 @@ class SpanBoundary(nn.Module):
     def forward(self, rows: Tensor, batch: TextBatch) -> Tensor:
         """Return logits [M, V] from hidden states ``rows`` [B * S, H]."""
         # [CLS] and [SEP] are never chosen, so both neighbours of a span exist.
-        first, last = batch.spans[:, 0], batch.spans[:, 1]
+        first, last = runs(batch.positions)
         place = self.place((batch.positions - first).clamp(max=_MAX_OFFSETS - 1))
         inputs = torch.cat([rows[first - 1], rows[last + 1], place], 1)
         return self.decoder(self.layers(inputs))  # type: ignore[no-any-return]
+
+
+def runs(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last position, [M] each, of the run of chosen tokens around each.
+
+    Args:
+        positions: int64 [M], ascending.
+    """
+    run = (positions.diff(prepend=positions[:1]) > 1).cumsum(0)
+    first, end = torch.searchsorted(run, run), torch.searchsorted(run, run, right=True)
+    return positions[first], positions[end - 1]
 
 
 class ReplacedTokens(nn.Module):
@@ -217,22 +224,19 @@ def initialise(module: nn.Module) -> None:
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
     # After the matrices, because a tied decoder shares the weights of an embedding.
-    for part in module.modules():
+    for name, part in module.named_modules():
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=0.02)
-    for part in module.modules():
-        if isinstance(part, BertModel):
-            _set_sinusoids(part.embeddings.position_embeddings.weight)
+            if name.endswith("position_embeddings"):
+                part.weight.data.copy_(_sinusoids(*part.weight.shape))
 
 
-@torch.no_grad()
-def _set_sinusoids(positions: Tensor) -> None:
-    """Fill ``positions`` [S, H] with sinusoids as large as the other embeddings."""
-    count, size = positions.shape
+def _sinusoids(count: int, size: int) -> Tensor:
+    """Return ``count`` sinusoids [S, H] as large as the other embeddings."""
     rates = torch.exp(torch.arange(0, size, 2) * (-math.log(10_000.0) / size))
     angles = torch.arange(count)[:, None] * rates
     sinusoids = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :size]
-    positions.copy_(0.02 * math.sqrt(2) * sinusoids)
+    return 0.02 * math.sqrt(2) * sinusoids
 
 
 def make_pretraining(
@@ -246,35 +250,24 @@ def make_pretraining(
         has_pairs = recipe.sentence is not SentenceObjective.NONE
         module = MaskedText((BertForPreTraining if has_pairs else BertForMaskedLM)(config), recipe)
     else:
-        generator_sizes = _generator_sizes(sizes, recipe.generator)
-        generator = BertForMaskedLM(_bert_config(generator_sizes, vocab_size))
+        generator = BertForMaskedLM(_bert_config(sizes, vocab_size, recipe.generator))
         network = BertModel(config, add_pooling_layer=False)
         module = ReplacedTokens(network, generator, recipe.generator_weight)
     initialise(module)
     return module
 
 
-def _bert_config(sizes: Sizes, vocab_size: int) -> BertConfig:
+def _bert_config(sizes: Sizes, vocab_size: int, width: float = 1.0) -> BertConfig:
+    """Return the config of a model whose width is a share of the width in ``sizes``."""
+    heads = max(1, round(sizes.heads * width))
     return BertConfig(
         vocab_size=vocab_size,
-        hidden_size=sizes.hidden_size,
+        hidden_size=sizes.hidden_size // sizes.heads * heads,
         num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        intermediate_size=sizes.intermediate_size,
+        num_attention_heads=heads,
+        intermediate_size=max(1, round(sizes.intermediate_size * width)),
         hidden_act=sizes.activation,
         hidden_dropout_prob=sizes.dropout,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=sizes.max_tokens,
-    )
-
-
-def _generator_sizes(sizes: Sizes, width: float) -> Sizes:
-    """Return the sizes of a generator whose width is a share of the model's width."""
-    heads = max(1, round(sizes.heads * width))
-    return sizes.model_copy(
-        update={
-            "hidden_size": sizes.hidden_size // sizes.heads * heads,
-            "heads": heads,
-            "intermediate_size": max(1, round(sizes.intermediate_size * width)),
-        }
     )

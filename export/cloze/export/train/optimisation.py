@@ -1,9 +1,7 @@
-"""The optimiser, the learning rate schedule, and the average of the last weights."""
+"""The optimiser, the learning rate schedule, and the weights that a run leaves."""
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ def make_optimizer(module: nn.Module, recipe: Optimisation) -> torch.optim.AdamW
     """Return AdamW over the parameters of a module, grouped by weight decay and learning rate.
 
     AdamW decays matrices only (Loshchilov & Hutter 2019), not biases and LayerNorm. Each group has
-    its own ``peak_learning_rate``.
+    its own peak rate, ``initial_lr``.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in _learnt(module).items():
@@ -30,21 +28,13 @@ def make_optimizer(module: nn.Module, recipe: Optimisation) -> torch.optim.AdamW
         groups.setdefault((decay, _peak_learning_rate(name, recipe)), []).append(parameter)
     return torch.optim.AdamW(
         [
-            {"params": parameters, "weight_decay": decay, "lr": peak, "peak_learning_rate": peak}
+            {"params": parameters, "weight_decay": decay, "lr": peak, "initial_lr": peak}
             for (decay, peak), parameters in groups.items()
         ],
         betas=(0.9, recipe.beta2),
         eps=1e-6,
         fused=True,
     )
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Update the weights at ``factor`` times the peak rates, and drop the gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["peak_learning_rate"] * factor
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _peak_learning_rate(name: str, recipe: Optimisation) -> float:
@@ -72,29 +62,31 @@ def schedule_factor(step: int, steps: int, recipe: Optimisation) -> float:
     return min(1.0, max(steps - step, 1) / max(decay, 1))
 
 
-def learning_rate(step: int, steps: int, recipe: Optimisation) -> float:
-    """Return the learning rate at the 0-based ``step`` for parameters without their own rate."""
-    return recipe.learning_rate * schedule_factor(step, steps, recipe)
-
-
 def _learnt(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are not frozen, by name."""
     return {name: one for name, one in module.named_parameters() if one.requires_grad}
 
 
-class BestWeights:
-    """The weights of a module at its best evaluation.
+class KeptWeights:
+    """The weights that a run leaves instead of those of its last step, if its recipe asks.
+
+    They are the mean over the last steps (Izmailov et al. 2018, "SWA"; Kaddour 2022, "LAWA"), or
+    those of the best evaluation. No recipe asks for both.
 
     Args:
-        patience: evaluations without a better one after which a run is over; 0: none is kept.
+        first_step: 0-based step after which the first weights are counted in the mean.
+        patience: evaluations without a better one after which a run is over; 0: no best is kept.
     """
 
-    def __init__(self, module: nn.Module, patience: int) -> None:
+    def __init__(self, module: nn.Module, first_step: int, patience: int) -> None:
         self._parameters = _learnt(module)
-        self._patience = patience
+        self._first_step, self._patience = first_step, patience
         self._weights: dict[str, Tensor] = {}
-        self._figure, self._worse = -math.inf, 0
-        self.step = 0
+        self._best, self._worse = -math.inf, 0
+        self.averaged = 0
+        """The number of steps in the mean."""
+
+        self.best_step = 0
         """The number of steps before the best evaluation; 0 before the first evaluation."""
 
     @property
@@ -103,81 +95,41 @@ class BestWeights:
         return 0 < self._patience <= self._worse
 
     @torch.no_grad()
+    def add(self, step: int) -> None:
+        """Count the weights after the 0-based ``step`` in the mean."""
+        if step < self._first_step:
+            return
+        self.averaged += 1
+        if self.averaged == 1:
+            self._copy()
+        for name, mean in self._weights.items():
+            mean.lerp_(self._parameters[name], 1 / self.averaged)
+
+    @torch.no_grad()
     def offer(self, step: int, figure: float) -> None:
         """Keep the weights if the figure is higher than all before."""
         self._worse += 1
-        if figure > self._figure:
-            self.step, self._figure, self._worse = step, figure, 0
-            self._weights = {name: p.detach().clone() for name, p in self._parameters.items()}
+        if self._patience and figure > self._best:
+            self.best_step, self._best, self._worse = step, figure, 0
+            self._copy()
+
+    def _copy(self) -> None:
+        self._weights = {name: one.detach().clone() for name, one in self._parameters.items()}
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Set the best weights, if any were kept."""
-        for name, weights in self._weights.items():
-            self._parameters[name].copy_(weights)
+    def swap(self) -> None:
+        """Exchange the weights of the module and the kept ones, if there are any."""
+        for name, kept in self._weights.items():
+            last = self._parameters[name].detach().clone()
+            self._parameters[name].copy_(kept)
+            kept.copy_(last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best evaluation, and its weights by name."""
-        names = ("_weights", "_figure", "_worse", "step")
+        """Return what a resumed run needs, for `load_state_dict`."""
+        names = ("_weights", "_best", "_worse", "averaged", "best_step")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`."""
         for name, value in state.items():
             setattr(self, name, value)
-
-
-class WeightAverage:
-    """The mean of a module's weights over the last steps of a run.
-
-    Sources: Izmailov et al. 2018, "SWA"; Kaddour 2022, "LAWA".
-
-    Args:
-        first_step: 0-based step after which the first weights are counted.
-    """
-
-    def __init__(self, module: nn.Module, first_step: int) -> None:
-        self._parameters = _learnt(module)
-        self._first_step = first_step
-        self._means: dict[str, Tensor] = {}
-        self.count = 0
-
-    @torch.no_grad()
-    def add(self, step: int) -> None:
-        """Count the weights after the 0-based ``step``."""
-        if step < self._first_step:
-            return
-        self.count += 1
-        for name, parameter in self._parameters.items():
-            if self.count == 1:
-                self._means[name] = parameter.detach().clone()
-            else:
-                self._means[name].lerp_(parameter, 1 / self.count)
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, mean in self._means.items():
-            weights = self._parameters[name].detach().clone()
-            self._parameters[name].copy_(mean)
-            mean.copy_(weights)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Set the averaged weights inside a ``with`` block, and restore the last weights after."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def apply(self) -> None:
-        """Set the averaged weights, if any weights were counted."""
-        self._swap()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count, and the means by name."""
-        return {"count": self.count, "means": self._means}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
-        self.count, self._means = int(state["count"]), dict(state["means"])

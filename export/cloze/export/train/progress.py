@@ -1,28 +1,31 @@
 """The visible progress of a run: a progress bar, a JSON Lines log, and a PNG of its curves."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from cloze.export.errors import TrainError
-from cloze.model_store.installation import install_command
 from cloze.model_store.plain_files import replacing
 
 LOG = "log.jsonl"
 CURVES = "curves.png"
 
-_CONTENDED = 0.75
-"""CPU share below which other processes take processor time; idle machines measured 0.9 or more."""
-
 _BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 """Without the steps per second, for which the tokens per second stand: the bar needs the room."""
 
-_NOT_DRAWN = frozenset({"step", "seconds", "tokens_seen", "tokens_per_second", "cpu_share"})
+_SHOWN = ("loss", "accuracy")
+_NOT_DRAWN = {
+    "step",
+    "seconds",
+    "tokens_seen",
+    "tokens_per_second",
+    "learning_rate",
+    "gradient_norm",
+}
 
 
 class Progress:
@@ -31,10 +34,9 @@ class Progress:
     Args:
         step: number of finished steps; later entries of an earlier attempt are removed from the
             log.
-        threads: number of CPU threads that compute; None: a GPU computes.
     """
 
-    def __init__(self, run_dir: Path, step: int, steps: int, *, threads: int | None = None) -> None:
+    def __init__(self, run_dir: Path, step: int, steps: int) -> None:
         self._file = run_dir / LOG
         kept = [entry for entry in read_log(run_dir) if entry["step"] <= step]
         with replacing(self._file) as new_file:
@@ -42,7 +44,6 @@ class Progress:
         self._started_at = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self._tokens_seen = kept[-1]["tokens_seen"] if kept else 0
         self._last_entry = (time.monotonic(), self._tokens_seen)
-        self._threads, self._last_cpu_seconds = threads, time.process_time()
         self._bar = tqdm(
             initial=step,
             total=steps,
@@ -67,7 +68,6 @@ class Progress:
         now = time.monotonic()
         last_time, last_tokens = self._last_entry
         rate = (self._tokens_seen - last_tokens) / max(now - last_time, 1e-9)
-        cpu_share = self._cpu_share(now - last_time)
         self._last_entry = (now, self._tokens_seen)
         entry: dict[str, float] = {
             "step": step,
@@ -75,27 +75,11 @@ class Progress:
             "tokens_seen": self._tokens_seen,
             "tokens_per_second": round(rate),
         }
-        if cpu_share is not None:
-            entry["cpu_share"] = round(cpu_share, 2)
         entry |= {name: round(value, 6) for name, value in figures.items()}
         with self._file.open("a") as stream:
             stream.write(json.dumps(entry) + "\n")
-        self._show(figures, rate, cpu_share)
-
-    def _show(self, figures: dict[str, float], rate: float, cpu_share: float | None) -> None:
-        shown = {
-            name: f"{value:.3f}" for name, value in figures.items() if name in ("loss", "accuracy")
-        }
-        shown["tokens/s"] = f"{rate:,.0f}"
-        if cpu_share is not None and cpu_share < _CONTENDED:
-            shown["contended"] = f"{cpu_share:.0%}"
-        self._bar.set_postfix(shown, refresh=False)
-
-    def _cpu_share(self, seconds: float) -> float | None:
-        """Return the used share of the CPU time that the threads could use since the last entry."""
-        cpu_seconds = time.process_time()
-        used, self._last_cpu_seconds = cpu_seconds - self._last_cpu_seconds, cpu_seconds
-        return None if self._threads is None else used / max(seconds * self._threads, 1e-9)
+        shown = {name: f"{figures[name]:.3f}" for name in _SHOWN if name in figures}
+        self._bar.set_postfix(shown | {"tokens/s": f"{rate:,.0f}"}, refresh=False)
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -120,33 +104,22 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Draw every figure of the log over the steps: losses in one plot, shares in another.
-
-    Raises:
-        TrainError: matplotlib is not installed.
-    """
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        command = install_command("train")
-        raise TrainError(f"curves need matplotlib; install it with: {command}") from error
+    """Draw every figure of the log over the steps: losses in one plot, shares in another."""
     entries = read_log(run_dir)
-    names = sorted({name for entry in entries for name in entry} - _NOT_DRAWN)
-    losses = [name for name in names if "loss" in name]
-    not_shares = {*losses, "learning_rate", "gradient_norm"}
-    shares = [name for name in names if name not in not_shares]
+    names = {name for entry in entries for name in entry} - _NOT_DRAWN
+    losses = {name for name in names if "loss" in name}
     figure = Figure(figsize=(11, 4))
     # Fixed margins: measuring the labels for a layout takes as long as the drawing.
     margins = {"left": 0.06, "right": 0.985, "bottom": 0.125, "top": 0.925, "wspace": 0.13}
-    loss_axes, share_axes = figure.subplots(1, 2, gridspec_kw=margins)
-    for axes, plotted, title in ((loss_axes, losses, "loss"), (share_axes, shares, "accuracy")):
-        for name in plotted:
+    plots = zip(figure.subplots(1, 2, gridspec_kw=margins), ("loss", "accuracy"), strict=True)
+    for axes, title in plots:
+        drawn = sorted(losses if title == "loss" else names - losses)
+        for name in drawn:
             points = [(entry["step"], entry[name]) for entry in entries if name in entry]
             axes.plot(*zip(*points, strict=True), label=name.replace("_", " "))
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        if plotted:
+        if drawn:
             axes.legend()
     figure.savefig(run_dir / CURVES, dpi=110)
     return run_dir / CURVES

@@ -10,18 +10,15 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
-from torch import nn
 
 from cloze.export.errors import TrainError
 from cloze.export.train.device import is_main
-from cloze.export.train.optimisation import BestWeights, WeightAverage
 from cloze.export.train.recipe import Recipe
 from cloze.model_store.plain_files import replacing
 
@@ -85,81 +82,45 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
         TrainError: the directory belongs to a run of another recipe or on other inputs, or its
             ``run.json`` is damaged.
     """
-    identity_file = run_dir / IDENTITY
-    identity: dict[str, dict[str, Any]] = {
-        "recipe": recipe.model_dump(mode="json"),
-        "inputs": dict(inputs),
-    }
+    file = run_dir / IDENTITY
+    identity = {"recipe": recipe.model_dump(mode="json"), "inputs": dict(inputs)}
+    content = f"{json.dumps(identity, indent=2)}\n".encode()
     with PartialState().main_process_first():
         _make(run_dir)
         if (run_dir / STATE).exists():
-            _check_identity(identity_file, identity)
-        elif is_main():
-            _describe_run(identity_file, identity)
+            if reason := _difference(file, identity):
+                raise TrainError(f"{reason}; give another folder, or remove it")
+        elif is_main() and not (file.is_file() and file.read_bytes() == content):
+            # The vocabulary of an earlier attempt may come from another text.
+            shutil.rmtree(run_dir / VOCABULARY, ignore_errors=True)
+            with replacing(file) as new_file:
+                new_file.write_bytes(content)
 
 
-def _describe_run(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
-    content = f"{json.dumps(identity, indent=2)}\n".encode()
-    if not identity_file.is_file() or identity_file.read_bytes() != content:
-        # The vocabulary of an earlier attempt may come from another text.
-        shutil.rmtree(identity_file.parent / VOCABULARY, ignore_errors=True)
-        with replacing(identity_file) as new_file:
-            new_file.write_bytes(content)
-
-
-def _check_identity(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
+def _difference(file: Path, identity: Mapping[str, Any]) -> str | None:
+    """Say why the directory of ``file`` belongs to another run; None: it is this one's."""
     try:
-        recorded = json.loads(identity_file.read_bytes())
-        changed_inputs = [
-            name
-            for name, value in identity["inputs"].items()
-            if recorded["inputs"].get(name) != value
-        ]
-        same_recipe = recorded["recipe"] == identity["recipe"]
-    except FileNotFoundError:
-        raise TrainError(
-            f"{identity_file} is gone; give another folder, or remove this one"
-        ) from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise TrainError(
-            f"{identity_file} is damaged ({error}); give another folder, or remove it"
-        ) from error
-    run_dir = identity_file.parent
-    if not same_recipe:
-        raise TrainError(
-            f"{run_dir} holds a run of another recipe; give another folder, or remove it"
-        )
-    if changed_inputs:
-        raise TrainError(
-            f"{run_dir} holds a run with another {' and another '.join(changed_inputs)}; "
-            "give another folder, or remove it"
-        )
+        recorded = json.loads(file.read_bytes())
+        inputs = recorded["inputs"]
+        changed = [name for name, one in identity["inputs"].items() if inputs.get(name) != one]
+        is_same = recorded["recipe"] == identity["recipe"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{file} is damaged ({error})"
+    if not is_same:
+        return f"{file.parent} holds a run of another recipe"
+    if changed:
+        return f"{file.parent} holds a run with another {' and another '.join(changed)}"
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """The state of a run, apart from its step."""
+class Stateful(Protocol):
+    """A part of a run that a checkpoint has: a module, an optimiser, or the kept weights."""
 
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    average: WeightAverage
-    best: BestWeights
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
 
-    def parts(self) -> dict[str, Any]:
-        """Return the state of each part by name."""
-        return {
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "average": self.average.state_dict(),
-            "best": self.best.state_dict(),
-        }
-
-    def restore(self, parts: Mapping[str, Any]) -> None:
-        """Restore each part from the result of `parts`."""
-        self.module.load_state_dict(parts["module"])
-        self.optimizer.load_state_dict(parts["optimizer"])
-        self.average.load_state_dict(parts["average"])
-        self.best.load_state_dict(parts["best"])
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Restore a state from `state_dict`."""
 
 
 def describe_state(run_dir: Path) -> str:
@@ -169,16 +130,17 @@ def describe_state(run_dir: Path) -> str:
     return "there is no checkpoint yet"
 
 
-def save_state(run_dir: Path, state: RunState, step: int) -> None:
+def save_state(run_dir: Path, parts: Mapping[str, Stateful], step: int) -> None:
     """Replace the state file atomically, so that a kill or a full disk leaves the previous file.
 
     Raises:
         TrainError: torch cannot write the file.
         OSError: the file cannot be opened, synchronised or renamed.
     """
+    states = {name: part.state_dict() for name, part in parts.items()}
     try:
         with replacing(run_dir / STATE) as new_file, new_file.open("wb") as stream:
-            torch.save({"step": step} | state.parts(), stream)
+            torch.save({"step": step} | states, stream)
             stream.flush()
             os.fsync(stream.fileno())
     except RuntimeError as error:  # raised by torch's writer on a full disk
@@ -189,8 +151,8 @@ def save_state(run_dir: Path, state: RunState, step: int) -> None:
         ) from error
 
 
-def load_state(run_dir: Path, state: RunState, device: torch.device) -> int:
-    """Restore the state from the state file, if there is one.
+def load_state(run_dir: Path, parts: Mapping[str, Stateful], device: torch.device) -> int:
+    """Restore the state of each part from the state file, if there is one.
 
     Returns:
         The number of finished steps; 0 without a state file.
@@ -204,8 +166,8 @@ def load_state(run_dir: Path, state: RunState, device: torch.device) -> int:
     try:
         loaded = torch.load(file, map_location=device, weights_only=True)
         step = int(loaded["step"])
-        parts = {name: loaded[name] for name in ("module", "optimizer", "average")}
-        parts["best"] = loaded.get("best", {})  # earlier releases had none
+        for name, part in parts.items():
+            part.load_state_dict(loaded[name])
     except torch.OutOfMemoryError:
         raise
     except (
@@ -218,13 +180,7 @@ def load_state(run_dir: Path, state: RunState, device: torch.device) -> int:
         pickle.UnpicklingError,
     ) as error:
         raise TrainError(
-            f"{file} is damaged ({type(error).__name__}); remove it to begin anew"
-        ) from error
-    try:
-        state.restore(parts)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise TrainError(
-            f"{file} is of another model: was the vocabulary or the source another one? "
-            "Give another folder, or remove it"
+            f"{file} is damaged or of another model ({type(error).__name__}); "
+            "remove it to begin anew"
         ) from error
     return step

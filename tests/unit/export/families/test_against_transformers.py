@@ -300,8 +300,9 @@ def test_types_that_a_family_does_not_take_are_named(tmp_path: Path) -> None:
     assert any("a camembert takes type 0 for all tokens" in note for note in loaded.notes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_no_number(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mobilebert"}))
+def test_tokens_to_which_none_attend_change_no_number(family: str, tmp_path: Path) -> None:
+    """The embeddings of a MobileBERT read the next token all the same."""
     network = save(family, "masked_lm", tmp_path)
     model = load_checkpoint(str(tmp_path)).model
     ids = ids_of(network, 12)

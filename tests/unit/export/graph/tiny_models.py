@@ -72,7 +72,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 def config(family: str = "bert", **sizes: Any) -> EncoderConfig:
     fields: dict[str, Any] = {
         "vocab_size": 30, "hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 24,
-        "max_positions": 24, "type_vocab_size": 0, "dropout": 0.0, "layer_norm_eps": 1e-3,
+        "max_positions": 24, "type_vocab_size": 0, "layer_norm_eps": 1e-3,
     }  # fmt: skip
     return EncoderConfig(family=family, **(fields | OWN_SIZES.get(family, {}) | sizes))
 

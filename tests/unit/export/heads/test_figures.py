@@ -10,7 +10,7 @@ from cloze.export.check.verify import pass_gate
 from cloze.export.errors import ExportError
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
-from cloze.export.heads.sparse_embedding import _cosine
+from cloze.export.heads.masked_lm import _cosine_sparse
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.model import head_module
 from cloze.model_store.batch import Encoding, placement_of
@@ -101,13 +101,13 @@ def test_every_token_is_masked_alone() -> None:
 
         return answer
 
-    tokens = sum(ids.shape[1] - 2 for ids in TEXTS.sentences())
+    tokens = sum(len(ids) - 2 for ids, _ in TEXTS.sentences())
     figures = measured("masked_lm", predict(5), predict(6))
     assert figures == {"fill_mask_top1_agreement": pytest.approx(1 - COUNT / tokens)}
 
 
 def test_labels_of_pairs_agree() -> None:
-    pairs = len(list(TEXTS.sentence_pairs()))
+    pairs = len(TEXTS.sentence_pairs())
     other = first_of(
         lambda first: ArrayResult(np.array([0.0, 1] if first else [1.0, 0], np.float32))
     )
@@ -121,7 +121,7 @@ def test_spans_agree_in_start_and_end() -> None:
         logits[start, 0] = logits[end, 1] = 1
         return ArrayResult(logits)
 
-    questions = len(list(TEXTS.questions()))
+    questions = len(TEXTS.questions())
     for wrong in (span(1, 4), span(2, 5)):
         other = first_of(lambda first, w=wrong: w if first else span(2, 4))
         figures = measured("span", lambda _: span(2, 4), other)
@@ -132,7 +132,7 @@ def test_labels_of_texts_agree() -> None:
     def of(*logits: float) -> ArrayResult:
         return ArrayResult(np.array(logits, np.float32))
 
-    texts = COUNT + len(list(TEXTS.sentence_pairs()))
+    texts = COUNT + len(TEXTS.sentence_pairs())
     other = first_of(lambda first: of(5, 1) if first else of(0, 1))
     figures = measured("sequence_classification", lambda _: of(1, 2), other)
     assert figures == {"text_classification_agreement": pytest.approx(1 - 1 / texts)}
@@ -142,7 +142,7 @@ def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
     def of(logit: float) -> ArrayResult:
         return ArrayResult(np.array([logit], np.float32))
 
-    texts = COUNT + len(list(TEXTS.sentence_pairs()))
+    texts = COUNT + len(TEXTS.sentence_pairs())
     for spread, near, far in ((10.0, 0.49, 0.51), (0.5, 0.049, 0.051)):
         for off, expected in ((near, 1.0), (far, 1 / texts)):
             checkpoint = first_of(lambda first, s=spread: of(s if first else 0.0))
@@ -161,7 +161,7 @@ def test_labels_of_tokens_agree() -> None:
 
         return answer
 
-    tokens = sum(ids.shape[1] for ids in TEXTS.sentences())
+    tokens = sum(len(ids) for ids, _ in TEXTS.sentences())
     figures = measured("token_classification", of(0), of(1))
     assert figures == {"token_classification_agreement": pytest.approx(1 - COUNT / tokens)}
 
@@ -215,11 +215,11 @@ def test_sparse_vectors_are_compared_by_their_words() -> None:
         ids = np.array([ord(word) for word in words])
         return SparseEmbeddingResult(np.array(list(words.values()), np.float32), ids)
 
-    assert _cosine(of(a=3, b=4), of(b=4, a=3)) == pytest.approx(1)
-    assert _cosine(of(a=3, b=4), of(c=1)) == 0
-    assert _cosine(of(a=3, b=4), of(b=2)) == pytest.approx(0.8)
-    assert _cosine(of(), of()) == 1
-    assert _cosine(of(), of(a=1)) == 0
+    assert _cosine_sparse(of(a=3, b=4), of(b=4, a=3)) == pytest.approx(1)
+    assert _cosine_sparse(of(a=3, b=4), of(c=1)) == 0
+    assert _cosine_sparse(of(a=3, b=4), of(b=2)) == pytest.approx(0.8)
+    assert _cosine_sparse(of(), of()) == 1
+    assert _cosine_sparse(of(), of(a=1)) == 0
     figures = measured("sparse_embedding", lambda _: of(a=3, b=4), lambda _: of(b=2))
     assert figures == {"sparse_cosine_mean": pytest.approx(0.8)}
 

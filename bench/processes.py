@@ -48,7 +48,7 @@ class RunningServer:
     def _sum(self, value: Callable[[psutil.Process], float]) -> float:
         total = 0.0
         for process in self.processes():
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 total += value(process)
         return total
 

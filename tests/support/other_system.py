@@ -2,7 +2,8 @@
 
 Only modules whose names begin with ``cloze`` get the changed modules. Python's library and other
 packages run as on this system, as those of macOS do on macOS. Linux's files of the kernel are
-missing. On Windows, no folder can be opened, and text without a named encoding is ASCII.
+missing. On Windows, no folder can be opened, nothing that is open or mapped can be renamed, replaced
+or removed, and text without a named encoding is ASCII.
 
     python -c "from tests.support.other_system import run_on; run_on('win32'); ..."
 """
@@ -20,6 +21,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import psutil
 
 ENVIRONMENT = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """Lets Python read and write ASCII where a program names no encoding."""
@@ -75,6 +78,22 @@ def _fsync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
+def _closed(path: Path) -> Path:
+    """Return the path of a file or folder; raise if this process has it open, or a file in it."""
+    process, real = psutil.Process(), path.resolve()
+    used = [Path(file.path) for file in (*process.open_files(), *process.memory_maps())]
+    if any(file.is_relative_to(real) for file in used):
+        raise PermissionError(errno.EACCES, "the file is used", str(path))
+    return path
+
+
+def _new(path: Path) -> Path:
+    """Return the path if it names nothing yet; on Windows, a rename replaces no file."""
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "File exists", str(path))
+    return path
+
+
 class _Library(ctypes.CDLL):
     """The C library of macOS, which lacks functions; Windows has none without a name."""
 
@@ -116,6 +135,10 @@ def run_on(platform: str) -> None:
         CHANGES["os"] |= {"open": _open, "fsync": _fsync}
         CHANGES["socket"]["SO_EXCLUSIVEADDRUSE"] = socket.SO_REUSEADDR
         asyncio.SelectorEventLoop.add_signal_handler = _no_signal_handler
+        rename, replace, unlink = Path.rename, Path.replace, Path.unlink
+        Path.rename = lambda path, target: rename(_closed(path), _new(Path(target)))
+        Path.replace = lambda path, target: replace(_closed(path), _closed(Path(target)))
+        Path.unlink = lambda path, **options: unlink(_closed(path), **options)
     changed = {m.__name__: Changed(m, without[m.__name__], CHANGES[m.__name__]) for m in MODULES}
     real_import, real_open, real_iterdir = builtins.__import__, Path.open, Path.iterdir
 

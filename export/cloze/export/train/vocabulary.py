@@ -112,5 +112,5 @@ def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise TrainError(f"the vocabulary cannot be written to {folder}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(new.iterdir(), key=lambda file: file.name == "tokenizer.json"):
-        file.rename(folder / file.name)
+        file.replace(folder / file.name)  # Windows renames to new names only
     new.rmdir()

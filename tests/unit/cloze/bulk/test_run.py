@@ -17,7 +17,7 @@ from cloze.bulk.summary import Summary
 from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import Progress, _open_pipeline
 from cloze.service.settings import Settings
-from tests.crafted import read_body, seal
+from tests.support.crafted import read_body, seal
 from tests.unit.service.tasks.model import bundle, manifest
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.fair_queue import Batch, Demand, FairQueue, LineKey, Submission, Terms
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
-from tests.encodings import encoding
+from tests.support.encodings import encoding
 
 SHORT = LineKey.of(1, None)
 LONG = LineKey.of(10_000, None)

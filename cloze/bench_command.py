@@ -1,4 +1,4 @@
-"""``cloze bench``: parses arguments, calls `bench`, prints; docs/benchmark.md has the method."""
+"""``cloze bench``: parses arguments, calls `bench`, prints; docs/measurements.md has the method."""
 
 import os
 import sys

@@ -26,7 +26,7 @@ _SETTINGS = f"""\
 Each setting is an environment variable and a flag of `cloze serve`, for example
 `CLOZE_MAX_BATCH_TOKENS` and `--max-batch-tokens`. The flag takes precedence. A value that is no
 setting's stops the start with one line; a variable `CLOZE_...` that is no setting is reported.
-[Tuning](tuning.md) says which settings to change first.
+[Tuning](operate.md#tuning) says which settings to change first.
 
 | variable | default | meaning |
 |---|---|---|

@@ -34,7 +34,7 @@ def test_each_module_has_tests_that_exist(target: str) -> None:
     assert files
     for file in files:
         tests = owners.tests_of(str(file.relative_to(owners.ROOT)))
-        assert tests, f"no test belongs to {file}: see docs/mutation-testing.md"
+        assert tests, f"no test belongs to {file}: see CONTRIBUTING.md"
         assert [test for test in tests if not _exists(test)] == []
 
 

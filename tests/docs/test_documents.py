@@ -100,15 +100,9 @@ USERS = ("start", "models", "api", "clients", "deploy", "operate", "security", "
 GENERATED = ("commands", "families", "routes", "settings", "tensors")
 
 
-def test_the_pages_are_ten_beside_the_generated_ones_and_stay_short() -> None:
+def test_the_pages_are_ten_beside_the_generated_ones() -> None:
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
     assert pages == {*USERS, *GENERATED, "dependencies"}
-    written = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/dependencies.md"]
-    written += [ROOT / f"docs/{name}.md" for name in USERS]
-    assert sum(len(page.read_text().split()) for page in written) <= 30_000
-    assert len((ROOT / "README.md").read_text().split()) < 500
-    for record in (ROOT / "docs/decisions").glob("0*.md"):
-        assert len(record.read_text().split()) < 400, record.name
 
 
 @pytest.mark.parametrize("block", CALLS, ids=named)

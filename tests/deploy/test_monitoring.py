@@ -221,6 +221,7 @@ def test_keda_finds_one_number(prometheus: Scraped) -> None:
     assert trigger["ignoreNullValues"] == "false", "a query that finds nothing must not say 0"
 
 
+@pytest.mark.slow
 def test_the_panels_are_drawn(prometheus: Scraped, tmp_path: Path) -> None:
     file = tmp_path / "dashboard.png"
     script = ROOT / "scripts/draw-dashboard"

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,10 +21,8 @@ from hypothesis import strategies as st
 from transformers import BertForSequenceClassification
 
 from cloze.bulk import text_files
-from cloze.bulk.errors import BulkError
 from cloze.bulk.parquet_files import ParquetReader
 from cloze.bulk.plan import FileFormat
-from cloze.bulk.sources import input_files
 from cloze.bulk.text_files import ColumnTypes
 from cloze.cli import cli
 from cloze.export.publish import export
@@ -151,25 +148,6 @@ def test_the_default_format_and_an_id_column_and_a_prefix(store: Path, tmp_path:
     assert len(row["my_embedding"]) == 3
 
 
-def test_json_values_of_several_types_in_parquet(store: Path, tmp_path: Path) -> None:
-    lines = [
-        {"text": "the king", "n": 1, "x": 1, "b": True, "m": {"a": [1]}},
-        {"text": 5, "n": 2.5, "x": "é", "m": None},
-        {"text": "a moon", "big": 2**63},
-    ]
-    source = write(tmp_path / "in.jsonl", lines)
-    done = bulk(store, "embed", source, "--output", tmp_path / "o", "--output-format", "parquet")
-    assert done.exit_code == 3
-    rows = read(tmp_path / "o")
-    assert [row["text"] for row in rows] == ["the king", "5", "a moon"]
-    assert [row["n"] for row in rows] == [1.0, 2.5, None]
-    assert [row["x"] for row in rows] == ["1", "é", None]
-    assert [row["b"] for row in rows] == [True, None, None]
-    assert [row["m"] for row in rows] == ['{"a":[1]}', None, None]
-    assert rows[2]["big"] == str(2**63)
-    assert [row["error"] for row in rows] == [None, "text is not a string", None]
-
-
 CELL = st.text(
     st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=8
 ) | st.sampled_from(['"', "a\nb", ",", '","', "\n\n", "  "])
@@ -189,21 +167,6 @@ def test_the_shards_of_a_csv_file_are_its_rows(
     parts = [list(text_files.read(path, FileFormat.CSV, shard, header)) for shard in shards]
     assert [len(part) for part in parts] == [shard.rows for shard in shards]
     assert [row for part in parts for row in part] == [({"a": a, "b": b}, None) for a, b in rows]
-
-
-@pytest.mark.parametrize("first", [0, 3, 250, 999, 1000, 1999])
-def test_a_range_of_a_parquet_file_may_cross_row_groups(tmp_path: Path, first: int) -> None:
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"id": range(2000)}), path, row_group_size=1000)
-    reader, count = ParquetReader(), min(700, 2000 - first)
-
-    def ids(start: int, rows: int) -> list[int]:
-        return [i for b in reader.read(path, ["id"], start, rows) for i in b["id"].to_pylist()]
-
-    assert ids(first, count) == list(range(first, first + count))
-    assert ids(first + count, 0) == []
-    assert ids(0, 5) == list(range(5)), "backwards"
-    assert ids(1500, 7) == list(range(1500, 1507)), "after a gap"
 
 
 def test_a_large_row_group_is_not_read_at_once(tmp_path: Path) -> None:
@@ -411,100 +374,6 @@ def test_a_killed_run_continues_and_writes_each_row_once(store: Path, tmp_path: 
     assert stamps(output) == after
 
 
-def test_the_shards_do_not_depend_on_the_run(store: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", numbered(40))
-    for name in ("a", "b"):
-        assert (
-            bulk(store, "embed", source, "--output", tmp_path / name, "--shard-rows", 9).exit_code
-            == 0
-        )
-    for part in (tmp_path / "a").glob("part-*"):
-        ids = [json.loads(line)["id"] for line in part.read_text().splitlines()]
-        other = (tmp_path / "b" / part.name).read_text().splitlines()
-        assert ids == [json.loads(line)["id"] for line in other]
-
-
-def test_a_resume_with_anything_else_is_refused(store: Path, tmp_path: Path) -> None:
-    source, output = write(tmp_path / "in.jsonl", numbered(20)), tmp_path / "out"
-    common = (store, "embed", source, "--output", output)
-    assert bulk(*common, "--shard-rows", 10).exit_code == 0
-
-    def refusal(*arguments: object) -> str:
-        done = bulk(*arguments)
-        assert done.exit_code == 1
-        assert done.stderr.count("\n") == 1
-        start = f"cloze: {output} has results of another run: its "
-        assert done.stderr.startswith(start), done.stderr
-        return done.stderr.removeprefix(start)
-
-    assert refusal(*common, "--shard-rows", 9).startswith("rows per shard was 10, and is now 9;")
-    same = (*common, "--shard-rows", 10)
-    assert refusal(*same, "--dimensions", 3).startswith(
-        'parameters was {}, and is now {"dimensions"'
-    )
-    assert refusal(*same, "--id-column", "id").startswith('id column was null, and is now "id"')
-    assert refusal(*same, "--output-format", "parquet").startswith("output format was")
-    task = (store, "fill-mask", source, "--output", output, "--shard-rows", 10)
-    assert refusal(*task).startswith('task was "embed", and is now "fill-mask"')
-    other = write(tmp_path / "more.jsonl", numbered(3))
-    assert f"inputs was without it, and is now {other}" in refusal(*same, other)
-    write(source, numbered(21))
-    assert refusal(*same).startswith(f"inputs was {source} (")
-
-
-def test_a_new_version_of_the_model_is_another_model(
-    store: Path, tmp_path: Path, checkpoints: dict[str, Path]
-) -> None:
-    mine = tmp_path / "store"
-    export(str(checkpoints["distilbert"]), "bert", Store(mine))
-    source, output = write(tmp_path / "in.jsonl", numbered(3)), tmp_path / "out"
-    assert bulk(store, "embed", source, "--output", output).exit_code == 0
-    done = bulk(mine, "embed", source, "--output", output)
-    assert done.exit_code == 1
-    assert 'its model was ["bert@1", "' in done.stderr, "one name and version, another digest"
-
-
-def test_a_folder_without_results_may_be_of_another_run(store: Path, tmp_path: Path) -> None:
-    source, output = write(tmp_path / "in.jsonl", numbered(20)), tmp_path / "out"
-    common = (store, "embed", source, "--output", output)
-    assert bulk(*common, "--shard-rows", 10).exit_code == 0
-    for part in output.glob("part-*"):
-        part.unlink()
-    assert bulk(*common, "--shard-rows", 4).exit_code == 0
-    assert len([*output.glob("part-*")]) == 5, "the new number of rows per file counts"
-    assert len(read(output)) == 20
-
-
-def test_two_runs_do_not_write_to_one_folder(store: Path, tmp_path: Path) -> None:
-    import fcntl
-
-    source, output = write(tmp_path / "in.jsonl", numbered(3)), tmp_path / "out"
-    output.mkdir()
-    descriptor = os.open(output, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        done = bulk(store, "embed", source, "--output", output)
-    finally:
-        os.close(descriptor)
-    assert (done.exit_code, done.stderr) == (1, f"cloze: another run writes to {output}\n")
-    assert bulk(store, "embed", source, "--output", output).exit_code == 0
-
-
-def test_an_input_that_changes_meanwhile_ends_the_run(store: Path, tmp_path: Path) -> None:
-    """The plan of a resumed run is the recorded one, so the files must be the same."""
-    source, output = write(tmp_path / "in.csv", numbered(20)), tmp_path / "out"
-    assert bulk(store, "embed", source, "--output", output, "--shard-rows", 10).exit_code == 0
-    (output / "part-00001.parquet").unlink()
-    (output / "_reports" / "00000.json").write_text("{}")
-    done = bulk(store, "embed", source, "--output", output, "--shard-rows", 10)
-    assert done.exit_code == 1
-    assert "00000.json is missing or damaged; remove" in done.stderr
-    (output / "_manifest.json").write_text("{")
-    done = bulk(store, "embed", source, "--output", output, "--shard-rows", 10)
-    assert done.exit_code == 1
-    assert "_manifest.json is damaged" in done.stderr
-
-
 # ---- wrong arguments -----------------------------------------------------------------------------
 
 
@@ -512,18 +381,7 @@ def test_an_input_that_changes_meanwhile_ends_the_run(store: Path, tmp_path: Pat
     ("command", "arguments", "message"),
     [
         ("embed", ["{}/nowhere.csv"], "no file or folder {}/nowhere.csv"),
-        ("embed", ["{}/empty"], "{}/empty has no file to read; Parquet (.parquet), JSON lines"),
-        ("embed", ["{}/in.txt"], "{}/in.txt has an unknown format; Parquet (.parquet), JSON lines"),
-        ("embed", ["{}/in.jsonl", "{}/in.csv"], "the files have several formats: jsonl, csv; run"),
-        ("embed", ["{}/in.jsonl", "{}/in.jsonl"], "{}/in.jsonl is named twice"),
-        (
-            "embed",
-            ["{}/in.jsonl", "--text-column", "body"],
-            "the input has no column 'body' (columns: id, text)",
-        ),
         ("qa", ["{}/in.jsonl"], "the input has no column 'question' (columns: id, text)"),
-        ("embed", ["{}/in.jsonl", "--id-column", "key"], "the input has no column 'key' (columns"),
-        ("embed", ["{}/in.jsonl", "--text-column", "id"], "the column 'id' is int64, not text"),
         ("embed", ["{}/in.jsonl", "--model", "gpt"], "no bundle named 'gpt' in {store} (available:"),
         (
             "embed",
@@ -534,38 +392,13 @@ def test_an_input_that_changes_meanwhile_ends_the_run(store: Path, tmp_path: Pat
         ("embed", ["{}/in.jsonl", "--prompt-name", "x"], "prompt_name 'x' is not one of the model's"),
         ("fill-mask", ["{}/in.jsonl", "--top-k", "9999"], "top_k must be between 1 and"),
         ("embed", ["{}/broken.csv"], "{}/broken.csv is not a CSV file: before byte "),
-        ("embed", ["{}/headless.csv"], "{}/headless.csv has no line with the names of the columns"),
-        ("embed", ["{}/twice.csv"], "{}/twice.csv has two columns named 'a'"),
-        (
-            "embed",
-            ["{}/in.csv", "{}/other.csv"],
-            "{}/other.csv has other columns than {}/in.csv: text instead of id, text",
-        ),
-        ("embed", ["{}/fake.parquet"], "{}/fake.parquet is not a Parquet file: "),
-        (
-            "embed",
-            ["{}/a.parquet", "{}/b.parquet"],
-            "{}/b.parquet has other columns than {}/a.parquet: text as int64 instead of string",
-        ),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(
     store: Path, tmp_path: Path, command: str, arguments: list[str], message: str
 ) -> None:
-    (tmp_path / "empty").mkdir()
     write(tmp_path / "in.jsonl", numbered(2))
-    write(tmp_path / "in.csv", numbered(2))
-    write(tmp_path / "other.csv", [{"text": "a"}])
-    write(tmp_path / "a.parquet", [{"text": "a"}])
-    write(tmp_path / "b.parquet", [{"text": 1}])
-    for name, content in (
-        ("in.txt", "a"),
-        ("broken.csv", 'text\n"the king\nthe moon\n'),
-        ("headless.csv", ""),
-        ("twice.csv", "a,a\n1,2\n"),
-        ("fake.parquet", "PAR1"),
-    ):
-        (tmp_path / name).write_text(content)
+    (tmp_path / "broken.csv").write_text('text\n"the king\nthe moon\n')
     words = [word.replace("{}", str(tmp_path)) for word in arguments]
     done = bulk(store, command, *words, "--output", tmp_path / "out")
     expected = message.replace("{}", str(tmp_path)).replace("{store}", str(store))
@@ -585,33 +418,6 @@ class _ComparedPath(type(Path())):  # type: ignore[misc]
         return bool(super().__eq__(other))
 
     __hash__ = Path.__hash__
-
-
-def test_a_file_that_is_named_twice_is_found_without_comparing_all_pairs(tmp_path: Path) -> None:
-    files = [_ComparedPath(tmp_path / f"{number}.jsonl") for number in range(300)]
-    for file in files:
-        file.touch()
-    assert len(input_files(files)[1]) == 300
-    with pytest.raises(BulkError, match=r"/3\.jsonl is named twice"):
-        input_files([*files, files[3], files[7]])
-    assert _ComparedPath.comparisons < 300
-
-
-def test_an_output_folder_with_other_content_is_refused(store: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "in" / "a.jsonl", numbered(2))
-    folder = tmp_path / "full"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("mine")
-    done = bulk(store, "embed", source, "--output", folder)
-    assert (done.exit_code, done.stderr) == (
-        1,
-        f"cloze: {folder} has other content, and no _manifest.json; give another --output\n",
-    )
-    assert [file.name for file in folder.iterdir()] == ["thesis.txt"]
-    done = bulk(store, "embed", source, "--output", folder / "thesis.txt")
-    assert done.stderr.endswith("thesis.txt is a file; --output is a folder\n")
-    done = bulk(store, "embed", source.parent, "--output", source.parent / "out")
-    assert f"lies in the input {source.parent}" in done.stderr
 
 
 def test_an_unknown_task_for_all_models_and_an_empty_store(store: Path, tmp_path: Path) -> None:

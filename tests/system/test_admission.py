@@ -4,23 +4,14 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.admission import DrainRate, WaitLimits
-from cloze.service.batching.fair_queue import LineKey
-from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchResult
-from cloze.service.errors import Overloaded, Rejection
-from tests.support.encodings import submit
-from tests.support.fake_engine import FakeEngine
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 from tests.system.test_promises import (
@@ -32,181 +23,6 @@ from tests.system.test_promises import (
     one_process,
     wait_for_run,
 )
-from tests.unit.service.batching.test_scheduler_properties import (
-    WAIT_S,
-    later,
-    running,
-    sized,
-    sums,
-)
-
-
-class Steady(FakeEngine):
-    """An engine that runs 1,000 tokens per second."""
-
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-        time.sleep(sum(map(len, batch)) / 1000)
-        return super().run(batch, alone=alone)
-
-
-@contextmanager
-def measured(**limits: Any) -> Iterator[tuple[Scheduler, Steady]]:
-    """A scheduler of one worker that has measured its rate, and whose engine then waits."""
-    engine = Steady()
-    with running(engine, workers=1, max_batch_tokens=10, **limits) as scheduler:
-        for _ in range(3):
-            sums(submit(scheduler, [sized(10)], later()))
-        engine.gate.clear()
-        engine.entered.clear()
-        submit(scheduler, [sized(10)], later())
-        assert engine.entered.wait(WAIT_S)
-        yield scheduler, engine
-        engine.gate.set()
-
-
-def submitted(scheduler: Scheduler, count: int, client: str = "") -> list["Future[BatchResult]"]:
-    """Submit up to `count` requests; stop at the first refusal."""
-    futures = []
-    for _ in range(count):
-        try:
-            futures.append(submit(scheduler, [sized(10)], later(), client=client))
-        except Overloaded:
-            break
-    return futures
-
-
-def test_a_request_that_would_wait_too_long_is_refused() -> None:
-    with measured(waits=WaitLimits(0.1)) as (scheduler, _):
-        assert 5 <= len(submitted(scheduler, 100)) <= 15
-        with pytest.raises(
-            Overloaded, match=r"would wait about 0\.[12] s; CLOZE_MAX_QUEUE_WAIT_MS allows 0\.1 s"
-        ) as caught:
-            submit(scheduler, [sized(10)], later())
-        assert 0 < caught.value.retry_after_s < 0.05
-        wait = scheduler.expected_wait("", LineKey(0, 0), 10)
-        assert 0.05 < wait.seconds < 0.15
-        assert 0.005 < wait.per_request_s < 0.015
-        longer = submit(scheduler, [sized(10)], later(), timeout_s=20)
-        assert not longer.done(), "a client that waits longer is admitted"
-
-
-def test_a_request_that_states_its_time_is_judged_by_it() -> None:
-    """It is admitted if half of its time is enough, and waits only behind others that state one."""
-    with measured(waits=WaitLimits(10)) as (scheduler, _):
-        assert len(submitted(scheduler, 10)) == 10
-        assert not submit(scheduler, [sized(10)], later(0.9), timeout_s=0.9).done()
-        for _ in range(3):
-            submit(scheduler, [sized(10)], later(0.9), timeout_s=0.9)
-        with pytest.raises(
-            Overloaded, match=r"0\.02 s are allowed, half of the time limit"
-        ) as caught:
-            submit(scheduler, [sized(10)], later(0.04), timeout_s=0.04)
-        assert caught.value.reason == Rejection.WAIT
-        with pytest.raises(Overloaded, match=r"too close to its time limit in 0\.3 s") as caught:
-            submit(scheduler, [sized(10)] * 10, later(0.3), timeout_s=9)  # it has waited already
-        assert caught.value.reason == Rejection.DEADLINE
-
-
-def test_an_idle_server_refuses_nobody() -> None:
-    with running(Steady(), workers=1, waits=WaitLimits(0.001)) as scheduler:
-        for _ in range(3):
-            assert sums(submit(scheduler, [sized(10)], later())) == [10.0]
-
-
-def test_what_would_end_too_late_is_refused() -> None:
-    with measured(waits=WaitLimits(10)) as (scheduler, _):
-        others = submit(scheduler, [sized(10)] * 100, later())  # 1 s of work
-        with pytest.raises(Overloaded, match=r"would end in about \d\.\d s beside what was accept"):
-            submit(scheduler, [sized(10)] * 30, later(0.5))
-        assert submit(scheduler, [sized(10)] * 3, later(0.5)), "a short one ends in time"
-        others.cancel()
-
-
-def test_no_line_fills_the_memory_of_the_queue() -> None:
-    """A line may hold as many tokens as are free, so there is always room for another client."""
-    with measured(max_queue_tokens=300) as (scheduler, _):
-        patient = [submit(scheduler, [sized(10)] * 5, later(900), timeout_s=900) for _ in range(3)]
-        with pytest.raises(Overloaded, match="150 of them like this request's 50") as caught:
-            submit(scheduler, [sized(10)] * 5, later(900), timeout_s=900)
-        assert caught.value.reason == Rejection.QUEUE_FULL
-        assert submit(scheduler, [sized(10)] * 5, later(900), client="another", timeout_s=900)
-        for future in patient:
-            future.cancel()
-
-
-def test_a_client_with_many_requests_does_not_delay_another() -> None:
-    with measured(waits=WaitLimits(0.2)) as (scheduler, engine):
-        greedy = submitted(scheduler, 200, client="greedy")
-        assert len(greedy) < 40, "the greedy client is refused at its own limit"
-        modest = submit(scheduler, [sized(10, 7)], later(), client="modest")
-        engine.gate.set()
-        assert sums(modest) == [70.0]
-        assert sum(future.done() for future in greedy) <= 3
-
-
-def test_clients_share_the_engine_equally() -> None:
-    """One has requests of many texts, one has many requests of one text, one has few."""
-    with measured() as (scheduler, engine):
-        bulk = submit(scheduler, [sized(10, 2)] * 100, later(), client="bulk")
-        many = [submit(scheduler, [sized(10, 3)], later(), client="many") for _ in range(100)]
-        few = [submit(scheduler, [sized(10, 5)], later(), client="few") for _ in range(20)]
-        engine.gate.set()
-        for future in few:
-            sums(future)
-        ran = [int(batch[0].input_ids[0]) for batch in engine.batches[4:64]]
-        assert {value: 15 <= ran.count(value) <= 25 for value in (2, 3, 5)} == {
-            2: True,
-            3: True,
-            5: True,
-        }
-        bulk.cancel()
-        for future in many:
-            future.cancel()
-
-
-def test_riding_along_costs_a_client_its_turn() -> None:
-    """A batch takes texts of the same length of all clients, and each pays for its own."""
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_batch_tokens=40) as scheduler:
-        first = submit(scheduler, [sized(1)], later())
-        assert engine.entered.wait(WAIT_S)
-        for client in ("a", "b"):
-            for _ in range(3):
-                submit(scheduler, [sized(10)], later(), client=client)
-        engine.gate.set()
-        sums(first)
-        wait_until(lambda: len(engine.batches) == 3)
-    assert [len(batch) for batch in engine.batches] == [1, 4, 2], "batches are full"
-
-
-def test_the_rate_counts_only_while_others_wait() -> None:
-    rate = DrainRate()
-    for now in (0.0, 0.1, 0.2, 0.3):
-        rate.count(now, 100, waiting=True)
-    assert rate.per_s == pytest.approx(1000)
-    rate.count(0.35, 5, waiting=False)
-    rate.count(60.0, 5, waiting=True)  # nobody waited for a minute
-    rate.count(60.5, 500, waiting=True)
-    assert rate.per_s == pytest.approx(1000)
-
-
-def test_a_pause_is_no_rate() -> None:
-    """What waited was cancelled, or the process was stopped."""
-    rate = DrainRate()
-    rate.count(0.0, 100, waiting=True)
-    rate.count(3600.0, 100, waiting=True)
-    assert rate.per_s == 0.0
-    rate.count(3600.5, 500, waiting=True)
-    assert rate.per_s == pytest.approx(1000)
-
-
-def test_clients_that_gave_up_are_forgotten() -> None:
-    with measured(max_queue_tokens=200) as (scheduler, _):
-        for number in range(100):
-            submit(scheduler, [sized(10), sized(11)], later(), client=str(number)).cancel()
-        assert len(scheduler._queue._clients) < 15
-
 
 # ---- over HTTP -----------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 once.
 """
 
-import errno
-import json
 import multiprocessing
 import os
 import random
@@ -20,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store import Manifest, Store, StoreError
-from cloze.model_store.locations import SHIPPED_ROOT
 from cloze.model_store.manifest import BundleSpec, parse_reference
 
 SPEC = BundleSpec.model_validate(
@@ -51,47 +48,6 @@ def publish(
             (folder / file).write_bytes(payload)
             time.sleep(pause_s)
         return store.publish(folder, SPEC.model_copy(update={"name": name})).manifest
-
-
-def test_versions_count_up_and_resolve(tmp_path: Path) -> None:
-    assert [publish(tmp_path, payload=bytes([n])).version for n in range(3)] == [1, 2, 3]
-    store = Store(tmp_path)
-    assert store.open("tiny").manifest.version == 3
-    assert store.open("tiny@2").manifest.version == 2
-    assert store.open("tiny@2").file("g.onnx").read_bytes() == b"\x01"
-    store.remove("tiny@3")
-    assert store.open("tiny").manifest.version == 2
-    assert publish(tmp_path).version == 3
-    store.remove("tiny")
-    assert store.references() == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        ("other", "no bundle named 'other'"),
-        ("tiny@9", r"has no version 9 \(available: 1\)"),
-        ("tiny@0", "not a version"),
-        ("tiny@x", "not a version"),
-        ("../tiny", "not a bundle name"),
-        ("", "not a bundle name"),
-        ("tiny\n", "not a bundle name"),
-        (".staging", "not a bundle name"),
-    ],
-)
-def test_a_reference_to_nothing_is_one_clear_line(
-    tmp_path: Path, reference: str, message: str
-) -> None:
-    publish(tmp_path)
-    with pytest.raises(StoreError, match=message):
-        Store(tmp_path).open(reference)
-
-
-def test_an_empty_or_missing_store_is_empty(tmp_path: Path) -> None:
-    assert Store(tmp_path / "missing").references() == []
-    with pytest.raises(StoreError, match="cloze export"):
-        Store(tmp_path / "missing").open("tiny")
 
 
 def test_any_flipped_byte_is_refused(tmp_path: Path) -> None:
@@ -126,28 +82,13 @@ def test_missing_linked_and_longer_files_are_refused(tmp_path: Path) -> None:
         Store(tmp_path).open("tiny")
 
 
-def test_whatever_else_lies_on_the_volume_is_left_alone(tmp_path: Path) -> None:
-    publish(tmp_path)
-    (tmp_path / "lost+found").mkdir(mode=0o000)
-    (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / "empty").mkdir()
-    for odd in ("\u00b2", "01", "x", "-1"):
-        (tmp_path / "tiny" / odd).mkdir()
-    assert Store(tmp_path).references() == ["tiny@1"]
-
-
 @pytest.mark.parametrize(
     ("closed", "command"),
     [
         ("tiny/1/g.onnx", "store verify"),
         ("tiny/1/manifest.json", "store list"),
-        ("tiny/1", "store list"),
-        ("tiny", "store list"),
         (".", "store list"),
-        (".", "store verify"),
-        (".", "doctor"),
         ("tiny/1/manifest.json", "doctor"),
-        (".", "serve --port 0"),
         ("tiny", "serve --port 0 --model tiny"),
         ("..", "serve --port 0"),
     ],
@@ -191,15 +132,6 @@ main({arguments!r})
     )
 
 
-def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    with (
-        pytest.raises(StoreError, match=r"cannot write to the model store .*: No space left"),
-        store.staging(),
-    ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_moved_folder_is_refused(tmp_path: Path) -> None:
     publish(tmp_path)
     shutil.copytree(tmp_path / "tiny", tmp_path / "renamed")
@@ -215,15 +147,6 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
         (folder / "g.onnx").write_bytes(b"half")
         raise RuntimeError("disk")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_store_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(StoreError, match="cannot write to the model store"),
-        Store(tmp_path / "file").staging(),
-    ):
-        pass
 
 
 PUBLISHER = """
@@ -316,49 +239,3 @@ def test_a_manifest_comes_back_as_it_was_written(
     manifest = Manifest.model_validate(data)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     assert parse_reference(manifest.reference) == (name, version)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"files": {"../evil": {"sha256": "a" * 64, "size": 1}}}, "plain name"),
-        ({"files": {"a/b": {"sha256": "a" * 64, "size": 1}}}, "plain name"),
-        ({"files": {}}, "not listed"),
-        ({"tasks": ["fill-mask", "embed"]}, "mask token"),
-        ({"tasks": ["nsp"]}, "come together"),
-        ({"name": "../up"}, "name"),
-        ({"surprise": 1}, "surprise"),
-    ],
-)
-def test_a_manifest_that_promises_nonsense_is_refused(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    good = json.loads(publish(tmp_path).model_dump_json())
-    Manifest.model_validate(good)
-    with pytest.raises(ValueError, match=message):
-        Manifest.model_validate(good | change)
-
-
-@pytest.mark.parametrize("section", [None, "int8", "fp16"])
-@pytest.mark.parametrize("kind", ["graph", "golden_file"])
-def test_every_graph_and_its_golden_outputs_are_listed_and_limited(
-    section: str | None, kind: str
-) -> None:
-    body = json.loads((SHIPPED_ROOT / "cloze-bert/1/manifest.json").read_bytes())
-    del body["digest"]
-    own = body[section] if section else body
-    file = own["graph"]["file"] if kind == "graph" else own["parity"]["golden_file"]
-    large = {file: body["files"][file] | {"size": 2**34}}
-    with pytest.raises(ValueError, match=f"'{file}' has {2**34} bytes; the limit is"):
-        Manifest.model_validate_json(json.dumps(body | {"files": body["files"] | large}))
-    del body["files"][file]
-    with pytest.raises(ValueError, match=f"'{file}' is named but not listed under files"):
-        Manifest.model_validate_json(json.dumps(body))
-
-
-def test_another_schema_version_says_so(tmp_path: Path) -> None:
-    publish(tmp_path)
-    file = tmp_path / "tiny" / "1" / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 2}))
-    with pytest.raises(StoreError, match="schema_version is 2; this release reads 1"):
-        Store(tmp_path).open("tiny")

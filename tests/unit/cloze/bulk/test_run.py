@@ -222,18 +222,6 @@ def test_the_recorded_plan_is_used_again(runner: Runner, source: Path) -> None:
     assert runner.shards[1] == [2]
 
 
-def test_another_run_is_refused(runner: Runner, source: Path) -> None:
-    runner.run(source)
-    for changes, name in (
-        ({"prefix": "p_"}, "prefix"),
-        ({"shard_rows": 3}, "rows per shard"),
-        ({"parameters": {"normalize": True}}, "parameters"),
-    ):
-        with pytest.raises(BulkError, match=f"its {name} was"):
-            runner.run(source, **changes)
-    assert len(runner.jobs) == 1
-
-
 def test_what_is_refused_before_any_work(runner: Runner, source: Path, tmp_path: Path) -> None:
     for output in (source.parent, source.parent / "out"):
         with pytest.raises(BulkError, match=r"the output .* lies in the input"):

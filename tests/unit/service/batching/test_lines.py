@@ -138,15 +138,6 @@ def test_requests_that_say_less_are_not_pushed_back_by_those_that_say_nothing() 
         assert all(sent is not None and sent.ended < 1.5 for sent in stated)
 
 
-def test_an_equal_line_is_served_in_the_order_of_arrival() -> None:
-    with server() as served:
-        sent = [served.submit([7], "a", None) for _ in range(30)]
-        served.run_until(math.inf)
-        ends = [each.ended for each in sent if each is not None]
-        assert ends == sorted(ends)
-        assert len(ends) == 30
-
-
 def test_requests_that_slower_workers_cannot_end_are_told_before_they_run() -> None:
     """The engine becomes ten times slower; what cannot end is not run, what can end is answered."""
     with server() as served:
@@ -190,28 +181,6 @@ def add(queue: FairQueue, client: str, length: int, timeout_s: float | None = No
     queue.add(Submission(Terms(math.inf, client, timeout_s), [sized(length)]))
 
 
-def test_a_client_that_returns_while_its_requests_run_owes_what_it_received() -> None:
-    queue = FairQueue(varlen=False)
-    add(queue, "greedy", 50)
-    for length in (30, 31, 32):
-        add(queue, "polite", length)
-    assert (
-        len(queue.take(5, 0.0).encodings[0].encoding) == 50
-    )  # runs on, twice what was due to the client
-    add(queue, "greedy", 7)
-    assert [len(queue.take(5, 0.0).encodings[0].encoding) for _ in range(3)] == [30, 31, 7]
-
-
-def test_a_line_that_returns_owes_what_it_received() -> None:
-    queue = FairQueue(varlen=False)
-    add(queue, "a", 50)
-    for length in (30, 31, 32):
-        add(queue, "a", length, timeout_s=1.0)
-    assert len(queue.take(5, 0.0).encodings[0].encoding) == 50
-    add(queue, "a", 51)
-    assert [len(queue.take(5, 0.0).encodings[0].encoding) for _ in range(3)] == [30, 31, 51]
-
-
 dues = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), max_size=20)
 
 
@@ -237,10 +206,3 @@ def test_slack_is_the_least_over_all_due_times(
     for due, tokens in waiting:
         demand.add(due + 0.05, -tokens)
     assert demand.slack_s(0.0, 1.0) == math.inf
-
-
-def test_lines_are_classes_of_size_and_of_patience() -> None:
-    assert LineKey.of(127, None) == LineKey.of(1, None) != LineKey.of(128, None)
-    assert LineKey.of(1023, None) == LineKey.of(128, None) != LineKey.of(1024, None)
-    assert LineKey.of(1, 2.0) == LineKey.of(1, 3.9) != LineKey.of(1, 4.0)
-    assert LineKey.of(1, None) not in {LineKey.of(1, each / 10) for each in range(1, 4000)}

@@ -1,12 +1,9 @@
-"""The scheduler alone, on the shipped fake engine: properties over random arrivals, and each rule
-by itself.
-"""
+"""The scheduler alone, on the fake engine: properties over random arrivals, and its workers."""
 
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import LineKey
 from cloze.service.batching.scheduler import Scheduler
@@ -27,7 +24,6 @@ from cloze.service.errors import (
     EngineDead,
     EngineFailed,
     Overloaded,
-    ShuttingDown,
 )
 from tests.support import encodings
 from tests.support.encodings import submit
@@ -141,64 +137,6 @@ def test_every_request_ends_once_and_rightly(
         assert len(batch) == 1 or sum(map(len, batch)) <= budget
 
 
-def test_an_engine_that_supports_varlen_gets_what_waits_in_one_batch() -> None:
-    """In the order of turns, up to the budget; the other worker, which could only wait for the
-    device, leaves it whole.
-    """
-    engine = FakeEngine()
-    engine.supports_varlen = True
-    engine.gate.clear()
-    with running(engine, workers=2, max_batch_tokens=64) as scheduler:
-        first = []
-        for _ in range(2):
-            first.append(submit(scheduler, [sized(1)], later()))
-            while scheduler.state.tokens:  # until a worker holds it
-                time.sleep(0.001)
-        waiting = [
-            submit(scheduler, [sized(length, length)], later()) for length in (20, 3, 40, 5, 16)
-        ]
-        engine.gate.set()
-        for future in (*first, *waiting):
-            future.result(WAIT_S)
-    assert sorted([len(one) for one in batch] for batch in engine.batches) == [
-        [1],
-        [1],
-        [5, 16],
-        [20, 3, 40],
-    ]
-
-
-def test_a_long_encoding_does_not_make_a_mixed_batch_mostly_padding_of_its_embeddings() -> None:
-    engine = FakeEngine()
-    engine.supports_varlen = True
-    engine.gate.clear()
-    with running(engine, workers=1, max_batch_tokens=64) as scheduler:
-        first = submit(scheduler, [sized(1)], later())
-        while scheduler.state.tokens:  # until the worker holds it
-            time.sleep(0.001)
-        waiting = [submit(scheduler, [sized(length)], later()) for length in (40, *[1] * 20)]
-        engine.gate.set()
-        for future in (first, *waiting):
-            future.result(WAIT_S)
-    assert [max(map(len, batch)) * len(batch) for batch in engine.batches] == [1, 240, 15], (
-        "4 x 64 cells at most"
-    )
-
-
-def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_batch_tokens=10) as scheduler:
-        bulk = submit(scheduler, [sized(10, value) for value in range(1, 51)], later())
-        assert engine.entered.wait(WAIT_S)
-        single = submit(scheduler, [sized(10, 99)], later())
-        engine.gate.set()
-        assert sums(bulk) == [10.0 * value for value in range(1, 51)]
-        assert sums(single) == [990.0]
-    order = [int(batch[0].input_ids[0]) for batch in engine.batches]
-    assert order.index(99) <= 3, f"it ran as number {order.index(99)} of {len(order)}"
-
-
 @pytest.mark.parametrize("clients", [2, 4, 8])
 def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> None:
     """Closed-loop clients keep the queue full; a request of several texts must get its share all
@@ -281,58 +219,6 @@ def test_cancelled_work_frees_the_queue_at_once() -> None:
     assert sorted(len(batch[0]) for batch in engine.batches) == [10, 12, 13]
 
 
-def test_what_is_cancelled_does_not_pile_up() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_queue_tokens=100) as scheduler:
-        first = submit(scheduler, [sized(10)], later())
-        assert engine.entered.wait(WAIT_S)
-        for _ in range(200):
-            submit(scheduler, [sized(10), sized(11)], later()).cancel()
-        lines = [
-            line for client in scheduler._queue._clients.values() for line in client.lines.values()
-        ]
-        assert sum(len(group) for line in lines for group in line.groups.values()) <= 12
-        engine.gate.set()
-        sums(first)
-
-
-def test_requests_of_equal_size_are_served_in_their_order() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_batch_tokens=4) as scheduler:
-        futures = [submit(scheduler, [sized(4, value)], later()) for value in range(1, 10)]
-        engine.gate.set()
-        wait(futures, WAIT_S)
-    assert [int(batch[0].input_ids[0]) for batch in engine.batches] == list(range(1, 10))
-
-
-def test_masks_in_a_batch_are_bounded() -> None:
-    """Each costs memory in proportion to the vocabulary, whatever its sequence's length."""
-    engine = FakeEngine()
-    engine.gate.clear()
-    masked = [encodings.encoding([1] * 50, masks=range(40), embed=True) for _ in range(12)]
-    with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
-        blocker = submit(scheduler, [sized(2)], later())
-        assert engine.entered.wait(WAIT_S)
-        future = submit(scheduler, masked, later())
-        engine.gate.set()
-        assert len(sums(future)) == 12
-        sums(blocker)
-    assert [len(batch) for batch in engine.batches] == [1, 3, 3, 3, 3]
-
-
-def test_idle_workers_share_what_is_there() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=2) as scheduler:
-        time.sleep(0.05)  # both workers wait by now; if not, the test is only weaker
-        future = submit(scheduler, [sized(4, value) for value in (1, 2, 3, 4)], later())
-        engine.gate.set()
-        sums(future)
-    assert max(len(batch) for batch in engine.batches) == 2
-
-
 def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
     """Long texts of earlier and of later requests wait meanwhile."""
     release = threading.Event()
@@ -388,34 +274,6 @@ def test_short_texts_alone_get_no_more_workers() -> None:
         assert [sums(future) for future in futures] == [[5.0], [6.0], [7.0], [8.0]]
 
 
-def test_a_batch_has_what_runs_within_the_latency() -> None:
-    """About 1,000 tokens per second: 150 of them, and at least 128 on a busy machine."""
-
-    class Slow(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            time.sleep(sum(map(len, batch)) / 1000)
-            return super().run(batch)
-
-    engine = Slow()
-    limits = {"workers": 1, "max_batch_tokens": 512, "batch_latency_s": 0.15}
-    with running(engine, **limits) as scheduler:
-        sums(submit(scheduler, [sized(100)], later()))
-        sums(submit(scheduler, [sized(40) for _ in range(12)], later()))
-    assert {len(batch) for batch in engine.batches[1:]} == {3}
-
-
-def test_a_short_text_overtakes_a_long_one_that_came_a_little_earlier() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1) as scheduler:
-        first = submit(scheduler, [sized(1)], later())
-        assert engine.entered.wait(WAIT_S)
-        long, short = (submit(scheduler, [sized(length)], later()) for length in (500, 5))
-        engine.gate.set()
-        assert [sums(future) for future in (first, long, short)] == [[1.0], [500.0], [5.0]]
-    assert [len(batch[0]) for batch in engine.batches] == [1, 5, 500]
-
-
 def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
     engine = FakeEngine()
     engine.gate.clear()
@@ -452,88 +310,6 @@ def test_a_later_round_of_an_admitted_request_is_never_refused() -> None:
         assert [len(sums(request)) for request in requests] == [1, 2, 1, 1]
 
 
-def test_a_request_beyond_the_limit_is_admitted_when_nothing_waits() -> None:
-    """Else it would be refused for ever."""
-    with running(FakeEngine(), max_queue_tokens=5) as scheduler:
-        assert sums(submit(scheduler, [sized(10), sized(10)], later())) == [10.0, 10.0]
-
-
-def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
-    class Slow(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            started = time.monotonic()
-            time.sleep(0.1)
-            seconds.append(time.monotonic() - started)  # more on a busy machine
-            return super().run(batch)
-
-    seconds: list[float] = []
-    engine = Slow()
-    with running(engine, workers=1, max_queue_tokens=2000, max_batch_tokens=100) as scheduler:
-        sums(submit(scheduler, [sized(100)], later()))
-        engine.gate.clear()
-        engine.entered.clear()
-        running_now = submit(scheduler, [sized(100)], later())
-        assert engine.entered.wait(WAIT_S)
-        waiting = submit(scheduler, [sized(100) for _ in range(20)], later())
-        with pytest.raises(Overloaded) as caught:
-            submit(scheduler, [sized(100)] * 11, later())
-        needed_s = (2000 + 1100) / (100 / seconds[0])
-        assert needed_s * 0.99 <= caught.value.retry_after_s <= needed_s * 1.2
-        running_now.cancel()
-        waiting.cancel()
-
-
-def test_expired_and_cancelled_work_never_runs() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1) as scheduler:
-        first = submit(scheduler, [sized(3)], later())
-        assert engine.entered.wait(WAIT_S)
-        expired = submit(scheduler, [sized(5)], later(0.01))
-        cancelled = submit(scheduler, [sized(6), sized(7)], later())
-        assert cancelled.cancel()
-        time.sleep(0.02)
-        engine.gate.set()
-        sums(first)
-        assert isinstance(expired.exception(WAIT_S), DeadlineExceeded)
-        sums(submit(scheduler, [sized(8)], later()))
-    assert sorted(len(batch[0]) for batch in engine.batches) == [3, 8]
-
-
-def test_only_the_guilty_encoding_of_a_batch_fails() -> None:
-    engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) == 7)
-    engine.gate.clear()
-    with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
-        blocker = submit(scheduler, [sized(2)], later())
-        assert engine.entered.wait(WAIT_S)
-        futures = [submit(scheduler, [sized(4, value)], later()) for value in range(1, 17)]
-        engine.gate.set()
-        sums(blocker)
-        for value, future in enumerate(futures, start=1):
-            if value == 7:
-                with pytest.raises(EngineFailed, match="RuntimeError"):
-                    future.result(WAIT_S)
-            else:
-                assert sums(future) == [4.0 * value]
-        assert scheduler.dead_reason is None
-
-
-def test_an_engine_that_fails_its_probe_is_dead() -> None:
-    engine = FakeEngine(poison=lambda _: True)
-    engine.broken = True
-    told: list[str] = []
-    with running(engine, workers=1, on_dead=told.append) as scheduler:
-        engine.gate.clear()
-        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
-        engine.gate.set()
-        errors = [future.exception(WAIT_S) for future in futures]
-        assert {type(error) for error in errors[1:]} == {EngineDead}
-        with pytest.raises(EngineDead, match="golden outputs"):
-            submit(scheduler, [sized(3)], later())
-        assert scheduler.dead_reason is not None
-    assert len(told) == 1
-
-
 def test_a_run_that_hangs_is_a_dead_engine() -> None:
     engine = FakeEngine()
     with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
@@ -543,62 +319,6 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
         for future in futures:
             assert isinstance(future.exception(WAIT_S), EngineDead)
         assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead_reason))
-
-
-def test_a_run_that_is_slow_as_predicted_does_not_hang() -> None:
-    """The second run takes eight times the margin, but only as long as the first one."""
-
-    class Slow(FakeEngine):
-        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-            time.sleep(0.4)
-            return super().run(batch, alone=alone)
-
-    with running(Slow(), workers=1, stall_timeout_s=0.05) as scheduler:
-        for _ in range(2):  # the first has 60 s, because nothing is known of the engine
-            assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
-
-
-def test_a_worker_that_ends_is_a_dead_engine() -> None:
-    class Exits(FakeEngine):
-        def run(self, _: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            raise SystemExit
-
-    with running(Exits(), workers=2) as scheduler:
-        assert isinstance(submit(scheduler, [sized(3)], later()).exception(WAIT_S), EngineDead)
-        assert scheduler.dead_reason == "a worker ended with SystemExit"
-
-
-def test_a_worker_runs_where_its_priority_may_not_be_lowered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "setpriority", refuse)
-    with running(FakeEngine()) as scheduler:
-        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
-        assert scheduler.dead_reason is None
-
-
-def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    before = threading.active_count()
-    limits = SchedulerLimits(
-        workers=2, max_batch_tokens=8, max_queue_tokens=1000, stall_timeout_s=30.0
-    )
-    scheduler = Scheduler(engine, limits)
-    scheduler.start()
-    futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
-    assert engine.entered.wait(WAIT_S)
-    releaser = threading.Timer(0.1, engine.gate.set)
-    releaser.start()
-    scheduler.close()
-    releaser.join()
-    for future in futures:
-        assert isinstance(future.exception(WAIT_S), ShuttingDown)
-    assert threading.active_count() == before
-    scheduler.close()  # twice is once
 
 
 # ---- bulk and canaries ---------------------------------------------------------------------------

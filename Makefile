@@ -78,7 +78,7 @@ mutants: install  ## Put faults into MODULE, one at a time; list those that its 
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ./client --editable '.[mutants]'
 	$(BIN)/python -m tests.mutants $(OPTIONS) $(MODULE)
 
-# Coverage slows the tests, so each test gets more time. docs/coverage.md lists what is not covered.
+# Coverage slows the tests, so each test gets more time. CONTRIBUTING.md says what is not covered.
 coverage: install  ## Run the tests with branch coverage; fail below the threshold.
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --timeout 600

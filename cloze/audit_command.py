@@ -35,7 +35,7 @@ def audit(
     """Measure social bias of SOURCE, a checkpoint or bundle:NAME.
 
     A model that fills masks is asked which of two sentences of CrowS-Pairs is likelier; embeddings,
-    which words are near to which (WEAT). docs/audit.md says what each figure means. The figures are
+    which words are near to which (WEAT). docs/train.md says what each figure means. The figures are
     written into the card of a checkpoint's folder, which an export copies into its bundle.
 
     \b

@@ -78,7 +78,7 @@ def evaluate(
 ) -> None:
     """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs, questions and sentences.
 
-    The figures depend on the tasks of SOURCE and on the given data: see docs/training.md.
+    The figures depend on the tasks of SOURCE and on the given data: see docs/train.md.
 
     \b
     Example:

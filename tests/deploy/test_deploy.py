@@ -117,7 +117,7 @@ def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version
 def test_the_documented_overlay_names_registry_and_tag(tmp_path: Path) -> None:
     block = re.search(
         r"^    # k8s/mine/kustomization.yaml\n((?:    .*\n)+)",
-        (ROOT / "docs/deployment.md").read_text(),
+        (ROOT / "docs/deploy.md").read_text(),
         re.MULTILINE,
     )
     assert block
@@ -156,7 +156,7 @@ def test_prometheus_accepts_its_configuration() -> None:
         "docker-compose.yml",
         "k8s/base/deployment.yaml",
         "k8s/base/kustomization.yaml",
-        "docs/deployment.md",
+        "docs/deploy.md",
     ],
 )
 def test_every_variable_is_a_setting(file: str) -> None:

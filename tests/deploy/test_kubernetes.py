@@ -441,7 +441,7 @@ def test_an_operator_sets_the_address_of_the_runbooks(tmp_path: Path) -> None:
     for folder in ("scripts", "monitoring", "k8s/components/monitoring"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     script, address = tmp_path / "scripts/make-prometheusrule", "https://wiki.example/cloze"
-    for wrong in ("docs/runbooks.md", "https://wiki.example/#x"):
+    for wrong in ("docs/operate.md", "https://wiki.example/#x"):
         done = subprocess.run(
             [sys.executable, script, "--runbooks", wrong], capture_output=True, timeout=60
         )

@@ -1,5 +1,6 @@
-"""The command blocks of README and docs: calls are sent to a server that has every task, and the
-README's commands run in order in a fresh clone (slow). What is not run is printed with its reason.
+"""The command blocks and the links of README and docs. Calls are sent to a server that has every
+task; the commands of the README and of the page Start run in order in a fresh clone (slow). What is
+not run is printed with its reason.
 """
 
 import os
@@ -9,13 +10,13 @@ import shutil
 import signal
 import socket
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.documents import DOCUMENTS, ROOT, Block, blocks
 from tests.support.serving import Server, bare_environment
-from tests.support.sources import file_of
 from tests.support.waiting import wait_until
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
@@ -49,23 +50,64 @@ DESCRIPTIONS = [
 
 @pytest.mark.parametrize("document", DESCRIPTIONS)
 def test_the_modules_that_a_description_names_exist(document: str) -> None:
-    """A module by its path, or by its name below one of the packages of its section."""
+    """Modules are named as they are imported; a picture leaves out `cloze.`."""
     text = (ROOT / document).read_text()
-    paths = re.findall(r"\b(?:service|export|model_store|cloze|bench|tests)/[\w/]+\.py\b", text)
-    assert len(paths) > 5
-    assert [path for path in paths if not file_of(path).is_file()] == []
-    names = set(re.findall(r"`(\w+\.py)`", text))
-    files = {
-        file.name
-        for package in ("service", "export", "cloze", "client")
-        for file in (ROOT / package).rglob("*.py")
-    }
-    assert names - files == set()
+    prefix = "" if document.endswith(".svg") else r"cloze\."
+    names = re.findall(rf"\b{prefix}((?:{'|'.join(PACKAGES)})(?:\.[a-z_]+)+)\b", text)
+    assert len(names) > 5
+    assert [name for name in names if not is_module(name)] == []
+
+
+PACKAGES = ("bench", "client", "export", "model_store", "service")
+
+
+def is_module(name: str) -> bool:
+    """Return whether `cloze.NAME` is a module or a package, without importing it."""
+    package, *rest = name.split(".")
+    spec = find_spec(f"cloze.{package}")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    places = [Path(folder, *rest) for folder in spec.submodule_search_locations]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
+
+
+LINKING = [*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("docs/decisions/*.md"),
+           *ROOT.glob("bench/**/*.md")]  # fmt: skip
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the fragments of a page: its headings as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    texts = [re.sub(r"\[(.+?)\]\(.+?\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for document in LINKING:
+        for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+            if re.match(r"https?:|mailto:", link):
+                continue
+            path, _, fragment = link.partition("#")
+            target = document.parent / path if path else document
+            if not target.is_file() or (fragment and fragment not in anchors(target)):
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+USERS = ("start", "models", "api", "clients", "deploy", "operate", "security", "train",
+         "measurements", "architecture")  # fmt: skip
+GENERATED = ("commands", "families", "routes", "settings", "tensors")
+
+
+def test_the_pages_are_ten_beside_the_generated_ones() -> None:
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert pages == {*USERS, *GENERATED, "dependencies"}
 
 
 @pytest.mark.parametrize("block", CALLS, ids=named)
 def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
-    """The models are small and random, so only the README's answers are compared, elsewhere."""
+    """The models are small and random, so test_readme compares answers."""
     server = every_task.url.removeprefix("http://")
     for command in commands(block.text):
         curl = command.replace("curl localhost:8000", f"curl -s -w '\\n%{{http_code}}' {server}")
@@ -94,8 +136,10 @@ def commands(text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Run the README's commands, literally and in order; a server runs until the next starts."""
+def test_the_first_pages_run_from_a_fresh_clone(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Run the commands literally and in order; a server runs until the next one starts."""
     if listens():
         pytest.skip("the README's port 8000 is in use")
     clone = tmp_path / "clone"
@@ -106,7 +150,8 @@ def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_pa
     server: subprocess.Popen[bytes] | None = None
     try:
         installed = False
-        for block in (block for block in blocks(ROOT / "README.md") if not block.not_run):
+        pages = [*blocks(ROOT / "README.md"), *blocks(ROOT / "docs/start.md")]
+        for block in (block for block in pages if not block.not_run):
             for command in commands(block.text):
                 if ".venv/bin/" in command and not installed:
                     subprocess.run(["make", "install"], cwd=clone, env=environment, check=True)

@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_pictures_of_the_page_are_not_stale() -> None:

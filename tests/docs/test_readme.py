@@ -1,4 +1,4 @@
-"""The README's requests, sent to the models that come with the project, give the README's answers."""
+"""The requests of the README and of Start, sent to the models of the project, give their answers."""
 
 import json
 import re
@@ -13,9 +13,10 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from tests.http.test_answers import assert_alike
 from tests.support.serving import Server, running_server
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = "".join((ROOT / page).read_text() for page in ("README.md", "docs/start.md"))
 EXAMPLES = re.findall(
-    r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", README, re.MULTILINE
+    r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", TEXT, re.MULTILINE
 )
 
 
@@ -31,6 +32,8 @@ def default_server() -> Iterator[Server]:
 
 def test_there_is_an_example_of_each_task() -> None:
     assert [route for route, _, _ in EXAMPLES] == [
+        "/fill-mask",
+        "/embed",
         "/embed",
         "/fill-mask",
         "/nsp",
@@ -55,9 +58,7 @@ def test_the_answers(default_server: Server, route: str, body: str, answer: str)
     assert_alike(actual, expected)
 
 
-def test_every_command_it_names_exists() -> None:
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    for target in re.findall(r"^    make (\S+)$", README, re.MULTILINE):
+def test_every_command_that_they_name_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^    make (\S+)$", TEXT, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-    for link in re.findall(r"\]\((docs/[^)#]+)", README):
-        assert (Path(__file__).parents[2] / link).exists(), link

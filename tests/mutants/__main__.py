@@ -126,7 +126,7 @@ def _limits_s(paths: Iterable[str], trees: Queue[Path]) -> dict[str, float]:
     for path in paths:
         tests = tests_of(path)
         if not tests:
-            raise SystemExit(f"no test belongs to {path}; see docs/mutation-testing.md")
+            raise SystemExit(f"no test belongs to {path}; see CONTRIBUTING.md")
         if (key := frozenset(tests)) not in limits_s:
             begin = time.monotonic()
             if _end(tests, tree, _LONGEST_S) != SURVIVED:

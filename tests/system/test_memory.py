@@ -80,10 +80,10 @@ LARGEST = {
         300,
     ),
 }
-"""Route, body, requests at once, and the most MB that they may add; see docs/reliability.md."""
+"""Route, body, requests at once, and the most MB that they may add; see docs/operate.md."""
 
 IDLE_MB = 250
-"""Most memory of an idle server with the default models; bench/results/start-and-memory.md."""
+"""Most memory of an idle server with the default models; docs/operate.md."""
 
 SLOW = pytest.mark.slow
 

@@ -35,7 +35,7 @@ def test_each_module_has_tests_that_exist(target: str) -> None:
     assert files
     for file in files:
         tests = owners.tests_of(name_of(file))
-        assert tests, f"no test belongs to {file}: see docs/mutation-testing.md"
+        assert tests, f"no test belongs to {file}: see CONTRIBUTING.md"
         assert [test for test in tests if not _exists(test)] == []
 
 

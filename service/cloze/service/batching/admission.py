@@ -3,7 +3,7 @@
 A request waits behind what waits in its line, while each other line gets as much. Later requests of
 its line do not delay it; later lines may, so a part of its time is left for them, and a request is
 admitted only if all that was admitted before can still end in time (`Demand`).
-docs/batching.md explains the rules, docs/decisions/0017-admission-by-time.md the reasons.
+docs/architecture.md explains the rules, docs/decisions/0017-admission-by-time.md the reasons.
 """
 
 import math

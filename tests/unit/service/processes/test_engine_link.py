@@ -356,11 +356,29 @@ def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
         kept = engines.submit(5)
         wire = engines.start()
         assert [len(run.encodings[0]) for run in wire.runs] == [3, 5]
-        await asyncio.sleep(600)
-        assert not patient.done(), "nothing of the process that was replaced ends it"
         for run in wire.runs:
             engines.answer(0, run, RESULT)
         assert patient.result(0)
+        assert kept.result(0)
+
+    run_leaping(main())
+
+
+def test_no_timer_of_a_replaced_process_ends_a_request() -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.start()
+        sent = engines.submit()
+        engines.links[0].lost()
+        kept = engines.submit()
+        await asyncio.sleep(1)
+        wire = engines.start()
+        await asyncio.sleep(600)
+        assert not sent.done()
+        assert not kept.done()
+        for run in wire.runs:
+            engines.answer(0, run, RESULT)
+        assert sent.result(0)
         assert kept.result(0)
 
     run_leaping(main())

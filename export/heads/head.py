@@ -213,6 +213,19 @@ def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
     ]
 
 
+def on_rows(
+    rows_of: Callable[[Sequence[Any], Placement], list[int]], output: TensorSpec
+) -> Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]:
+    """Return the reference of a head whose one output is its module on some rows."""
+
+    def reference(
+        module: Any, states: Tensor, requests: Sequence[Any], placement: Placement
+    ) -> dict[str, Tensor]:
+        return {output.name: module(states[-1][rows_of(requests, placement)])}
+
+    return reference
+
+
 def compared(
     scorers: tuple[Scorer, Scorer], head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
 ) -> list[tuple[Floats, Floats]]:

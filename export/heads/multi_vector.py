@@ -3,8 +3,8 @@
 Their layers lie outside the encoder, so checkpoints of every family may have the heads.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterable
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from cloze.export.heads.head import (
     SampleSizes,
     compared,
     mean_cosine,
+    on_rows,
     token_rows,
 )
 from cloze.export.measure.scorer import Scorer
@@ -28,7 +29,7 @@ from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import lexical, multi_vector
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 from cloze.model_store.tensors import INPUT_IDS
 
 _NAME: Final = multi_vector.HEAD.name
@@ -95,13 +96,6 @@ def _write(head: MultiVectorHead, graph: HeadGraph) -> None:
     graph.output(rows, multi_vector.MULTI_VECTORS, F=head.options.dimensions)
 
 
-def _reference(
-    head: MultiVectorHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows: Tensor = head(states[-1][token_rows(requests, placement)])
-    return {multi_vector.MULTI_VECTORS.name: rows}
-
-
 def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MultiVectorRequest:
     options = sizes.options.get(_NAME)
     if not isinstance(options, LateInteraction) or not options.has_unattended:
@@ -121,7 +115,7 @@ MULTI_VECTOR: Final = ExportHead(
     of_family=False,
     write_keys=_write_keys,
     write=_write,
-    reference=_reference,
+    reference=on_rows(token_rows, multi_vector.MULTI_VECTORS),
     sample=_sample,
     measure=_measure,
     limits={"multi_vector_cosine_mean": 0.98},
@@ -160,13 +154,6 @@ def _write_lexical(head: LexicalHead, graph: HeadGraph) -> None:
     graph.output(weights, lexical.LEXICAL_WEIGHTS)
 
 
-def _reference_lexical(
-    head: LexicalHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    weights: Tensor = head(states[-1][token_rows(requests, placement)])
-    return {lexical.LEXICAL_WEIGHTS.name: weights}
-
-
 def _measure_lexical(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of the weights of both models, text by text."""
     cosines = []
@@ -183,7 +170,7 @@ LEXICAL: Final = ExportHead(
     module=_make_lexical,
     of_family=False,
     write=_write_lexical,
-    reference=_reference_lexical,
+    reference=on_rows(token_rows, lexical.LEXICAL_WEIGHTS),
     measure=_measure_lexical,
     limits={"lexical_cosine_mean": 0.98},
 )

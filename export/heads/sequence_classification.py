@@ -18,6 +18,7 @@ from cloze.export.heads.head import (
     agreement,
     cls_rows,
     compared,
+    on_rows,
     write_activated,
 )
 from cloze.export.measure.scorer import Scorer
@@ -141,13 +142,6 @@ def _write_next(head: SequenceHead, graph: HeadGraph) -> None:
     graph.output(head.write(graph.g, rows, next_sentence.HEAD.name), next_sentence.PAIR_LOGITS)
 
 
-def _reference_next(
-    head: SequenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
-
-
 def _measure_next(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of pairs, neighbours and others, for which both models choose one label."""
     pairs = compared((checkpoint, graph), next_sentence.HEAD.name, texts.sentence_pairs())
@@ -159,7 +153,7 @@ NEXT_SENTENCE: Final = ExportHead(
     head=next_sentence.HEAD,
     module=SequenceHead,
     write=_write_next,
-    reference=_reference_next,
+    reference=on_rows(cls_rows, next_sentence.PAIR_LOGITS),
     measure=_measure_next,
     classes=("ForNextSentencePrediction", "ForPreTraining"),
     limits={"nsp_agreement": 0.95},

@@ -14,6 +14,7 @@ from cloze.export.heads.head import (
     Transform,
     agreement,
     compared,
+    on_rows,
     token_rows,
 )
 from cloze.export.measure.scorer import Scorer
@@ -54,14 +55,6 @@ def _write(head: TokenHead, graph: HeadGraph) -> None:
     graph.output(logits, token_classification.TOKEN_LOGITS, L=labels)
 
 
-def _reference(
-    head: TokenHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    logits: Tensor = head(rows[token_rows(requests, placement)])
-    return {token_classification.TOKEN_LOGITS.name: logits}
-
-
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of tokens for which both models choose the same label."""
     scorers, name = (checkpoint, graph), token_classification.HEAD.name
@@ -74,7 +67,7 @@ TOKEN_CLASSIFICATION: Final = ExportHead(
     head=token_classification.HEAD,
     module=TokenHead,
     write=_write,
-    reference=_reference,
+    reference=on_rows(token_rows, token_classification.TOKEN_LOGITS),
     measure=_measure,
     classes=("ForTokenClassification",),
     task_type="TOKEN_CLS",

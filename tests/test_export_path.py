@@ -16,16 +16,15 @@ from tests.request_path import project_function
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
-MOST_FILES, MOST_FUNCTIONS = 33, 248
+MOST_FILES, MOST_FUNCTIONS = 32, 248
 """A few more functions than were counted. Lower both with the count."""
 
 
 def test_the_way_of_an_export(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Of a sentence-transformers folder without a pooler, in fp32; importing does not count."""
+    """Of a sentence-transformers folder with a pooler, in fp32; importing does not count."""
     source = tmp_path / "source"
     load_checkpoint(str(checkpoints["bert-plain"]))  # imports the families
-    encoder: Any = Transformer(str(checkpoints["bert-plain"]))
-    encoder.model.pooler = None
+    encoder = Transformer(str(checkpoints["bert-plain"]))
     modules = [encoder, Pooling(encoder.get_embedding_dimension()), Normalize()]
     SentenceTransformer(modules=modules, device="cpu").save(str(source))
     codes: set[CodeType] = set()

@@ -234,6 +234,25 @@ def compared(
     return list(zip(one, other, strict=True))
 
 
+def figure(
+    name: str,
+    head: Head,
+    compare: Callable[[list[tuple[Floats, Floats]]], float],
+    rows: Callable[[GateTexts], Sequence[Row]] = GateTexts.sentences,
+    request: HeadRequest = _REQUEST,
+) -> Callable[[Scorer, Scorer, GateTexts], dict[str, float]]:
+    """Return the measurement of one figure: what two models compute of the gate's texts, compared.
+
+    Args:
+        name: the figure's name.
+    """
+
+    def measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+        return {name: compare(compared((checkpoint, graph), head.name, rows(texts), request))}
+
+    return measure
+
+
 def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
     """Return the mean cosine of the rows of pairs of arrays [n, H]."""
     cosines = []
@@ -244,6 +263,6 @@ def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
     return float(np.concatenate(cosines).mean())
 
 
-def agreement(pairs: Sequence[tuple[object, object]]) -> float:
-    """Return the share of pairs whose two parts are equal, in [0, 1]."""
-    return float(np.mean([one == other for one, other in pairs]))
+def agreement(pairs: Iterable[tuple[Floats, Floats]]) -> float:
+    """Return the share of pairs whose largest numbers along the first axis have the same places."""
+    return float(np.mean([np.array_equal(a.argmax(0), b.argmax(0)) for a, b in pairs]))

@@ -19,13 +19,12 @@ from cloze.export.heads.head import (
     HeadGraph,
     HeadSetup,
     SampleSizes,
-    compared,
+    figure,
     mean_cosine,
     on_rows,
     token_rows,
 )
-from cloze.export.measure.scorer import Scorer
-from cloze.export.measure.texts import GateTexts
+from cloze.export.measure.scorer import Floats
 from cloze.model_store.heads import lexical, multi_vector
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
@@ -103,12 +102,6 @@ def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MultiVectorRequest:
     return MultiVectorRequest(int(rng.integers(2, sizes.tokens, endpoint=True)))
 
 
-def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the mean cosine of both models' vectors, token by token."""
-    pairs = compared((checkpoint, graph), _NAME, texts.sentences(), MultiVectorRequest())
-    return {"multi_vector_cosine_mean": mean_cosine(pairs)}
-
-
 MULTI_VECTOR: Final = ExportHead(
     head=multi_vector.HEAD,
     module=_make,
@@ -117,7 +110,9 @@ MULTI_VECTOR: Final = ExportHead(
     write=_write,
     reference=on_rows(token_rows, multi_vector.MULTI_VECTORS),
     sample=_sample,
-    measure=_measure,
+    measure=figure(
+        "multi_vector_cosine_mean", multi_vector.HEAD, mean_cosine, request=MultiVectorRequest()
+    ),
     limits={"multi_vector_cosine_mean": 0.98},
     fine_tuned=True,
 )
@@ -154,15 +149,14 @@ def _write_lexical(head: LexicalHead, graph: HeadGraph) -> None:
     graph.output(weights, lexical.LEXICAL_WEIGHTS)
 
 
-def _measure_lexical(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+def _lexical_cosine(pairs: list[tuple[Floats, Floats]]) -> float:
     """Return the mean cosine of the weights of both models, text by text."""
     cosines = []
-    for pair in compared((checkpoint, graph), lexical.HEAD.name, texts.sentences()):
-        one, other = (weights.ravel() for weights in pair)
+    for one, other in ((a.ravel(), b.ravel()) for a, b in pairs):
         lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
         no_weights = not (one.any() or other.any())
         cosines.append(float(one @ other) / lengths if lengths else float(no_weights))
-    return {"lexical_cosine_mean": float(np.mean(cosines))}
+    return float(np.mean(cosines))
 
 
 LEXICAL: Final = ExportHead(
@@ -171,6 +165,6 @@ LEXICAL: Final = ExportHead(
     of_family=False,
     write=_write_lexical,
     reference=on_rows(token_rows, lexical.LEXICAL_WEIGHTS),
-    measure=_measure_lexical,
+    measure=figure("lexical_cosine_mean", lexical.HEAD, _lexical_cosine),
     limits={"lexical_cosine_mean": 0.98},
 )

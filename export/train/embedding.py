@@ -260,14 +260,7 @@ def finetune_embedding(
         corpus = run_corpus(list(text), source.text, recipe.held_out, options).train
         data = _with_text(data, network, source, corpus, recipe, steps)
     objective = EmbeddingObjective(sentences, recipe, data, steps)
-    train(
-        objective,
-        options,
-        seed=recipe.seed,
-        optimisation=recipe.rates,
-        figure="spearman",
-        patience=recipe.patience,
-    )
+    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
     title = "An encoder fine-tuned for embeddings"

@@ -219,8 +219,9 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
             options.report(f"{member.name}: {calibration}")
     sections = {head: each.model_dump(mode="json") for head, each in sets.items()}
     setattr(model.first.config, HEAD_SECTIONS, sections)
-    title = "An encoder fine-tuned for several tasks"
-    run = Run(title, source, files, recipe, options, step, figures)
+    run = Run(
+        "An encoder fine-tuned for several tasks", source, files, recipe, options, step, figures
+    )
     tensors = model.first.state_dict() | model.head_tensors()
     return write_run(model.first, source.tokenizer, run, state_dict=tensors)
 

@@ -400,11 +400,6 @@ class QuestionsTask(_Task, QuestionsSettings):
     questions: Annotated[list[str], Field(min_length=1)]
     """Files in SQuAD's format."""
 
-    @property
-    def files(self) -> list[str]:
-        """All files of the task."""
-        return self.questions
-
 
 class _RowsTask(_Task):
     """A set of texts with labels or tags."""
@@ -414,11 +409,6 @@ class _RowsTask(_Task):
 
     measured: list[str] = []
     """Files to measure on; none: the share ``held_out`` of the others."""
-
-    @property
-    def files(self) -> list[str]:
-        """All files of the task."""
-        return [*self.learnt, *self.measured]
 
 
 class LabelsTask(_RowsTask, LabelSettings):

@@ -65,7 +65,7 @@ sequences = 64
 steps = {second}
 """
 
-EMBED = "epochs = 3\ntext_weight = 0.0\n[optimisation]\nlearning_rate = 3e-4\n"
+EMBED = "epochs = 3\n[optimisation]\nlearning_rate = 3e-4\n"
 QUESTIONS = f"""epochs = 1
 tokens = 128
 stride = 48

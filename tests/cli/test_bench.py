@@ -43,7 +43,7 @@ from cloze.bench.result import (
 )
 from cloze.bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
-from cloze.export.graph.reference import ReferenceSession
+from cloze.export.graph.session import ReferenceSession
 from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store

@@ -354,7 +354,7 @@ def test_merges_of_words_that_end_in_a_mark_are_refused(tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parents[2]
 NO_FAMILY = re.compile(
-    r"BertNormalizer|BertPreTokenizer|RobertaProcessing"  # parts of the tokenizers library
+    r"BertNormalizer|BertPreTokenizer|BertWordPieceTokenizer|RobertaProcessing"  # parts of the tokenizers library
     r"|sentence_[a-z-]+_config\.json"  # files of sentence-transformers
     r"|cloze-bert|cloze-distilbert"  # bundles of the project
     r"|SpanBERT|the BERT paper"  # citations
@@ -415,8 +415,9 @@ def test_the_page_of_families_is_the_generated_one() -> None:
 
 
 def test_only_tokenizers_know_the_marks_of_words() -> None:
-    """`##` before a space is a heading of a page."""
-    assert not places(sources(without="export/load/tokenizer"), r"##(?! )|Ġ|▁")
+    """`##` before a space is a heading of a page. Masking hides whole words."""
+    found = places(sources(without="export/load/tokenizer"), r"##(?! )|Ġ|▁")
+    assert not [place for place in found if not place.startswith("export/measure/masking.py")]
 
 
 def test_a_name_of_a_family_is_found_wherever_it_stands(tmp_path: Path) -> None:

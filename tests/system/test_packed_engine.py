@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloze.export.graph.reference import ReferenceSession
+from cloze.export.graph.session import ReferenceSession
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, Head

@@ -71,9 +71,8 @@ class Embeddings(nn.Module):
     def write(self, trunk: TrunkGraph) -> str:
         """Declare the trunk's inputs and write the embeddings.
 
-        Do not use the fused `EmbedLayerNormalization`. Its table must be floats, and on a CPU it is
-        a scalar loop: 1,046 us for 2,048 tokens of 384 numbers, where the operators here take
-        700 us and convert the rows from integers as well (docs/decisions/0005).
+        Do not use the fused `EmbedLayerNormalization`: its table must be floats, and on a CPU it is
+        a scalar loop (docs/decisions/0005-no-fused-skip-layer-norm.md).
         """
         x = trunk.norm_of_sum(self._write_terms(trunk), "embeddings.norm", self.norm)
         if self.projection is None:

@@ -5,19 +5,10 @@ scale per token, the other channels then use few of the 127 steps. Smoothing div
 ``(largest |x_j|)^alpha / (largest |w_j|)^(1 - alpha)`` and multiplies the weights by the same
 factor (Xiao et al. 2023, "SmoothQuant", equation 4, with alpha 0.75).
 
-Random tokens are enough to find the factors. Mean cosine of 200 sentences to fp32, measured on
-all-MiniLM-L6-v2 with alpha 0.5: 0.9974 without smoothing, 0.9990 with factors from text and from
-random tokens.
-Nearly all of the loss comes from the value projections and the first matrix of the feed-forward
-network, whose inputs are LayerNorm's outputs. Smoothing the inputs of the other two products
-changed nothing.
-
-The random tokens stand between [CLS] and [SEP], and 15 % are [MASK], as in a text to fill.
-
-The same random tokens give the step of each smoothed input, and of attention's output, for all
-tokens: to find a step per token takes several passes over the activations. The second matrix of
-the feed-forward network keeps a step per token. With a fixed step, the cosine falls to 0.990
-(docs/decisions/0006-int8.md).
+Random tokens between [CLS] and [SEP], of which 15 % are [MASK], give the factors of LayerNorm's
+outputs. They also give the step of each smoothed input, and of attention's output, for all tokens:
+to find a step per token takes several passes over the activations. The second matrix of the
+feed-forward network keeps a step per token. docs/decisions/0006-int8.md has the measurements.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,8 +19,7 @@ from torch import Tensor, nn
 
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.blocks.layer import InputKind
-from cloze.export.errors import ExportError
-from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale, quantise
+from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale, quantise, to_fp16
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.tokenizer import CheckpointTokenizer
 from cloze.export.model import Model
@@ -133,13 +123,7 @@ def round_weights(
 def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1 and parameter not in integers:
-            rounded = parameter.half().float()
-            if not rounded.isfinite().all():
-                largest = float(parameter.abs().max())
-                raise ExportError(
-                    f"{name} holds {largest:.3g}, which fp16 cannot; use fp32 weights"
-                )
-            parameter.copy_(rounded)
+            parameter.copy_(to_fp16(name, parameter))
 
 
 @torch.no_grad()

@@ -61,11 +61,7 @@ def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[f
     if kind == "ntk":
         return theta, factor
     if kind == "linear":  # all frequencies divided by one number, as `write_rotary` writes them
-        scaled = round(factor ** (_head_size(config) / 2), 6)
+        head_size = config["hidden_size"] // config["num_attention_heads"]
+        scaled = round(factor ** (head_size / 2), 6)
         return round(theta / scaled, 6), scaled
     raise ValueError(f"rope_type {kind!r} is not supported (only ntk)")
-
-
-def _head_size(config: Mapping[str, Any]) -> int:
-    size: int = config["hidden_size"] // config["num_attention_heads"]
-    return size

@@ -3,6 +3,5 @@
 - `builder` collects nodes and weights and saves them.
 - `linear_ops` writes matrix products in fp32, int8 or fp16.
 - `trunk` is the graph of an encoder, in the dense or the packed layout; the blocks write to it.
-- `reference` runs a packed graph on a CPU.
-- `session` opens a session of a written graph.
+- `session` opens a session of a written graph, also of a packed one on a CPU.
 """

@@ -208,7 +208,7 @@ class Fp16(LinearOps):
 
     def vector(self, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
-        return self.g.weight(f"{name}.fp16", _to_fp16(name, values))
+        return self.g.weight(f"{name}.fp16", to_fp16(name, values))
 
     def constant(self, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
@@ -238,10 +238,10 @@ class Fp16(LinearOps):
         """Add a matrix [in, out] in fp16."""
         if self._integers:
             return self.g.op("Cast", [super()._matrix(x, name, weight)], to=TensorProto.FLOAT16)
-        return self.g.weight(f"{name}.weight.fp16", _to_fp16(name, weight).t())
+        return self.g.weight(f"{name}.weight.fp16", to_fp16(name, weight).t())
 
 
-def _to_fp16(name: str, values: Tensor) -> Tensor:
+def to_fp16(name: str, values: Tensor) -> Tensor:
     """Round to the nearest fp16 numbers."""
     rounded = values.half()
     if not rounded.isfinite().all():

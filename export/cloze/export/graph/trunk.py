@@ -130,9 +130,9 @@ class TrunkGraph:
     ) -> str:
         """Write ``LayerNorm(x + skip + bias)``, with the bias [H] of the layer before.
 
-        Do not use the fused `SkipLayerNormalization`. On a CPU it is a scalar loop in onnxruntime
-        1.31 and takes 974 us; the two operators here take 168 us (512 x 384, one thread of a
-        Zen 4). Use one `Sum`, because the runtime would fuse two `Add`.
+        Do not use the fused `SkipLayerNormalization`, a scalar loop on a CPU
+        (docs/decisions/0005-no-fused-skip-layer-norm.md), nor two `Add`, which the runtime would
+        fuse.
         """
         return layer_norm(self.g, self.residual(x, skip, bias, name), name, norm)
 

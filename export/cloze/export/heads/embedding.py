@@ -17,6 +17,7 @@ from cloze.export.heads.head import (
     HeadGraph,
     SampleSizes,
     compared,
+    figure,
     mean_cosine,
     token_rows,
 )
@@ -245,18 +246,12 @@ def _reference_tokens(
     return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
 
 
-def _measure_tokens(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the mean cosine of both models' hidden states, token by token."""
-    pairs = compared((checkpoint, graph), token_embedding.HEAD.name, texts.sentences())
-    return {"token_embedding_cosine_mean": mean_cosine(pairs)}
-
-
 TOKEN_EMBEDDING: Final = ExportHead(
     head=token_embedding.HEAD,
     module=None,
     write=_write_tokens,
     reference=_reference_tokens,
-    measure=_measure_tokens,
+    measure=figure("token_embedding_cosine_mean", token_embedding.HEAD, mean_cosine),
     limits={"token_embedding_cosine_mean": 0.98},
 )
 

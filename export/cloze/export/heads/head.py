@@ -213,12 +213,44 @@ def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
     ]
 
 
+def on_rows(
+    rows_of: Callable[[Sequence[Any], Placement], list[int]], output: TensorSpec
+) -> Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]:
+    """Return the reference of a head whose one output is its module on some rows."""
+
+    def reference(
+        module: Any, states: Tensor, requests: Sequence[Any], placement: Placement
+    ) -> dict[str, Tensor]:
+        return {output.name: module(states[-1][rows_of(requests, placement)])}
+
+    return reference
+
+
 def compared(
     scorers: tuple[Scorer, Scorer], head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
 ) -> list[tuple[Floats, Floats]]:
     """Return what a head of two models computes of each row."""
     one, other = (row_arrays(scorer, head, rows, request) for scorer in scorers)
     return list(zip(one, other, strict=True))
+
+
+def figure(
+    name: str,
+    head: Head,
+    compare: Callable[[list[tuple[Floats, Floats]]], float],
+    rows: Callable[[GateTexts], Sequence[Row]] = GateTexts.sentences,
+    request: HeadRequest = _REQUEST,
+) -> Callable[[Scorer, Scorer, GateTexts], dict[str, float]]:
+    """Return the measurement of one figure: what two models compute of the gate's texts, compared.
+
+    Args:
+        name: the figure's name.
+    """
+
+    def measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+        return {name: compare(compared((checkpoint, graph), head.name, rows(texts), request))}
+
+    return measure
 
 
 def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
@@ -231,6 +263,6 @@ def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
     return float(np.concatenate(cosines).mean())
 
 
-def agreement(pairs: Sequence[tuple[object, object]]) -> float:
-    """Return the share of pairs whose two parts are equal, in [0, 1]."""
-    return float(np.mean([one == other for one, other in pairs]))
+def agreement(pairs: Iterable[tuple[Floats, Floats]]) -> float:
+    """Return the share of pairs whose largest numbers along the first axis have the same places."""
+    return float(np.mean([np.array_equal(a.argmax(0), b.argmax(0)) for a, b in pairs]))

@@ -14,7 +14,6 @@ from cloze.export.heads.head import (
     HeadGraph,
     HeadSetup,
     SampleSizes,
-    agreement,
     write_activated,
 )
 from cloze.export.measure.scorer import Scorer, mask_each, run_rows, score_masks
@@ -146,10 +145,10 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     for ids, _ in texts.sentences():
         rows += mask_each(ids, range(1, len(ids) - 1), texts.mask_id)
     one, other = (
-        [int(top[0, 0]) for top, _ in score_masks(scorer, rows, k=1)]
+        np.array([top[0, 0] for top, _ in score_masks(scorer, rows, k=1)])
         for scorer in (checkpoint, graph)
     )
-    return {"fill_mask_top1_agreement": agreement(list(zip(one, other, strict=True)))}
+    return {"fill_mask_top1_agreement": float((one == other).mean())}
 
 
 MASKED_LM: Final = ExportHead(

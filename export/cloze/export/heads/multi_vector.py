@@ -3,8 +3,8 @@
 Their layers lie outside the encoder, so checkpoints of every family may have the heads.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterable
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -19,16 +19,16 @@ from cloze.export.heads.head import (
     HeadGraph,
     HeadSetup,
     SampleSizes,
-    compared,
+    figure,
     mean_cosine,
+    on_rows,
     token_rows,
 )
-from cloze.export.measure.scorer import Scorer
-from cloze.export.measure.texts import GateTexts
+from cloze.export.measure.scorer import Floats
 from cloze.model_store.heads import lexical, multi_vector
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 from cloze.model_store.tensors import INPUT_IDS
 
 _NAME: Final = multi_vector.HEAD.name
@@ -95,24 +95,11 @@ def _write(head: MultiVectorHead, graph: HeadGraph) -> None:
     graph.output(rows, multi_vector.MULTI_VECTORS, F=head.options.dimensions)
 
 
-def _reference(
-    head: MultiVectorHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows: Tensor = head(states[-1][token_rows(requests, placement)])
-    return {multi_vector.MULTI_VECTORS.name: rows}
-
-
 def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MultiVectorRequest:
     options = sizes.options.get(_NAME)
     if not isinstance(options, LateInteraction) or not options.has_unattended:
         return MultiVectorRequest()
     return MultiVectorRequest(int(rng.integers(2, sizes.tokens, endpoint=True)))
-
-
-def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the mean cosine of both models' vectors, token by token."""
-    pairs = compared((checkpoint, graph), _NAME, texts.sentences(), MultiVectorRequest())
-    return {"multi_vector_cosine_mean": mean_cosine(pairs)}
 
 
 MULTI_VECTOR: Final = ExportHead(
@@ -121,9 +108,11 @@ MULTI_VECTOR: Final = ExportHead(
     of_family=False,
     write_keys=_write_keys,
     write=_write,
-    reference=_reference,
+    reference=on_rows(token_rows, multi_vector.MULTI_VECTORS),
     sample=_sample,
-    measure=_measure,
+    measure=figure(
+        "multi_vector_cosine_mean", multi_vector.HEAD, mean_cosine, request=MultiVectorRequest()
+    ),
     limits={"multi_vector_cosine_mean": 0.98},
     fine_tuned=True,
 )
@@ -160,22 +149,14 @@ def _write_lexical(head: LexicalHead, graph: HeadGraph) -> None:
     graph.output(weights, lexical.LEXICAL_WEIGHTS)
 
 
-def _reference_lexical(
-    head: LexicalHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    weights: Tensor = head(states[-1][token_rows(requests, placement)])
-    return {lexical.LEXICAL_WEIGHTS.name: weights}
-
-
-def _measure_lexical(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+def _lexical_cosine(pairs: list[tuple[Floats, Floats]]) -> float:
     """Return the mean cosine of the weights of both models, text by text."""
     cosines = []
-    for pair in compared((checkpoint, graph), lexical.HEAD.name, texts.sentences()):
-        one, other = (weights.ravel() for weights in pair)
+    for one, other in ((a.ravel(), b.ravel()) for a, b in pairs):
         lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
         no_weights = not (one.any() or other.any())
         cosines.append(float(one @ other) / lengths if lengths else float(no_weights))
-    return {"lexical_cosine_mean": float(np.mean(cosines))}
+    return float(np.mean(cosines))
 
 
 LEXICAL: Final = ExportHead(
@@ -183,7 +164,7 @@ LEXICAL: Final = ExportHead(
     module=_make_lexical,
     of_family=False,
     write=_write_lexical,
-    reference=_reference_lexical,
-    measure=_measure_lexical,
+    reference=on_rows(token_rows, lexical.LEXICAL_WEIGHTS),
+    measure=figure("lexical_cosine_mean", lexical.HEAD, _lexical_cosine),
     limits={"lexical_cosine_mean": 0.98},
 )

@@ -18,6 +18,8 @@ from cloze.export.heads.head import (
     agreement,
     cls_rows,
     compared,
+    figure,
+    on_rows,
     write_activated,
 )
 from cloze.export.measure.scorer import Scorer
@@ -141,26 +143,12 @@ def _write_next(head: SequenceHead, graph: HeadGraph) -> None:
     graph.output(head.write(graph.g, rows, next_sentence.HEAD.name), next_sentence.PAIR_LOGITS)
 
 
-def _reference_next(
-    head: SequenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
-
-
-def _measure_next(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of pairs, neighbours and others, for which both models choose one label."""
-    pairs = compared((checkpoint, graph), next_sentence.HEAD.name, texts.sentence_pairs())
-    labels = [(one.argmax(), other.argmax()) for one, other in pairs]
-    return {"nsp_agreement": agreement(labels)}
-
-
 NEXT_SENTENCE: Final = ExportHead(
     head=next_sentence.HEAD,
     module=SequenceHead,
     write=_write_next,
-    reference=_reference_next,
-    measure=_measure_next,
+    reference=on_rows(cls_rows, next_sentence.PAIR_LOGITS),
+    measure=figure("nsp_agreement", next_sentence.HEAD, agreement, GateTexts.sentence_pairs),
     classes=("ForNextSentencePrediction", "ForPreTraining"),
     limits={"nsp_agreement": 0.95},
     incomplete={

@@ -13,10 +13,11 @@ from cloze.export.heads.head import (
     HeadSetup,
     Transform,
     agreement,
-    compared,
+    figure,
+    on_rows,
     token_rows,
 )
-from cloze.export.measure.scorer import Scorer
+from cloze.export.measure.scorer import Floats
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import span, token_classification
 from cloze.model_store.heads.token_classification import read_options
@@ -54,31 +55,22 @@ def _write(head: TokenHead, graph: HeadGraph) -> None:
     graph.output(logits, token_classification.TOKEN_LOGITS, L=labels)
 
 
-def _reference(
-    head: TokenHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    logits: Tensor = head(rows[token_rows(requests, placement)])
-    return {token_classification.TOKEN_LOGITS.name: logits}
-
-
-def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+def _label_agreement(pairs: list[tuple[Floats, Floats]]) -> float:
     """Return the share of tokens for which both models choose the same label."""
-    scorers, name = (checkpoint, graph), token_classification.HEAD.name
-    pairs = compared(scorers, name, texts.sentences())
-    same = [one.argmax(1) == other.argmax(1) for one, other in pairs]
-    return {"token_classification_agreement": float(np.concatenate(same).mean())}
+    return float(np.concatenate([a.argmax(1) == b.argmax(1) for a, b in pairs]).mean())
 
+
+_FIGURE = "token_classification_agreement"
 
 TOKEN_CLASSIFICATION: Final = ExportHead(
     head=token_classification.HEAD,
     module=TokenHead,
     write=_write,
-    reference=_reference,
-    measure=_measure,
+    reference=on_rows(token_rows, token_classification.TOKEN_LOGITS),
+    measure=figure(_FIGURE, token_classification.HEAD, _label_agreement),
     classes=("ForTokenClassification",),
     task_type="TOKEN_CLS",
-    limits={"token_classification_agreement": 0.95},
+    limits={_FIGURE: 0.95},
     fine_tuned=True,
     needs_class=True,
     read_options=read_options,
@@ -99,19 +91,12 @@ def _reference_span(
     return {span.SPAN_LOGITS.name: head(states[-1])}
 
 
-def _measure_span(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of (question, context) pairs for which both models choose the same span."""
-    pairs = compared((checkpoint, graph), span.HEAD.name, texts.questions())
-    spans = [(one.argmax(0).tolist(), other.argmax(0).tolist()) for one, other in pairs]
-    return {"qa_span_agreement": agreement(spans)}
-
-
 SPAN: Final = ExportHead(
     head=span.HEAD,
     module=TokenHead,
     write=_write_span,
     reference=_reference_span,
-    measure=_measure_span,
+    measure=figure("qa_span_agreement", span.HEAD, agreement, GateTexts.questions),
     classes=("ForQuestionAnswering",),
     task_type="QUESTION_ANS",
     limits={"qa_span_agreement": 0.95},

@@ -59,7 +59,6 @@ class Sizes(Table):
     heads: Size = 4
     intermediate_size: Size = 1024
     max_tokens: Length = 512
-    activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
     dropout: Share = 0.1
 
     @model_validator(mode="after")
@@ -169,12 +168,6 @@ class Pretraining(Table):
     sentence_weight: Weight = 1.0
     """Weight of the sentence objective's loss; masked tokens have weight 1."""
 
-    generator: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """rtd: width of the generator, as a share of the model's width."""
-
-    generator_weight: Weight = 50.0
-    """rtd: weight of the detection of replaced tokens."""
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
@@ -271,9 +264,11 @@ class FinetuneRecipe(Recipe):
         return self
 
 
-class AdaptedRecipe(FinetuneRecipe):
+class AdaptedRecipe(Recipe):
     """The fields of a run that may learn low-rank matrices instead of all weights."""
 
+    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
+    dropout: Share = 0.1
     lora: LowRank | None = None
     """Low-rank matrices; none: all weights are learnt."""
 
@@ -319,7 +314,7 @@ class QuestionsSettings(Table):
     """SQuAD 2.0: also learn from unanswerable questions."""
 
 
-class QuestionsRecipe(AdaptedRecipe, QuestionsSettings):
+class QuestionsRecipe(FinetuneRecipe, AdaptedRecipe, QuestionsSettings):
     """``cloze train finetune-qa``."""
 
     epochs: Count = 2
@@ -334,16 +329,6 @@ class EmbedRecipe(AdaptedRecipe):
     contrastive_sequences: Size = 128
     contrastive_tokens: Length = 64
     temperature: Weight = 0.05
-    text_weight: OptionalWeight = 0.5
-    """Weight of the pre-training objective, which keeps the heads; needs text."""
-
-    text_unit: MaskedUnit = Unit.WHOLE_WORD
-    text_sentence_weight: Weight = 1.0
-    """Weight of next sentence within the pre-training objective."""
-
-    text_sequences: Size = 16
-    """Sequences of text per batch."""
-
     epochs: Number = 4
     """Epochs over the scored pairs."""
 
@@ -386,13 +371,13 @@ class TagSettings(LabelSettings):
     """
 
 
-class LabelsRecipe(AdaptedRecipe, LabelSettings):
+class LabelsRecipe(FinetuneRecipe, AdaptedRecipe, LabelSettings):
     """``cloze train finetune-classify``."""
 
     epochs: Count = 4
 
 
-class TagsRecipe(AdaptedRecipe, TagSettings):
+class TagsRecipe(FinetuneRecipe, AdaptedRecipe, TagSettings):
     """``cloze train finetune-tokens``."""
 
     epochs: Count = 4
@@ -415,11 +400,6 @@ class QuestionsTask(_Task, QuestionsSettings):
     questions: Annotated[list[str], Field(min_length=1)]
     """Files in SQuAD's format."""
 
-    @property
-    def files(self) -> list[str]:
-        """All files of the task."""
-        return self.questions
-
 
 class _RowsTask(_Task):
     """A set of texts with labels or tags."""
@@ -429,11 +409,6 @@ class _RowsTask(_Task):
 
     measured: list[str] = []
     """Files to measure on; none: the share ``held_out`` of the others."""
-
-    @property
-    def files(self) -> list[str]:
-        """All files of the task."""
-        return [*self.learnt, *self.measured]
 
 
 class LabelsTask(_RowsTask, LabelSettings):

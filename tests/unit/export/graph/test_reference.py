@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper
 
 from cloze.export.graph.builder import FUSED, GraphBuilder
-from cloze.export.graph.reference import ReferenceSession
+from cloze.export.graph.session import ReferenceSession
 from cloze.model_store.batch import placement_of
 from cloze.model_store.layouts import Layout
 

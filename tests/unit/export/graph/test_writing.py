@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder, onnx_type
-from cloze.export.graph.linear_ops import LARGEST_INT8, _to_fp16, quantise
+from cloze.export.graph.linear_ops import LARGEST_INT8, quantise, to_fp16
 from cloze.model_store.layouts import Layout
 from cloze.model_store.tensors import INPUT_IDS
 
@@ -25,9 +25,9 @@ def test_a_weight_is_as_many_steps_as_its_integers() -> None:
 
 
 def test_numbers_that_fp16_cannot_hold_are_refused() -> None:
-    assert _to_fp16("x", torch.tensor([65504.0])).tolist() == [65504]
+    assert to_fp16("x", torch.tensor([65504.0])).tolist() == [65504]
     with pytest.raises(ExportError, match=r"x holds 6.56e\+04, which fp16 cannot; use fp32"):
-        _to_fp16("x", torch.tensor([1.0, -65600.0]))
+        to_fp16("x", torch.tensor([1.0, -65600.0]))
 
 
 def test_nodes_have_names_and_inputs_in_order() -> None:

@@ -250,7 +250,10 @@ def test_one_bad_text_lowers_the_mean() -> None:
 def test_rows_of_requests() -> None:
     assert cls_rows([1, None, 1], PLACEMENT) == [0, 5]
     assert token_rows([None, 1, 1], PLACEMENT) == [3, 4, 5, 6, 7, 8]
-    assert agreement([(1, 1), (1, 2), ("a", "a"), ((1, 2), (1, 2))]) == 0.75
+    first, second = np.array([1.0, 0]), np.array([0, 1.0])
+    pairs = [(first, first), (first, second), (second, second)]
+    pairs.append((np.stack([first, second]), np.stack([first, second])))
+    assert agreement(pairs) == 0.75
     one = np.array([[1, 0], [0, 1]], np.float32)
     assert mean_cosine([(one, one), (one[:1], -one[:1])]) == pytest.approx(1 / 3)
 

@@ -253,8 +253,8 @@ def finetune_embed(
 ) -> Path:
     """Fine-tune the embeddings of the checkpoint SOURCE, whatever its pooling.
 
-    The heads of SOURCE for masked words and next sentences are kept as they are; `pretrain --from`
-    with keep_embeddings trains them for the new encoder.
+    The heads of SOURCE for masked words and next sentences are kept. With --corpus, training also
+    keeps them accurate.
 
     \b
     Example:

@@ -17,21 +17,22 @@ from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, BertForPreTraining
 
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.measure.evaluate import open_subject
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export
 from cloze.export.train.batches import padded
-from cloze.export.train.embedding import EmbeddingObjective, SentenceBatch
+from cloze.export.train.embedding import EmbeddingData, EmbeddingObjective, SentenceBatch
 from cloze.export.train.folder import open_folder
 from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.recipe import EmbedRecipe
 from cloze.model_store import Store
 from cloze.model_store.peft import read_files
-from tests.support.training import ACTS, PEOPLE, PLACES, write_pairs, write_stories
+from tests.support import tiny
+from tests.support.training import ACTS, PEOPLE, PLACES, quietly, write_pairs, write_stories
 from tests.train.test_finetune import LORA, Stop, _kill_at, _refused, held_out, invoke, save_source
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
 
@@ -41,7 +42,7 @@ TEXTS = [f"{PEOPLE[n]} {ACTS[n]} {PLACES[n]}." for n in range(5)] + ["an owl"]
 RATES = '[optimisation]\nlearning_rate = 2e-3\nprecision = "fp32"\n'
 PAIRS = "epochs = 8\nsequences = 16\ntokens = 32\n"
 CONTRASTIVE = "contrastive_steps = 5\ncontrastive_sequences = 16\ncontrastive_tokens = 24\n"
-TEXT = "held_out = 0.1\n"
+TEXT = "text_sequences = 8\nheld_out = 0.1\n"
 
 
 def as_sentences(source: Path, folder: Path, pooling: Any, layers: Sequence[str] = ()) -> Path:
@@ -64,7 +65,7 @@ def run(source: Path, folder: Path, recipe: str, *options: str) -> Path:
     pairs, text = write_pairs(folder / "pairs.csv"), write_stories(folder / "text.txt")
     (folder / "recipe.toml").write_text(recipe)
     given = ["--pairs", pairs, "--held-out-pairs", pairs]
-    given += ["--corpus", text] if "contrastive" in recipe else []
+    given += ["--corpus", text] if "contrastive" in recipe or "text_" in recipe else []
     arguments = [source, *given, "--recipe", folder / "recipe.toml", "--out", folder / "run"]
     ran = invoke("finetune-embed", *arguments, "--device", "cpu", *options)
     assert ran.exit_code == 0, ran.output
@@ -151,17 +152,13 @@ def test_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> None:
-    """A folder has the head of its source, and the embeddings that it learnt."""
+    """Contrastive steps and masked text: a folder has the head and the embeddings of its family."""
     source = save_source(family, tmp_path / "source")
     trained = run(source, tmp_path, f"epochs = 1\ntokens = 32\n{CONTRASTIVE}{TEXT}{RATES}")
     network, info = AutoModelForMaskedLM.from_pretrained(
         trained, output_loading_info=True, attn_implementation="eager"
     )
     assert not info["missing_keys"]
-    before = AutoModelForMaskedLM.from_pretrained(source).state_dict()
-    base = f"{network.base_model_prefix}."
-    heads = [name for name in before if not name.startswith(base) and "decoder.weight" not in name]
-    assert all(torch.equal(before[name], network.state_dict()[name]) for name in heads)
     ids, checkpoint = ids_of(network, 9), load_checkpoint(str(trained))
     assert same(ours(checkpoint, "masked_lm", ids), theirs(network.eval(), "masked_lm", ids))
     assert {head.task for head in checkpoint.default_heads} >= {"fill-mask", "embed"}
@@ -172,6 +169,29 @@ def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
+def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
+    """With text, the heads for words and for pairs learn; without it, they stay as they are."""
+    source = tiny.save_checkpoint(tmp_path / "source", "bert")
+    figures = {}
+    for name, text in (("without", ""), ("with", f"text_weight = 1.0\n{TEXT}")):
+        trained = run(source, tmp_path / name, PAIRS + text + RATES)
+        _, info = BertForPreTraining.from_pretrained(trained, output_loading_info=True)
+        assert not info["missing_keys"]
+        subject = open_subject(str(trained), Store(tmp_path), torch.device("cpu"))
+        data = EvaluationData([tmp_path / name / "text.txt"], [], [], held_out=0.1, tokens=32)
+        figures[name] = evaluate(subject, data, tmp_path / name / "measured", quietly)
+    key = "fill_mask_token_perplexity"
+    assert figures["with"][key] < 0.5 * figures["without"][key]
+    before, without, after = (
+        load_file(each / "model.safetensors")
+        for each in (source, *(tmp_path / name / "run/checkpoint" for name in figures))
+    )
+    heads = {name for name in before if name.startswith("cls.")}
+    assert "cls.seq_relationship.weight" in heads
+    assert all(torch.equal(before[name], without[name]) for name in heads)
+    assert not any(torch.equal(before[name], after[name]) for name in heads)
+
+
 # ---- low-rank matrices
 
 
@@ -180,7 +200,7 @@ def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None
     """sentence-transformers reads it with PEFT; an export merges it with the same vectors."""
     source = as_sentences(bert, tmp_path / "source", *POOLINGS[name])
     rates = RATES + LORA.replace("2e-2", "5e-3")
-    recipe = f"{PAIRS}{rates}".replace("epochs = 8", "epochs = 16")
+    recipe = f"{PAIRS}text_weight = 1.0\n{TEXT}{rates}".replace("epochs = 8", "epochs = 16")
     folder = run(source, tmp_path, recipe, "--lora", "4")
     assert held_out(folder)["spearman"] > 0.5
     assert not (folder / "model.safetensors").exists()
@@ -229,11 +249,9 @@ def some_pairs(bert: Path, scores: list[float]) -> tuple[EmbeddingObjective, Sen
     """Return an objective without dropout, and a batch of pairs; without scores, of five pairs."""
     recipe = EmbedRecipe(temperature=0.05)
     sentences = open_sentences(open_folder(str(bert))).eval()
-    objective = EmbeddingObjective(
-        sentences, recipe, [([5], [6], 0.0)], held_out=[], draws=None, steps=1
-    )
+    objective = EmbeddingObjective(sentences, recipe, EmbeddingData([([5], [6], 0.0)], []), 1)
     ids = np.random.default_rng(1).integers(5, 40, (2 * (len(scores) or 5), 7))
-    return objective, SentenceBatch(*padded(ids, np.zeros_like(ids), 7), torch.tensor(scores))
+    return objective, SentenceBatch(*padded(ids, np.zeros_like(ids), 7), torch.tensor(scores), None)
 
 
 @torch.no_grad()

@@ -50,8 +50,9 @@ class PaddedBatch:
 
     def to(self, device: torch.device) -> Self:
         """Return a copy of the batch on a device."""
-        names = [field.name for field in fields(self)]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if value is not None}
+        return replace(self, **moved)
 
 
 def padded(

@@ -10,7 +10,7 @@ Shapes: P pairs of sentences of S tokens, D dimensions.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from sentence_transformers.sentence_transformer.losses import (
     CoSENTLoss,
     MultipleNegativesRankingLoss,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_PRETRAINING_MAPPING,
@@ -34,12 +34,15 @@ from transformers import (
 from cloze.export.errors import TrainError
 from cloze.export.measure.corpus import Corpus
 from cloze.export.measure.documents import fingerprint
+from cloze.export.measure.examples import SentenceObjective
 from cloze.export.measure.labels import EncodedRow
 from cloze.export.measure.metrics import spearman
 from cloze.export.measure.pairs import read_pairs, tokenize_pairs
 from cloze.export.train.adapters import add_low_rank
 from cloze.export.train.batches import (
     PaddedBatch,
+    TextBatch,
+    TextBatches,
     padded,
     padded_length,
     shuffled_batches,
@@ -48,7 +51,8 @@ from cloze.export.train.card import Run, write_run
 from cloze.export.train.folder import MODULES, Folder, max_tokens
 from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.loop import batches_per_step, train
-from cloze.export.train.recipe import EmbedRecipe
+from cloze.export.train.objectives import MaskedText
+from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining, TextRecipe
 from cloze.export.train.rows import model_inputs, outputs_of
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
@@ -71,9 +75,16 @@ class SentenceBatch(PaddedBatch):
 
     Attributes:
         scores: float32 [P]; empty in contrastive steps.
+        text: masked text for the pre-training objective; None: no such objective.
     """
 
     scores: Tensor
+    text: TextBatch | None
+
+    @property
+    def tokens(self) -> int:
+        """The number of real tokens."""
+        return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
 
 
 class SentenceDraws:
@@ -106,52 +117,58 @@ class SentenceDraws:
         return sentences
 
 
-class EmbeddingObjective:
-    """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
+@dataclass(frozen=True, slots=True)
+class EmbeddingData:
+    """What a run learns from, and what it is measured on.
 
-    Args:
+    Attributes:
         draws: sentences of the contrastive steps; None: no such steps.
+        kept: the pre-training objective of a model with the same encoder, and its text. It is added
+            to each step, so that fill-mask and next sentence keep working. None: no such heads.
     """
 
+    pairs: list[TokenizedPair]
+    held_out: list[TokenizedPair]
+    draws: SentenceDraws | None = None
+    kept: tuple[MaskedText, TextBatches] | None = None
+
+
+class EmbeddingObjective:
+    """Implements `loop.Objective`: the contrastive steps, then the scored pairs."""
+
     def __init__(
-        self,
-        sentences: SentenceTransformer,
-        recipe: EmbedRecipe,
-        pairs: list[TokenizedPair],
-        *,
-        held_out: list[TokenizedPair],
-        draws: SentenceDraws | None,
-        steps: int,
+        self, sentences: SentenceTransformer, recipe: EmbedRecipe, data: EmbeddingData, steps: int
     ) -> None:
-        self.module, self.steps = sentences, steps
-        self._recipe, self._pairs = recipe, pairs
-        self._held_out, self._draws = held_out, draws
+        self.module = nn.ModuleList([sentences, *(data.kept[:1] if data.kept else [])])
+        self.steps = steps
+        self._sentences, self._recipe, self._data = sentences, recipe, data
         self._contrast = MultipleNegativesRankingLoss(sentences, scale=1 / recipe.temperature)
         self._rank = CoSENTLoss(sentences)
         encoder: Any = sentences[0].model
         self._encoder, self._max_tokens = encoder, max_tokens(encoder)
         self._batches_per_step = batches_per_step(recipe.optimisation)
-        lengths = [len(first) + len(second) for first, second, _ in pairs]
+        lengths = [len(first) + len(second) for first, second, _ in data.pairs]
         self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)
 
     def batch(self, step: int, part: int) -> SentenceBatch:
         """Return the ``part``-th batch of a step."""
-        recipe = self._recipe
+        recipe, data = self._recipe, self._data
         number = step * self._batches_per_step + part
         scores: list[float] = []
-        if self._draws and step < recipe.contrastive_steps:
-            rows = [ids for ids in self._draws(number) for _ in range(2)]
+        if data.draws and step < recipe.contrastive_steps:
+            rows = [ids for ids in data.draws(number) for _ in range(2)]
         else:
             number -= recipe.contrastive_steps * self._batches_per_step
-            pairs = [self._pairs[index] for index in self._pair_batches(number)]
+            pairs = [data.pairs[index] for index in self._pair_batches(number)]
             rows, scores = _sides(pairs), [score for *_, score in pairs]
         length = padded_length(max(map(len, rows)), self._max_tokens)
-        return SentenceBatch(*padded(rows, [0] * len(rows), length), torch.tensor(scores))
+        text = data.kept[1](step, part) if data.kept else None
+        return SentenceBatch(*padded(rows, [0] * len(rows), length), torch.tensor(scores), text)
 
     def embed(self, batch: PaddedBatch) -> Tensor:
         """Return the embeddings of a batch, float32 [2 P, D] of length 1."""
         inputs = model_inputs(batch, self._encoder.config)
-        return F.normalize(self.module(inputs)["sentence_embedding"].float(), dim=-1)
+        return F.normalize(self._sentences(inputs)["sentence_embedding"].float(), dim=-1)
 
     def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss and figures of a batch."""
@@ -165,18 +182,22 @@ class EmbeddingObjective:
             else:
                 loss = self._contrast.compute_loss_from_embeddings(sides, batch.scores)
                 figures["contrastive_loss"] = loss
+        if self._data.kept is not None:
+            text_loss, text_figures = self._data.kept[0](batch.text)
+            loss = loss + self._recipe.text_weight * text_loss
+            figures["masked_accuracy"] = text_figures["accuracy"]
         return loss, figures
 
     def evaluate(self, _: int) -> Mapping[str, float]:
         """Return Spearman's correlation of cosine and score on held-out pairs."""
-        held_out = self._held_out
+        held_out = self._data.held_out
         if not held_out:
             return {}
         sides = _sides(held_out)
         rows = [EncodedRow(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in sides]
         size, max_tokens = self._recipe.sequences, self._max_tokens
         embeddings = np.stack(
-            outputs_of(self.module, rows, self.embed, size=size, max_tokens=max_tokens)
+            outputs_of(self._sentences, rows, self.embed, size=size, max_tokens=max_tokens)
         )
         cosines = (embeddings[0::2] * embeddings[1::2]).sum(1)
         return {"spearman": spearman(cosines, [score for *_, score in held_out])}
@@ -201,11 +222,11 @@ def finetune_embedding(
     Args:
         pairs: files of scored pairs.
         held_out_pairs: files of scored pairs to measure on.
-        text: files of unlabelled text for the contrastive steps.
+        text: files of unlabelled text, for the contrastive steps and the source's heads.
 
     Returns:
         The folder of the new model, which sentence-transformers reads. It has the source's heads
-        for masked tokens and pairs of sentences as they were, or it is an adapter.
+        for masked tokens and pairs of sentences, or it is an adapter.
 
     Raises:
         TrainError: there is nothing to learn from, the recipe does not suit the inputs, or the
@@ -231,16 +252,14 @@ def finetune_embedding(
         f"{recipe.contrastive_steps:,} contrastive steps; {len(learnt):,} scored pairs; "
         f"{steps:,} steps in all"
     )
-    draws = None
-    if recipe.contrastive_steps:
+    data = EmbeddingData(
+        tokenize_pairs(learnt, source.text, recipe.tokens),
+        tokenize_pairs(measured, source.text, recipe.tokens),
+    )
+    if text:
         corpus = run_corpus(list(text), source.text, recipe.held_out, options).train
-        draws = SentenceDraws(corpus, source.special, recipe)
-    tokenized, held_out = (
-        tokenize_pairs(each, source.text, recipe.tokens) for each in (learnt, measured)
-    )
-    objective = EmbeddingObjective(
-        sentences, recipe, tokenized, held_out=held_out, draws=draws, steps=steps
-    )
+        data = _with_text(data, network, source, corpus, recipe, steps)
+    objective = EmbeddingObjective(sentences, recipe, data, steps)
     train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
@@ -289,3 +308,30 @@ def _sentences(source: Folder, network: Any, recipe: EmbedRecipe) -> SentenceTra
         sentences.append(Normalize())
         sentences.max_seq_length = recipe.tokens
     return sentences
+
+
+def _with_text(
+    data: EmbeddingData,
+    network: Any,
+    source: Folder,
+    corpus: Corpus,
+    recipe: EmbedRecipe,
+    steps: int,
+) -> EmbeddingData:
+    """Add what is learnt from text: the contrastive steps, and what keeps the heads accurate."""
+    if recipe.contrastive_steps:
+        data = replace(data, draws=SentenceDraws(corpus, source.special, recipe))
+    if not recipe.text_weight or network.get_output_embeddings() is None:
+        return data
+    has_pairs = type(network).__name__.endswith("ForPreTraining")
+    pretraining = Pretraining(
+        unit=recipe.text_unit,
+        sentence=SentenceObjective.NSP if has_pairs else SentenceObjective.NONE,
+        sentence_weight=recipe.text_sentence_weight,
+    )
+    phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=steps)
+    plan = TextRecipe(
+        pretraining=pretraining, phases=[phase], seed=recipe.seed, optimisation=recipe.optimisation
+    )
+    batches = TextBatches(corpus, plan, source)
+    return replace(data, kept=(MaskedText(network, pretraining), batches))

@@ -329,6 +329,16 @@ class EmbedRecipe(AdaptedRecipe):
     contrastive_sequences: Size = 128
     contrastive_tokens: Length = 64
     temperature: Weight = 0.05
+    text_weight: OptionalWeight = 0.5
+    """Weight of the pre-training objective, which keeps the heads; needs text."""
+
+    text_unit: MaskedUnit = Unit.WHOLE_WORD
+    text_sentence_weight: Weight = 1.0
+    """Weight of next sentence within the pre-training objective."""
+
+    text_sequences: Size = 16
+    """Sequences of text per batch."""
+
     epochs: Number = 4
     """Epochs over the scored pairs."""
 

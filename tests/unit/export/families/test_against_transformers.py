@@ -222,7 +222,7 @@ def test_the_states_of_layers_are_those_of_transformers(family: str, tmp_path: P
     with torch.no_grad():
         states = network(ids, output_hidden_states=True).hidden_states
         mine = load_checkpoint(str(tmp_path)).model.encoder.states(ids)
-    assert same(mine, torch.stack(states))
+    assert same(torch.stack(mine), torch.stack(states))
 
 
 DEBERTAS: dict[str, dict[str, Any]] = {

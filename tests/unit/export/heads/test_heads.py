@@ -198,7 +198,7 @@ def test_results_by_their_formula() -> None:
     """What a request of each kind means, from the hidden states."""
     made = model()
     ids = torch.tensor([[2, 9, 4, 8, 3]])
-    states = made.encoder.states(ids)[:, 0]  # [N, S, H]
+    states = torch.stack(made.encoder.states(ids))[:, 0]  # [N, S, H]
     scorer = TorchScorer(made, torch.device("cpu"))
 
     def asked(**requests: HeadRequest) -> Any:

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from cloze.export.train.recipe import (
         DistillRecipe,
         EmbedRecipe,
+        LabelsRecipe,
         PretrainRecipe,
         QuestionsRecipe,
+        TagsRecipe,
+        TasksRecipe,
     )
     from cloze.export.train.run_options import RunOptions
-    from cloze.export.train.task_recipe import LabelsRecipe, TagsRecipe, TasksRecipe
 
 _MEASURED = "Rows to measure on, instead of the recipe's share of the others"
 
@@ -64,7 +66,7 @@ def vocab(corpus: tuple[Path, ...], size: int, cased: bool, out: Path) -> None:
     Example:
       cloze train vocab --corpus my.txt --size 8000 --out vocabulary
     """
-    from cloze.export.train.documents import read_documents
+    from cloze.export.measure.documents import read_documents
     from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
     files = required(corpus)
@@ -137,9 +139,9 @@ def finetune_qa(
     Example:
       cloze train finetune-qa my-run/checkpoint --questions squad.json --out qa-run
     """
-    from cloze.export.train.questions import finetune_questions
+    from cloze.export.train.finetune import finetune
 
-    return finetune_questions(source, list(questions), recipe, options)
+    return finetune(source, questions, (), recipe, options)
 
 
 @train.command("finetune-classify")
@@ -147,7 +149,7 @@ def finetune_qa(
 @files_option("labelled", "JSON Lines: text, text_pair, label or labels; also .xz", required=True)
 @files_option("held-out-labelled", _MEASURED)
 @lora_option
-@run_command("LabelsRecipe", "finetune-classify", "task_recipe")
+@run_command("LabelsRecipe", "finetune-classify")
 def finetune_classify(
     recipe: "LabelsRecipe",
     options: "RunOptions",
@@ -164,10 +166,9 @@ def finetune_classify(
     Example:
       cloze train finetune-classify my-run/checkpoint --labelled reviews.jsonl --out labels-run
     """
-    from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_rows
+    from cloze.export.train.finetune import finetune
 
-    return finetune_rows(source, RowFiles(labelled, held_out_labelled), recipe, options)
+    return finetune(source, labelled, held_out_labelled, recipe, options)
 
 
 @train.command("finetune-tokens")
@@ -175,7 +176,7 @@ def finetune_classify(
 @files_option("tagged", "JSON Lines: tokens, tags (IOB2); or columns: word, tag", required=True)
 @files_option("held-out-tagged", _MEASURED)
 @lora_option
-@run_command("TagsRecipe", "finetune-tokens", "task_recipe")
+@run_command("TagsRecipe", "finetune-tokens")
 def finetune_tokens(
     recipe: "TagsRecipe",
     options: "RunOptions",
@@ -189,10 +190,9 @@ def finetune_tokens(
     Example:
       cloze train finetune-tokens my-run/checkpoint --tagged names.conll --out names-run
     """
-    from cloze.export.train.label_data import RowFiles
-    from cloze.export.train.label_tasks import finetune_rows
+    from cloze.export.train.finetune import finetune
 
-    return finetune_rows(source, RowFiles(tagged, held_out_tagged), recipe, options)
+    return finetune(source, tagged, held_out_tagged, recipe, options)
 
 
 @train.command("finetune-tasks")
@@ -200,7 +200,7 @@ def finetune_tokens(
 @click.option(
     "--data", type=FOLDER, required=True, help="Folder of the files that the recipe names."
 )
-@run_command("TasksRecipe", None, "task_recipe")
+@run_command("TasksRecipe", None)
 def finetune_tasks(
     recipe: "TasksRecipe", options: "RunOptions", source: "Folder", data: Path
 ) -> Path:

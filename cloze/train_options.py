@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +91,7 @@ _FOLDERS = frozenset({"source", "embeddings_from", "vocabulary"})
 """Arguments that name a checkpoint."""
 
 
-def run_command(kind: str, default: str | None, module: str = "recipe") -> Option:
+def run_command(kind: str, default: str | None) -> Option:
     """Make a function a command that runs a recipe and prints where its checkpoint is.
 
     The function gets the recipe and the options of the run before the command's own arguments, of
@@ -101,7 +100,6 @@ def run_command(kind: str, default: str | None, module: str = "recipe") -> Optio
     Args:
         kind: name of the recipe's type.
         default: name of the recipe that runs if the user names none; None: the user must.
-        module: module of ``cloze.export.train`` with the type.
     """
 
     def make(run: Callable[..., Path]) -> Command:
@@ -116,14 +114,13 @@ def run_command(kind: str, default: str | None, module: str = "recipe") -> Optio
             license_name: str | None,
             **arguments: Any,
         ) -> None:
+            from cloze.export.train import recipe as recipes
             from cloze.export.train.device import is_main
             from cloze.export.train.folder import open_folder
-            from cloze.export.train.recipe_files import load_recipe
             from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
 
-            recipes = import_module(f"cloze.export.train.{module}")
-            settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            settings = recipes.load_recipe(recipe, getattr(recipes, kind), seed=seed)
             if "lora" in arguments:
                 settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cloze.cli import main
 from cloze.export.heads import EXPORT_HEADS
-from cloze.export.train.recipe_files import RECIPES
+from cloze.export.train.recipe import RECIPES
 
 SHORTER = {"steps": 2, "sequences": 4, "epochs": 1}
 

@@ -618,7 +618,7 @@ def test_the_written_weights_have_the_temperature_of_the_held_out_rows(
 GOOD = [{"text": f"an owl {n}", "label": "ab"[n % 2]} for n in range(20)]
 LONG = {"text": "an owl " * 40, "label": "a"}
 BAD_ROWS: list[tuple[Any, Any, str, str]] = [
-    ([*GOOD, {"text": "x"}], None, "", 'data.jsonl, line 21 needs either "label" or "labels"'),
+    ([*GOOD, {"text": "x"}], None, "", 'data.jsonl, line 21: needs either "label" or "labels"'),
     (
         [*GOOD, {"text": "x", "label": 3}],
         None,
@@ -630,7 +630,7 @@ BAD_ROWS: list[tuple[Any, Any, str, str]] = [
     (GOOD[::2], GOOD[:1], "", "data.jsonl, line 1: every row has the label 'a'"),
     ([*GOOD, LONG], GOOD, "", "data.jsonl, line 21: 'an owl .*tokens, the limit is 40"),
     (GOOD, GOOD, "class_weights = {zz = 2.0}\n", "class_weights: no row .* label 'zz'"),
-    (GOOD, GOOD, "tokens = 100\n", "texts of 100 tokens exceed the checkpoint's 66 positions"),
+    (GOOD, GOOD, "tokens = 100\n", "sequences of 100 tokens exceed the checkpoint's 66 positions"),
     (GOOD, GOOD, 'class_weights = "some"\n', "class_weights"),
     (GOOD, GOOD, "sise = 1\n", "recipe.toml: unknown key sise"),
 ]
@@ -675,7 +675,7 @@ def test_bad_tags(bert: Path, tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("tokens = 100\n", "windows of 100 tokens exceed the checkpoint's 66 positions"),
+        ("tokens = 100\n", "sequences of 100 tokens exceed the checkpoint's 66 positions"),
         ("tokens = 48\nstride = 30\nquestion_tokens = 20\n", "windows of 48 tokens leave no room"),
         (
             "held_out = 0.9999\ntokens = 48\nstride = 8\nquestion_tokens = 14\n",

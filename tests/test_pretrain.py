@@ -29,10 +29,10 @@ from transformers import (
 
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
+from cloze.export.measure.examples import UNPAIRED
 from cloze.export.publish import export
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.distill import Distillation, distill, kept_layers, make_student
-from cloze.export.train.examples import UNPAIRED
 from cloze.export.train.folder import open_folder
 from cloze.export.train.kept_embeddings import KeptEmbeddings, open_sentences, unmasked_texts
 from cloze.export.train.objectives import MaskedText, ReplacedTokens, run_masked
@@ -122,7 +122,6 @@ def batch_of(ids: Tensor, next_labels: tuple[int, ...] = ()) -> TextBatch:
         first_tokens=torch.tensor([9, 7, 9]),
         positions=CHOSEN,
         labels=torch.randint(5, 60, (len(CHOSEN),)),
-        spans=SPANS,
         next_labels=torch.tensor(next_labels, dtype=torch.int64),
     )
 

@@ -1,7 +1,6 @@
 """SQuAD files and measures: the official evaluation is the oracle."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.export.heads import SPAN
 from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.measure.documents import Document
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.squad import Question, read_questions
-from cloze.export.measure.windows import guess
-from cloze.export.train.answers import Window, _best_span, answers_of, make_windows
-from cloze.export.train.documents import Document
+from cloze.export.measure.windows import (
+    Window,
+    answers_of,
+    best_guesses,
+    best_span,
+    make_windows,
+)
 from cloze.export.train.vocabulary import train_tokenizer
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads import ArrayResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
 from tests.training import STORIES
 
@@ -106,7 +107,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> CheckpointTokenizer:
-    documents = [*STORIES, Document("cakes", CONTEXT)]
+    documents = [*STORIES, Document(CONTEXT, "cakes")]
     learnt = train_tokenizer(lambda: documents, size=170, lowercase=True)
     return describe_tokenizer(learnt.backend_tokenizer)
 
@@ -119,7 +120,6 @@ def test_windows_cover_the_paragraph_and_point_at_the_answer(
     windows = make_windows(
         QUESTIONS,
         tokenizer.tokenizer,
-        tokenizer.special,
         tokens=tokens,
         stride=stride,
         question_tokens=cut,
@@ -143,49 +143,35 @@ def test_windows_cover_the_paragraph_and_point_at_the_answer(
             assert any(window.start for window in mine)
 
 
-class Oracle:
-    """Scores the right tokens highest, and ``[CLS]`` where the window has no answer."""
-
-    def __init__(self, windows: list[Window]) -> None:
-        self._by_ids = {window.input_ids.tobytes(): window for window in windows}
-
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        return [{SPAN: ArrayResult(self._logits(encoding.input_ids))} for encoding in batch]
-
-    def _logits(self, input_ids: np.ndarray) -> np.ndarray:
-        window = self._by_ids[input_ids.astype(np.int64).tobytes()]
-        logits = np.full((len(input_ids), 2), -5, np.float32)
+def right_logits(windows: list[Window]) -> list[np.ndarray]:
+    """Score the right tokens highest, and ``[CLS]`` where the window has no answer."""
+    rows = []
+    for window in windows:
+        logits = np.full((len(window.input_ids), 2), -5, np.float32)
         logits[window.start, 0] = logits[window.end, 1] = 5
-        return logits
+        rows.append(logits)
+    return rows
 
 
 def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> None:
     nothing = Question("none", "t", "Who was king?", CONTEXT, ())
     questions = [*QUESTIONS, nothing]
     windows = make_windows(
-        questions, tokenizer.tokenizer, tokenizer.special, tokens=110, stride=20, question_tokens=40
+        questions, tokenizer.tokenizer, tokens=110, stride=20, question_tokens=40
     )
-    answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
+    answers = answers_of(questions, best_guesses(questions, windows, right_logits(windows)))
     assert squad_answers(answers, questions)["exact_match"] == 100
     assert answers["none"] == ""
-
-
-class FirstToken:
-    """Gives the score of "no answer", which is the sum at ``[CLS]``, by the id there."""
-
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        logits = np.zeros((len(batch), 4, 2), np.float32)
-        logits[:, 0, 0] = [encoding.input_ids[0] for encoding in batch]
-        return [{SPAN: ArrayResult(one)} for one in logits]
 
 
 @pytest.mark.parametrize("nulls", [(1, 5), (5, 1)])
 def test_no_answer_scores_as_in_the_window_that_doubts_it_most(nulls: tuple[int, int]) -> None:
     offsets = np.array([[-1, -1], [0, 1], [1, 2], [-1, -1]])
-    windows = [
-        Window(0, np.array([null, 7, 8, 9]), np.zeros(4, np.int64), offsets, 0, 0) for null in nulls
-    ]
-    [guessed] = guess([Question("q", "t", "Who?", "ab", ())], windows, FirstToken())
+    ids = np.zeros(4, np.int64)
+    windows = [Window(0, ids, ids, offsets, 0, 0) for _ in nulls]
+    logits = np.zeros((2, 4, 2), np.float32)
+    logits[:, 0, 0] = nulls  # the score of "no answer" is the sum at [CLS]
+    [guessed] = best_guesses([Question("q", "t", "Who?", "ab", ())], windows, logits)
     assert guessed.null_margin == 1
 
 
@@ -195,7 +181,7 @@ def test_an_answer_has_at_most_30_tokens(end: int, tokens: int) -> None:
     logits[1, 0], logits[end, 1] = 5, 4
     inside = np.ones(40, bool)
     inside[0] = False
-    _, (first, last) = _best_span(logits, inside)
+    _, (first, last) = best_span(logits, inside)
     assert (first, last - first + 1) == (1, tokens)
 
 
@@ -208,13 +194,12 @@ def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_a
     windows = make_windows(
         [*QUESTIONS, elsewhere],
         tokenizer.tokenizer,
-        tokenizer.special,
         tokens=110,
         stride=20,
         question_tokens=40,
     )
     questions = [*QUESTIONS, elsewhere]
-    answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
+    answers = answers_of(questions, best_guesses(questions, windows, right_logits(windows)))
     assert all(answers.values())  # SQuAD 1.1: there is always an answer to give
 
 
@@ -232,7 +217,7 @@ def test_an_answer_is_labelled_though_its_edges_have_no_token(
     context = f"The owl sold {text} and ate."
     question = Question("1", "t", "What?", context, ((context.index(text), text),))
     (window,) = make_windows(
-        [question], tokenizer.tokenizer, tokenizer.special, tokens=60, stride=5, question_tokens=10
+        [question], tokenizer.tokenizer, tokens=60, stride=5, question_tokens=10
     )
     assert "cakes" in context[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
 

@@ -12,24 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from cloze.export.train.batches import TextBatches, shuffled_batches
-from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
-from cloze.export.train.documents import is_held_out, read_documents, split_sentences
-from cloze.export.train.examples import (
+from cloze.export.measure.corpus import PreparedCorpus, prepare_corpus
+from cloze.export.measure.documents import is_held_out, read_documents, split_sentences
+from cloze.export.measure.examples import (
     IS_NEXT,
     UNPAIRED,
     EpochExamples,
     ExampleOptions,
     SentenceObjective,
 )
+from cloze.export.measure.masking import Masking, Unit, choose_spans
+from cloze.export.train.batches import TextBatches, shuffled_batches
 from cloze.export.train.folder import Folder, open_folder
 from cloze.export.train.kept_embeddings import unmasked_texts
-from cloze.export.train.masking import Masking, Unit
+from cloze.export.train.objectives import runs
 from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
 from cloze.export.train.vocabulary import (
     SPECIAL_TOKENS,
@@ -182,7 +184,7 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
     rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
     (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
     code = (
-        "import sys; from pathlib import Path; from cloze.export.train.documents import read_documents;"
+        "import sys; from pathlib import Path; from cloze.export.measure.documents import read_documents;"
         "from cloze.export.train.vocabulary import train_tokenizer;"
         "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).backend_tokenizer.to_str())"
     )
@@ -213,8 +215,10 @@ ids = st.lists(st.integers(5, V - 1), min_size=1, max_size=60).map(
 )
 
 
-def masking(unit: Unit, rate: float = 0.15, replace: tuple[float, float] = (0.8, 0.1)) -> Masking:
-    return Masking(unit, rate, MASK_ID, SPECIAL, CONTINUES, replace)
+def mask(
+    unit: Unit, input_ids: np.ndarray, rng: Any, rate: float = 0.15
+) -> tuple[np.ndarray, np.ndarray]:
+    return Masking(unit, MASK_ID, SPECIAL, CONTINUES)(input_ids, rate, rng)
 
 
 @settings(deadline=None)
@@ -222,27 +226,25 @@ def masking(unit: Unit, rate: float = 0.15, replace: tuple[float, float] = (0.8,
 def test_masking_changes_only_what_it_chose(
     input_ids: np.ndarray, unit: Unit, rate: float, seed: int
 ) -> None:
-    masked = masking(unit, rate)(input_ids, np.random.default_rng(seed))
-    assert len(masked.positions) >= 1
-    assert (np.diff(masked.positions) > 0).all()
-    assert not SPECIAL[masked.labels].any()
-    np.testing.assert_array_equal(masked.labels, input_ids[masked.positions])
-    untouched = np.setdiff1d(np.arange(len(input_ids)), masked.positions)
-    np.testing.assert_array_equal(masked.input_ids[untouched], input_ids[untouched])
-    assert not SPECIAL[np.delete(masked.input_ids, [0, len(input_ids) - 1])][
-        masked.input_ids[1:-1] != MASK_ID
-    ].any()
-    for position, (first, last) in zip(masked.positions, masked.spans, strict=True):
+    masked, positions = mask(unit, input_ids, np.random.default_rng(seed), rate)
+    assert len(positions) >= 1
+    assert (np.diff(positions) > 0).all()
+    assert not SPECIAL[input_ids[positions]].any()
+    untouched = np.setdiff1d(np.arange(len(input_ids)), positions)
+    np.testing.assert_array_equal(masked[untouched], input_ids[untouched])
+    assert not SPECIAL[masked[1:-1][masked[1:-1] != MASK_ID]].any()
+    around = zip(*(each.tolist() for each in runs(torch.from_numpy(positions))), strict=True)
+    for position, (first, last) in zip(positions, around, strict=True):
         assert first <= position <= last
-        assert set(range(first, last + 1)) <= set(masked.positions)
-        assert not {first - 1, last + 1} & set(masked.positions)
+        assert set(range(first, last + 1)) <= set(positions)
+        assert not {first - 1, last + 1} & set(positions)
 
 
 @settings(deadline=None)
 @given(ids, st.sampled_from([Unit.WHOLE_WORD, Unit.SPAN]), st.integers(0, 2**32))
 def test_words_are_masked_whole(input_ids: np.ndarray, unit: Unit, seed: int) -> None:
     chosen = np.zeros(len(input_ids), bool)
-    chosen[masking(unit)(input_ids, np.random.default_rng(seed)).positions] = True
+    chosen[mask(unit, input_ids, np.random.default_rng(seed))[1]] = True
     for position in range(2, len(input_ids) - 1):
         if CONTINUES[input_ids[position]]:
             assert chosen[position] == chosen[position - 1]
@@ -255,13 +257,13 @@ def test_masking_has_the_papers_shares(unit: Unit) -> None:
     chosen, kinds, total = 0, np.zeros(3), 0
     for _ in range(2000):
         input_ids = np.array([2, *rng.integers(5, V, 100), 3])
-        masked = masking(unit)(input_ids, rng)
-        seen = masked.input_ids[masked.positions]
+        masked, positions = mask(unit, input_ids, rng)
+        seen, labels = masked[positions], input_ids[positions]
         chosen, total = chosen + len(seen), total + 100
         kinds += [
             (seen == MASK_ID).sum(),
-            ((seen != MASK_ID) & (seen != masked.labels)).sum(),
-            (seen == masked.labels).sum(),
+            ((seen != MASK_ID) & (seen != labels)).sum(),
+            (seen == labels).sum(),
         ]
     # A span may exceed what is left of the 15 % only if it is the first; a word likewise.
     assert chosen / total == pytest.approx(0.15, abs=0.008)
@@ -275,7 +277,7 @@ def test_span_lengths_are_geometric_and_at_most_10_words() -> None:
     rng = np.random.default_rng(0)
     lengths = []
     for _ in range(3000):
-        chosen = masking(Unit.SPAN)._choose_spans(list(np.arange(1, 401)[:, None]), 60, rng)
+        chosen = choose_spans(list(np.arange(1, 401)[:, None]), 60, rng)
         lengths += [
             len(span) for span in chosen[:3]
         ]  # the last ones are cut to what is left of the 15 %
@@ -289,7 +291,7 @@ def test_every_token_is_as_likely_to_be_masked() -> None:
     counts = np.zeros(42)
     input_ids = np.array([2, *np.full(40, 6), 3])
     for _ in range(4000):
-        counts[masking(Unit.TOKEN)(input_ids, rng).positions] += 1
+        counts[mask(Unit.TOKEN, input_ids, rng)[1]] += 1
     np.testing.assert_allclose(counts[1:-1] / 4000, 0.15, atol=0.03)
 
 
@@ -320,6 +322,7 @@ def test_next_sentence_pairs_are_what_they_claim(
         [token for sentence in document for token in sentence]
         for document in _documents(corpus.train)
     ]
+    starts = [corpus.train.sentences[first] for first in corpus.train.documents]
     labels = []
     for number in range(len(source)):
         sequence = source.make(number, source.rng(number))
@@ -327,7 +330,7 @@ def test_next_sentence_pairs_are_what_they_claim(
         assert len(first) >= 1
         assert len(second) >= 1
         assert len(sequence.input_ids) <= 40
-        home = source.document(number)
+        home = np.searchsorted(starts, source.start(number), "right") - 1
         others = [tokens for other, tokens in enumerate(documents) if other != home]
         assert _contains(documents[home], first)
         if sequence.label == IS_NEXT:
@@ -510,7 +513,7 @@ def test_static_masking_repeats_itself(
     recipe = Pretraining(dynamic=dynamic)
     phase = Phase(tokens=40, sequences=1, steps=10_000)
     batches = text_batches(corpus, vocabulary, recipe, [phase])
-    epoch = batches.epoch_length(0, 0)
+    (epoch,) = batches.epoch_lengths
     same = [
         bool((batches(n, 0).input_ids == batches(n + epoch, 0).input_ids).all()) for n in range(30)
     ]

@@ -13,10 +13,10 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 from cloze.cli import cli
 from cloze.export.errors import TrainError
 from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.measure.documents import is_held_out, read_documents
 from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.debias import bias_directions, project
-from cloze.export.train.documents import is_held_out, read_documents
 from cloze.export.train.word_pairs import WordPairs, read_word_pairs, write_counterfactuals
 from cloze.model_store.store import Store
 from tests import tiny

@@ -20,12 +20,11 @@ from transformers import (
     RobertaForQuestionAnswering,
 )
 
-from cloze.export.load.tokenizer import describe_tokenizer
+from cloze.export.measure.corpus import prepare_corpus
+from cloze.export.measure.examples import SentenceObjective
+from cloze.export.measure.masking import Unit, continuations, make_masking
 from cloze.export.measure.squad import Question
-from cloze.export.train.answers import make_windows
-from cloze.export.train.corpus import prepare_corpus
-from cloze.export.train.examples import SentenceObjective
-from cloze.export.train.masking import Unit, continuations, make_masking
+from cloze.export.measure.windows import make_windows
 from tests.tokenizer_kinds import byte_level, unigram
 from tests.training import quietly
 
@@ -98,7 +97,7 @@ def test_whole_words_are_those_between_spaces(kind: Kind) -> None:
     text = "The harbour was quiet, and the bank charges another fee in the evening."
     encoding = kind.tokenizer.encode(text)
     ids = np.array(encoding.ids)
-    units = masking._units(ids, ~masking.special[ids])
+    units = masking.units(ids)
     masked = [
         text[encoding.offsets[unit[0]][0] : encoding.offsets[unit[-1]][1]].strip() for unit in units
     ]
@@ -146,7 +145,6 @@ def test_answers_are_characters_of_the_original_text(
     windows = make_windows(
         [question],
         tokenizer,
-        describe_tokenizer(tokenizer).special,
         tokens=64,
         stride=8,
         question_tokens=8,
@@ -168,7 +166,6 @@ def test_windows_have_the_pairs_of_the_tokenizer(kind: Kind) -> None:
     [window] = make_windows(
         [question],
         kind.tokenizer,
-        describe_tokenizer(kind.tokenizer).special,
         tokens=64,
         stride=8,
         question_tokens=20,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cloze.export.train.documents import Document
+from cloze.export.measure.documents import Document
 from cloze.export.train.recipe import (
     Optimisation,
     Phase,
@@ -54,7 +54,7 @@ def _story(number: int) -> Document:
     draw = random.Random(number)
     person, place = draw.choice(PEOPLE), draw.choice(PLACES)
     sentences = [f"{person.capitalize()} {draw.choice(ACTS)} {place}." for _ in range(30)]
-    return Document(f"story {number}", " ".join(sentences[:15]) + "\n" + " ".join(sentences[15:]))
+    return Document(" ".join(sentences[:15]) + "\n" + " ".join(sentences[15:]), f"story {number}")
 
 
 STORIES = [_story(number) for number in range(60)]

@@ -8,7 +8,6 @@
 """
 
 import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from cloze.export.errors import DataError
-from cloze.export.measure.data_files import read_text
+from cloze.export.measure.data_files import read_lines
 from cloze.export.measure.scorer import Subject, mask_each, score_masks, unit_embeddings
 from cloze.model_store.heads import embedding, masked_lm
 
@@ -119,7 +118,7 @@ def read_stereotypes(file: Path) -> list[SentencePair]:
     """
     pairs = []
     try:
-        rows = csv.DictReader(io.StringIO(read_text(file), newline=""), strict=True)
+        rows = csv.DictReader(read_lines(file), strict=True)
         for row in rows:
             more, less = row["sent_more"], row["sent_less"]
             if not (more or "").strip() or not (less or "").strip() or more == less:

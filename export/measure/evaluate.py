@@ -1,8 +1,8 @@
 """Measures a checkpoint or a bundle on text, scored pairs, questions, labels and tags."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,37 +14,10 @@ from cloze.export.errors import DataError, Report, TrainError
 from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
-from cloze.export.measure.labelled import (
-    LabelledText,
-    TaggedSentence,
-    check_labels,
-    read_labelled,
-    read_tagged,
-)
-from cloze.export.measure.labels import (
-    encode_sentences,
-    encode_texts,
-    measure_labels,
-    measure_tags,
-)
-from cloze.export.measure.masked_words import complete, read_sentences
-from cloze.export.measure.metrics import best_threshold, squad_answers
-from cloze.export.measure.pairs import read_pairs, similarity
-from cloze.export.measure.scorer import (
-    GraphScorer,
-    MaskedRow,
-    Subject,
-    row_arrays,
-    score_masks,
-)
-from cloze.export.measure.squad import read_questions
-from cloze.export.measure.windows import guess, usual_windows
-from cloze.export.model import TorchScorer
-from cloze.export.train.answers import answers_of
-from cloze.export.train.corpus import Corpus, prepare_corpus
-from cloze.export.train.documents import is_held_out
-from cloze.export.train.examples import (
+from cloze.export.load.tokenizer import CheckpointTokenizer
+from cloze.export.measure.corpus import Corpus, prepare_corpus
+from cloze.export.measure.documents import is_held_out
+from cloze.export.measure.examples import (
     IS_NEXT,
     NOT_NEXT,
     EpochExamples,
@@ -53,7 +26,23 @@ from cloze.export.train.examples import (
     TrainingExample,
     join_texts,
 )
-from cloze.export.train.masking import Unit, make_masking
+from cloze.export.measure.labelled import Row, check_labels, read_labelled, read_tagged
+from cloze.export.measure.labels import EncodedRow, encode_rows, measure_labels, measure_tags
+from cloze.export.measure.masked_words import complete, read_sentences
+from cloze.export.measure.masking import Unit, make_masking
+from cloze.export.measure.metrics import best_threshold, squad_answers
+from cloze.export.measure.pairs import read_pairs, similarity
+from cloze.export.measure.scorer import (
+    Floats,
+    GraphScorer,
+    MaskedRow,
+    Subject,
+    row_arrays,
+    score_masks,
+)
+from cloze.export.measure.squad import read_questions
+from cloze.export.measure.windows import answers_of, best_guesses, make_windows
+from cloze.export.model import TorchScorer
 from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
@@ -65,7 +54,9 @@ CLASSES = sequence_classification.HEAD.name
 TAGS = token_classification.HEAD.name
 
 _TOP = 5
+_MASKED = 0.15
 _PAIR_TOKENS = 128
+_WINDOW_TOKENS = 384
 
 
 def open_subject(
@@ -111,14 +102,10 @@ def _bundle_tokenizer(bundle: Bundle) -> CheckpointTokenizer:
     """Open the tokenizer of a bundle, whose manifest names the special tokens."""
     spec = bundle.manifest.tokenizer
     tokenizer = Tokenizer.from_file(str(bundle.file(spec.file)))
-    names = {
-        "unk_token": getattr(tokenizer.model, "unk_token", None),
-        "cls_token": tokenizer.id_to_token(spec.cls_id),
-        "sep_token": tokenizer.id_to_token(spec.sep_id),
-        "mask_token": spec.mask_token,
-    }
-    described = describe_tokenizer(tokenizer, {key: name for key, name in names.items() if name})
-    return replace(described, special=bundle.manifest.special_tokens)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    names = {"mask_token": spec.mask_token} if spec.mask_token else {}
+    return CheckpointTokenizer(tokenizer, False, bundle.manifest.special_tokens, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,24 +183,31 @@ def _names(files: Sequence[Path]) -> dict[Path, str]:
 
 
 def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
-    rows, problem = read_labelled([file])
-    chosen = _label_set(subject, CLASSES, rows, name)
-    labels = chosen[0]
+    rows = read_labelled([file])
+    labels, columns = _label_set(subject, CLASSES, rows, name)
     assert isinstance(labels, SequenceLabelSet)
-    if labels.problem_type != problem:
-        raise DataError(f"{rows[0].at} is for {problem}, the model for {labels.problem_type}")
-    if problem != "regression":
+    if labels.problem_type != rows[0].problem:
+        raise DataError(f"{rows[0].at} is {rows[0].kind}, the model is for {labels.problem_type}")
+    if labels.problem_type != "regression":
         check_labels(rows, labels.labels)
-    encoded = encode_texts(rows, subject.tokenizer, subject.max_tokens)
-    return measure_labels(rows, encoded, subject.scorer, chosen)
+    _, logits = _label_logits(subject, CLASSES, rows)
+    return measure_labels(rows, [each[columns] for each in logits], labels)
 
 
 def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
     rows = read_tagged([file])
-    chosen = _label_set(subject, TAGS, rows, name)
-    check_labels(rows, _types(chosen[0]))
-    encoded = encode_sentences(rows, subject.tokenizer, subject.max_tokens)
-    return measure_tags(rows, encoded, subject.scorer, chosen)
+    labels, columns = _label_set(subject, TAGS, rows, name)
+    check_labels(rows, _types(labels))
+    encoded, logits = _label_logits(subject, TAGS, rows)
+    return measure_tags(rows, encoded, [each[:, columns] for each in logits], labels)
+
+
+def _label_logits(
+    subject: Subject, head: str, rows: Sequence[Row]
+) -> tuple[list[EncodedRow], list[Floats]]:
+    encoded = encode_rows(rows, subject.tokenizer.tokenizer, subject.max_tokens)
+    inputs = [(row.input_ids, row.token_type_ids) for row in encoded]
+    return encoded, row_arrays(subject.scorer, head, inputs)
 
 
 def _types(labels: LabelSet) -> set[str]:
@@ -223,10 +217,7 @@ def _types(labels: LabelSet) -> set[str]:
 
 
 def _label_set(
-    subject: Subject,
-    head: str,
-    rows: Sequence[LabelledText] | Sequence[TaggedSentence],
-    name: str | None,
+    subject: Subject, head: str, rows: Sequence[Row], name: str | None
 ) -> tuple[LabelSet, slice]:
     """Return the named label set, or the first that has all labels of the rows, or the default."""
     options = subject.options[head]
@@ -234,7 +225,7 @@ def _label_set(
     if name is not None and name not in options.names:
         known = ", ".join(filter(None, options.names)) or "none"
         raise TrainError(f"the model has no label set {name!r} for {HEADS[head].task} ({known})")
-    used = {label for row in rows for label in row.labels}
+    used = {label for row in rows for label in row.names}
     fitting = [each.name for each in options.sets if used <= _types(each)]
     return options.choose(name or next(iter(fitting), None))
 
@@ -268,8 +259,8 @@ def _measure_text(
 
 def _examples(
     subject: Subject, corpus: Corpus, sentence: SentenceObjective, data: EvaluationData
-) -> list[tuple[TrainingExample, np.random.Generator]]:
-    """Return sequences, or pairs of texts, as in training, each with its generator."""
+) -> Iterator[tuple[TrainingExample, np.random.Generator]]:
+    """Yield sequences, or pairs of texts, as in training, each with its generator."""
     options = ExampleOptions(
         length=min(data.tokens, subject.max_tokens),
         sentence=sentence,
@@ -279,11 +270,9 @@ def _examples(
         short=0.0,
     )
     examples = EpochExamples(corpus, options)
-    made = []
     for number in range(min(data.sequences, len(examples))):
         rng = examples.rng(number)
-        made.append((examples.make(number, rng), rng))
-    return made
+        yield examples.make(number, rng), rng
 
 
 def _measure_masks(
@@ -297,10 +286,10 @@ def _measure_masks(
     masking = make_masking(tokenizer.tokenizer, tokenizer.mask_id, unit, replace=(1.0, 0.0))
     rows = []
     for example, rng in _examples(subject, corpus, SentenceObjective.NONE, data):
-        masked = masking(example.input_ids, rng)
-        if len(masked.positions):
-            types = example.token_type_ids
-            rows.append(MaskedRow(masked.input_ids, types, masked.positions, masked.labels))
+        masked_ids, positions = masking(example.input_ids, _MASKED, rng)
+        if len(positions):
+            labels = example.input_ids[positions]
+            rows.append(MaskedRow(masked_ids, example.token_type_ids, positions, labels))
     if not rows:
         raise TrainError("there is no held-out text to measure on")
     best, log_probabilities = zip(*score_masks(subject.scorer, rows, k=_TOP), strict=True)
@@ -371,8 +360,16 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
         raise TrainError(
             "every question is of an article that training uses; raise the held-out share"
         )
-    windows = usual_windows(questions, subject.tokenizer, subject.max_tokens)
-    guesses = guess(questions, windows, subject.scorer)
+    tokens = min(_WINDOW_TOKENS, subject.max_tokens)
+    windows = make_windows(
+        questions,
+        subject.tokenizer.tokenizer,
+        tokens=tokens,
+        stride=tokens // 3,
+        question_tokens=tokens // 6,
+    )
+    inputs = [(window.input_ids, window.token_type_ids) for window in windows]
+    guesses = best_guesses(questions, windows, row_arrays(subject.scorer, SPAN, inputs))
     threshold = span.no_answer_threshold(subject.options)
     figures = squad_answers(answers_of(questions, guesses, threshold), questions)
     if any(question.impossible for question in questions):

@@ -3,14 +3,17 @@
 An error names the file, the line and the value.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic.dataclasses import dataclass
 
 from cloze.export.errors import DataError
-from cloze.export.measure.data_files import read_objects, read_text
+from cloze.export.measure.data_files import STRICT, Text, read_entries, read_lines
 from cloze.model_store.heads.sequence_classification import ProblemType
 
 SCORE = "score"
@@ -18,26 +21,59 @@ SCORE = "score"
 
 OUTSIDE = "O"
 _SHOWN = 80
+Word = Annotated[str, StringConstraints(pattern=r"^\S+$")]
 
 
-@dataclass(frozen=True, slots=True)
+_KINDS: Mapping[ProblemType, str] = {
+    "single_label_classification": "one label",
+    "multi_label_classification": "a list of labels",
+    "regression": "a number",
+}
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
 class LabelledText:
     """A text, or a pair of texts, with what a model should say about it.
 
     Attributes:
-        labels: its labels; exactly one unless the problem is multi-label; `SCORE` for a number.
-        score: the number to predict; 0 for labels.
+        label: its class, or the number to predict.
+        labels: any number of labels, in place of ``label``.
         at: file and line, for errors.
     """
 
-    text: str
-    text_pair: str | None
-    labels: tuple[str, ...]
-    score: float
-    at: str
+    text: Text
+    text_pair: Text | None = None
+    label: Text | float | None = None
+    labels: tuple[Text, ...] | None = None
+    at: str = ""
+
+    @model_validator(mode="after")
+    def _has_one_kind(self) -> Self:
+        if (self.label is None) == (self.labels is None):
+            raise ValueError('needs either "label" or "labels"')
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its labels; `SCORE` for a number."""
+        if self.labels is not None:
+            return self.labels
+        return (self.label,) if isinstance(self.label, str) else (SCORE,)
+
+    @property
+    def problem(self) -> ProblemType:
+        """What a model of such rows is."""
+        if self.labels is not None:
+            return "multi_label_classification"
+        return "single_label_classification" if isinstance(self.label, str) else "regression"
+
+    @property
+    def kind(self) -> str:
+        """What all rows of a set have in common, in words."""
+        return f"a {'text' if self.text_pair is None else 'pair'} with {_KINDS[self.problem]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class TaggedSentence:
     """Words with one IOB2 tag each.
 
@@ -45,20 +81,35 @@ class TaggedSentence:
         at: file and first line, for errors.
     """
 
-    words: tuple[str, ...]
+    words: Annotated[tuple[Word, ...], Field(alias="tokens", min_length=1)]
     tags: tuple[str, ...]
-    at: str
+    at: str = ""
+
+    @model_validator(mode="after")
+    def _tags_are_of_words(self) -> Self:
+        if len(self.words) != len(self.tags):
+            raise ValueError(f"{len(self.words)} tokens have {len(self.tags)} tags")
+        return self
 
     @property
-    def labels(self) -> tuple[str, ...]:
+    def text(self) -> str:
+        """The words, joined by spaces."""
+        return " ".join(self.words)
+
+    @property
+    def text_pair(self) -> None:
+        """A sentence is no pair."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
         """The types of its entities."""
         return tuple(tag[2:] for tag in self.tags if tag.startswith("B-"))
 
 
-Row = TypeVar("Row", LabelledText, TaggedSentence)
+Row = LabelledText | TaggedSentence
 
 
-def read_labelled(files: Iterable[Path]) -> tuple[list[LabelledText], ProblemType]:
+def read_labelled(files: Iterable[Path]) -> list[LabelledText]:
     """Read JSON Lines: ``text``, perhaps ``text_pair``, and ``label`` or ``labels``.
 
     ``label`` is a string, or a number for a regression. ``labels`` is a list of strings.
@@ -68,58 +119,17 @@ def read_labelled(files: Iterable[Path]) -> tuple[list[LabelledText], ProblemTyp
             another kind than the lines before it.
     """
     rows: list[LabelledText] = []
-    kinds: list[tuple[ProblemType, bool]] = []
     for file in files:
-        for at, entry in read_objects(file):
-            row, problem = _labelled_text(entry, at)
-            kind = (problem, row.text_pair is not None)
-            if kinds and kind != kinds[0]:
+        before = len(rows)
+        for at, entry in read_entries(file, LabelledText):
+            rows.append(row := replace(entry, at=at))
+            if row.kind != rows[0].kind:
                 raise DataError(
-                    f"{at}: {_shown(entry)} is {_described(kind)}, but {rows[0].at} is "
-                    f"{_described(kinds[0])}"
+                    f"{at}: {_shown(row.text)} is {row.kind}, but {rows[0].at} is {rows[0].kind}"
                 )
-            kinds.append(kind)
-            rows.append(row)
-    return rows, kinds[0][0]
-
-
-def _described(kind: tuple[ProblemType, bool]) -> str:
-    problem, is_pair = kind
-    names = {
-        "single_label_classification": "one label",
-        "multi_label_classification": "a list of labels",
-        "regression": "a number",
-    }
-    return f"a {'pair' if is_pair else 'text'} with {names[problem]}"
-
-
-def _labelled_text(entry: Mapping[str, Any], at: str) -> tuple[LabelledText, ProblemType]:
-    text, second = entry.get("text"), entry.get("text_pair")
-    for name, value in (("text", text), ("text_pair", second)):
-        if (name == "text" or value is not None) and not _is_text(value):
-            raise DataError(f'{at}: "{name}" must be a text, got {_shown(value)}')
-    assert isinstance(text, str)
-    if ("label" in entry) == ("labels" in entry):
-        raise DataError(f'{at} needs either "label" or "labels": {_shown(entry)}')
-    if "labels" in entry:
-        labels = entry["labels"]
-        if not isinstance(labels, list) or not all(map(_is_text, labels)):
-            raise DataError(f'{at}: "labels" must be a list of strings, got {_shown(labels)}')
-        return LabelledText(text, second, tuple(labels), 0.0, at), "multi_label_classification"
-    label = entry["label"]
-    if _is_text(label):
-        return LabelledText(text, second, (label,), 0.0, at), "single_label_classification"
-    if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
-        raise DataError(f'{at}: "label" must be a string or a number, got {_shown(label)}')
-    return LabelledText(text, second, (SCORE,), float(label), at), "regression"
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and _is_unicode(value)
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+        if len(rows) == before:
+            raise DataError(f"{file} is empty")
+    return rows
 
 
 def read_tagged(files: Iterable[Path]) -> list[TaggedSentence]:
@@ -142,30 +152,19 @@ def read_tagged(files: Iterable[Path]) -> list[TaggedSentence]:
 
 
 def _from_jsonl(file: Path) -> Iterator[TaggedSentence]:
-    for at, entry in read_objects(file):
-        words, tags = entry.get("tokens"), entry.get("tags")
-        for name, values in (("tokens", words), ("tags", tags)):
-            if not isinstance(values, list) or not values or not all(map(_is_text, values)):
-                raise DataError(f'{at}: "{name}" must be a list of strings, got {_shown(values)}')
-        assert isinstance(words, list)
-        assert isinstance(tags, list)
-        if len(words) != len(tags):
-            raise DataError(f"{at}: {len(words)} tokens have {len(tags)} tags: {_shown(tags)}")
-        for word in words:
-            if any(character.isspace() for character in word):
-                raise DataError(f"{at}: the token {_shown(word)} has white space in it")
-        _check_tags([(tag, at) for tag in tags])
-        yield TaggedSentence(tuple(words), tuple(tags), at)
+    for at, entry in read_entries(file, TaggedSentence):
+        _check_tags([(tag, at) for tag in entry.tags])
+        yield replace(entry, at=at)
 
 
 def _from_columns(file: Path) -> Iterator[TaggedSentence]:
     rows: list[tuple[str, str, str]] = []
-    for number, line in enumerate([*read_text(file).split("\n"), ""], 1):
+    for number, line in enumerate(chain(read_lines(file), [""]), 1):
         columns = line.split()
         if columns and not (columns[0].startswith("#") and not rows and not _is_tag(columns[-1])):
             at = f"{file}, line {number}"
             if len(columns) < 2:
-                raise DataError(f"{at} is not a word and its tag: {_shown(line)}")
+                raise DataError(f"{at} is not a word and its tag: {_shown(line.strip())}")
             if columns[0] != "-DOCSTART-":
                 rows.append((columns[0], columns[-1], at))
         elif not columns and rows:
@@ -215,7 +214,7 @@ def label_names(
     """
     counts: dict[str, str] = {}
     for row in learnt:
-        for label in row.labels:
+        for label in row.names:
             counts.setdefault(label, row.at)
     if learnt and not counts:
         raise DataError(f"{learnt[0].at}: no row has a label")
@@ -228,26 +227,28 @@ def label_names(
     if len(counts) < least:
         label, at = next(iter(counts.items()))
         raise DataError(f"{at}: every row has the label {_shown(label)}: nothing can be learnt")
-    for row in held_out:
-        for label in row.labels:
-            if label not in counts:
-                raise DataError(f"{row.at}: no row to learn from has the label {_shown(label)}")
-    measured = {label for row in held_out for label in row.labels}
+    check_labels(held_out, counts, "no row to learn from has")
+    measured = {label for row in held_out for label in row.names}
     for label, at in counts.items() if held_out else ():
         if label not in measured:
             report(f"{at}: no held-out row has the label {_shown(label)}; it is not measured")
     return tuple(sorted(counts))
 
 
-def check_labels(rows: Sequence[LabelledText | TaggedSentence], known: Iterable[str]) -> None:
-    """Check that a model has every label of the rows.
+def check_labels(
+    rows: Sequence[Row], known: Iterable[str], lacking: str = "the model lacks"
+) -> None:
+    """Check that every label of the rows is known.
+
+    Args:
+        lacking: what the error says of another label.
 
     Raises:
-        DataError: it lacks one.
+        DataError: a label is not known.
     """
     names = frozenset(known)
     for row in rows:
-        for label in row.labels:
+        for label in row.names:
             if label not in names:
                 listed = ", ".join(sorted(names))[:_SHOWN]
-                raise DataError(f"{row.at}: the model has no label {_shown(label)} ({listed})")
+                raise DataError(f"{row.at}: {lacking} the label {_shown(label)} ({listed})")

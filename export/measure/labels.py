@@ -1,4 +1,4 @@
-"""Measures how well a model labels texts and tags words.
+"""Texts with labels and sentences with tags as a model reads them, and the figures of its logits.
 
 Shapes: N texts, L labels of one set, S tokens.
 """
@@ -8,26 +8,22 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
 
 from cloze.export.errors import DataError
-from cloze.export.load.tokenizer import CheckpointTokenizer
-from cloze.export.measure.labelled import OUTSIDE, LabelledText, TaggedSentence
-from cloze.export.measure.metrics import (
-    classification,
-    entity_tags,
-    multi_label,
-    regression,
-)
-from cloze.export.measure.scorer import Floats, Scorer, row_arrays
-from cloze.model_store.heads import sequence_classification, token_classification
+from cloze.export.measure.labelled import OUTSIDE, LabelledText, Row, TaggedSentence
+from cloze.export.measure.metrics import classification, entity_tags, multi_label, regression
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
-from cloze.model_store.sequences import TEXT_TOKENS, without_space
+from cloze.model_store.heads.token_classification import as_iob2
+from cloze.model_store.sequences import without_space
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """A text, a pair or a sentence as the model reads it.
+    """A text, a pair or a sentence as a model reads it.
 
     Attributes:
         input_ids: int64 [S].
@@ -40,128 +36,92 @@ class EncodedRow:
     token_type_ids: NDArray[np.int64]
     word_of: NDArray[np.int64]
 
+    def first_tokens(self) -> NDArray[np.int64]:
+        """Return the index of the first token of each word that has one."""
+        before = np.concatenate([[-1], self.word_of[:-1]])
+        return np.flatnonzero((self.word_of >= 0) & (self.word_of != before))
 
-def encode_texts(
-    rows: Sequence[LabelledText], tokenizer: CheckpointTokenizer, tokens: int
+
+def encode_rows(
+    rows: Sequence[Row], text: Tokenizer, tokens: int, *, cut: bool = True
 ) -> list[EncodedRow]:
-    """Return the sequences of texts and pairs, cut to ``tokens`` tokens, special tokens included.
+    """Return the sequences of rows of at most ``tokens`` tokens, special tokens included.
 
     Of a long pair, the longer text is cut.
 
+    Args:
+        text: the tokenizer; it puts the special tokens around the texts.
+        cut: whether a longer text is cut, and no error.
+
     Raises:
-        DataError: a text has no token.
+        DataError: a text is too long and must not be cut, or has no token.
     """
-    first = _ids(tokenizer, [row.text for row in rows])
-    second = _ids(tokenizer, [row.text_pair or "" for row in rows])
-    encoded, special = [], tokenizer.special
-    for row, one, other in zip(rows, first, second, strict=True):
-        if not one:
-            raise DataError(f"{row.at}: {row.text[:60]!r} has no token of the vocabulary")
-        is_pair = row.text_pair is not None
-        around = special.pair_tokens if is_pair else TEXT_TOKENS
-        one, other = _cut_longer(one, other, tokens - around)
-        ids = special.pair(one, other) if is_pair else special.text(one)
-        types = special.pair_types(len(one), len(other)) if is_pair else np.zeros(len(ids))
-        encoded.append(
-            EncodedRow(np.array(ids, np.int64), types.astype(np.int64), np.full(len(ids), -1))
-        )
-    return encoded
-
-
-def _cut_longer(one: list[int], other: list[int], tokens: int) -> tuple[list[int], list[int]]:
-    """Cut two texts to so many tokens together; the longer one loses tokens first."""
-    shorter = min(len(one), len(other), tokens // 2)
-    longer = tokens - shorter
-    return (
-        (one[:longer], other[:shorter])
-        if len(one) > len(other)
-        else (one[:shorter], other[:longer])
-    )
-
-
-def _ids(tokenizer: CheckpointTokenizer, texts: list[str]) -> list[list[int]]:
-    return [list(e.ids) for e in tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-
-def encode_sentences(
-    rows: Sequence[TaggedSentence], tokenizer: CheckpointTokenizer, tokens: int
-) -> list[EncodedRow]:
-    """Return the sequences of sentences, whose words are joined by spaces.
-
-    They are cut to ``tokens`` tokens, special tokens included.
-    """
-    texts = [" ".join(row.words) for row in rows]
-    encoded = []
-    encodings = tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)
-    for row, text, encoding in zip(rows, texts, encodings, strict=True):
-        ids = encoding.ids[: tokens - TEXT_TOKENS]
-        ends = np.cumsum([len(word) + 1 for word in row.words])
-        starts = [start for start, _ in without_space(text, encoding.offsets)][: len(ids)]
-        word_of = np.searchsorted(ends, np.array(starts, np.int64), "right")
-        encoded.append(
-            EncodedRow(
-                np.array(tokenizer.special.text(ids), np.int64),
-                np.zeros(len(ids) + TEXT_TOKENS, np.int64),
-                np.array([-1, *word_of, -1], np.int64),
+    sources = [row.text if row.text_pair is None else (row.text, row.text_pair) for row in rows]
+    text.enable_truncation(tokens)
+    encodings = text.encode_batch(sources)
+    text.no_truncation()
+    for row, source, encoding in zip(rows, sources, encodings, strict=True):
+        if encoding.overflowing and not cut:
+            raise DataError(
+                f"{row.at}: {row.text[:60]!r} has {len(text.encode_batch([source])[0])} tokens, "
+                f'the limit is {tokens}; shorten it, or set long_text = "truncate"'
             )
-        )
-    return encoded
+        if 0 not in encoding.sequence_ids:
+            raise DataError(f"{row.at}: {row.text[:60]!r} has no token of the vocabulary")
+    return [_row(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
 
 
-def first_tokens(word_of: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return bool [S], whether each token is the first of a word."""
-    before = np.concatenate([[-1], word_of[:-1]])
-    firsts: NDArray[np.bool_] = (word_of >= 0) & (word_of != before)
-    return firsts
-
-
-def _logits(rows: Sequence[EncodedRow], scorer: Scorer, head: str) -> list[Floats]:
-    """Return what a head computes of each row, in order."""
-    return row_arrays(scorer, head, [(row.input_ids, row.token_type_ids) for row in rows])
-
-
-def measure_labels(
-    rows: Sequence[LabelledText],
-    encoded: Sequence[EncodedRow],
-    scorer: Scorer,
-    chosen: tuple[LabelSet, slice],
-) -> dict[str, float]:
-    """Return the figures of a label set on texts; see `cloze.export.measure.metrics`."""
-    labels, columns = chosen
-    assert isinstance(labels, SequenceLabelSet)
-    logits = np.stack(_logits(encoded, scorer, sequence_classification.HEAD.name))[:, columns]
-    gold = label_matrix(rows, labels.labels)
-    match labels.problem_type:
-        case "regression":
-            return regression(logits[:, 0], [row.score for row in rows])
-        case "multi_label_classification":
-            return multi_label(logits, gold)
-        case "single_label_classification":
-            return classification(logits, gold.argmax(1))
+def _row(row: Row, encoding: Encoding) -> EncodedRow:
+    word_of = np.full(len(encoding.ids), -1)
+    if isinstance(row, TaggedSentence):
+        ends = np.cumsum([len(word) + 1 for word in row.words])
+        is_text = np.array([number == 0 for number in encoding.sequence_ids])
+        starts = np.array(without_space(row.text, encoding.offsets))[:, 0]
+        word_of[is_text] = np.searchsorted(ends, starts[is_text], "right")
+    ids, types = (np.array(each, np.int64) for each in (encoding.ids, encoding.type_ids))
+    return EncodedRow(ids, types, word_of)
 
 
 def label_matrix(rows: Sequence[LabelledText], labels: Sequence[str]) -> NDArray[np.bool_]:
     """Return bool [N, L], whether each row has each label."""
-    return np.array([[label in row.labels for label in labels] for row in rows], bool)
+    return np.array([[label in row.names for label in labels] for row in rows], bool)
+
+
+def measure_labels(
+    rows: Sequence[LabelledText], logits: Sequence[Floats], labels: SequenceLabelSet
+) -> dict[str, float]:
+    """Return the figures of a label set on texts; see `cloze.export.measure.metrics`.
+
+    Args:
+        logits: [L] of each row.
+    """
+    scores = np.stack(logits)
+    match labels.problem_type:
+        case "regression":
+            return regression(scores[:, 0], np.array([row.label for row in rows], np.float64))
+        case "multi_label_classification":
+            return multi_label(scores, label_matrix(rows, labels.labels))
+        case "single_label_classification":
+            return classification(scores, label_matrix(rows, labels.labels).argmax(1))
 
 
 def measure_tags(
     rows: Sequence[TaggedSentence],
     encoded: Sequence[EncodedRow],
-    scorer: Scorer,
-    chosen: tuple[LabelSet, slice],
+    logits: Sequence[Floats],
+    labels: LabelSet,
 ) -> dict[str, float]:
     """Return precision, recall and F1 of entities, and the share of right tags.
 
     The first token of a word decides its tag. A word that is cut off, or has no token, is outside.
+
+    Args:
+        logits: [S, L] of each row.
     """
-    labels, columns = chosen
     predicted: list[Sequence[str]] = []
-    outputs = _logits(encoded, scorer, token_classification.HEAD.name)
-    for row, sequence, logits in zip(rows, encoded, outputs, strict=True):
+    for row, sequence, scores in zip(rows, encoded, logits, strict=True):
         tags = [OUTSIDE] * len(row.words)
-        best = logits[:, columns].argmax(1)
-        for token in np.flatnonzero(first_tokens(sequence.word_of)):
-            tags[sequence.word_of[token]] = labels.labels[best[token]]
-        predicted.append(token_classification.as_iob2(tags, labels.labels))
+        for token in sequence.first_tokens():
+            tags[sequence.word_of[token]] = labels.labels[scores[token].argmax()]
+        predicted.append(as_iob2(tags, labels.labels))
     return entity_tags(predicted, [row.tags for row in rows])

@@ -14,7 +14,7 @@ import numpy as np
 
 from cloze.export.errors import DataError
 from cloze.export.load.tokenizer import CheckpointTokenizer
-from cloze.export.measure.data_files import read_text
+from cloze.export.measure.data_files import read_lines
 from cloze.export.measure.scorer import MaskedRow, Scorer, score_masks
 
 _MASK_TOKEN = "[MASK]"
@@ -48,7 +48,7 @@ def read_sentences(file: Path) -> list[Sentence]:
         DataError: the file is missing, or a line has no tab, no word, or not one mask.
     """
     sentences = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(read_lines(file), 1):
         text, _, words = line.partition("\t")
         accepted = tuple(word.strip().lower() for word in words.split(",") if word.strip())
         if text.count(_MASK_TOKEN) != 1 or not accepted:

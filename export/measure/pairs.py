@@ -4,7 +4,6 @@ Source: Cer et al. 2017 (STS-B).
 """
 
 import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
-from cloze.export.measure.data_files import read_text
+from cloze.export.measure.data_files import read_lines
 from cloze.export.measure.scorer import Scorer, unit_embeddings
 
 
@@ -35,7 +34,7 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
     """
     pairs: list[ScoredPair] = []
     for file in files:
-        rows = csv.reader(io.StringIO(read_text(file), newline=""))
+        rows = csv.reader(read_lines(file))
         try:
             pairs += [_pair(row, f"{file}, line {number}") for number, row in enumerate(rows, 1)]
         except csv.Error as error:

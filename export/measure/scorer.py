@@ -29,7 +29,8 @@ from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-_BATCH = 64
+_BATCH_TOKENS = 8192
+"""Tokens per run of the model."""
 
 
 class Scorer(Protocol):
@@ -127,7 +128,7 @@ def run_rows(
         rows: token ids and token types, [S] each.
     """
     results: list[HeadOutputs] = [{}] * len(rows)
-    for group in equal_lengths([len(ids) for ids, _ in rows], _BATCH):
+    for group in _equal_lengths([len(ids) for ids, _ in rows]):
         ids, types = (np.stack([rows[index][part] for index in group]) for part in (0, 1))
         batch = encodings(ids, types, [requests[index] for index in group])
         for index, output in zip(group, scorer.run(batch), strict=True):
@@ -177,9 +178,9 @@ def encodings(
     return [Encoding(*row) for row in rows]
 
 
-def equal_lengths(lengths: Sequence[int], max_size: int) -> Iterator[list[int]]:
-    """Yield groups of indices of at most ``max_size`` examples of one length, shortest first."""
+def _equal_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield groups of indices of sequences of one length that one run takes, shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for _, group in groupby(order, key=lengths.__getitem__):
-        members = list(group)
-        yield from (members[at : at + max_size] for at in range(0, len(members), max_size))
+    for length, group in groupby(order, key=lengths.__getitem__):
+        members, size = list(group), max(1, _BATCH_TOKENS // length)
+        yield from (members[at : at + size] for at in range(0, len(members), size))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cloze.export.errors import DataError
-from cloze.export.measure.data_files import read_data
+from cloze.export.measure.data_files import read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def read_questions(files: Iterable[Path]) -> list[Question]:
 
 
 def _read(file: Path) -> Iterable[Question]:
-    data = read_data(file)
+    text = "".join(read_lines(file))
     try:
-        articles = json.loads(data)["data"]
+        articles = json.loads(text)["data"]
         return [
             _question(entry, article.get("title", ""), paragraph["context"])
             for article in articles

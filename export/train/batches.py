@@ -1,11 +1,11 @@
 """Turns training examples into the tensors of a batch: masked, padded, and joined."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from cloze.export.errors import TrainError
-from cloze.export.train.corpus import Corpus
-from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
+from cloze.export.measure.corpus import Corpus
+from cloze.export.measure.examples import EpochExamples, ExampleOptions, TrainingExample
+from cloze.export.measure.masking import Ids, make_masking
 from cloze.export.train.folder import Folder
 from cloze.export.train.loop import batches_per_step
-from cloze.export.train.masking import MaskedSequence, Masking, make_masking
 from cloze.export.train.recipe import TextRecipe
 
 _POOL_BATCHES = 16
@@ -27,9 +27,6 @@ _LENGTH_STEP = 16
 
 _MAX_EPOCHS = 1_000_000
 """Upper bound on the epochs of a phase, so that two phases never share an epoch number."""
-
-_CACHED_EPOCHS = 2
-"""Per phase: a batch can contain examples of two epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +50,8 @@ class PaddedBatch:
 
     def to(self, device: torch.device) -> Self:
         """Return a copy of the batch on a device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device)
-            for name, value in values.items()
-            if isinstance(value, Tensor | PaddedBatch)
-        }
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: part.to(device) for name, part in parts.items() if part is not None}
         return replace(self, **moved)
 
 
@@ -80,9 +73,8 @@ class TextBatch(PaddedBatch):
 
     Attributes:
         first_tokens: int64 [B], number of tokens of the first text with its special tokens.
-        positions: int64 [M], positions of the chosen tokens.
+        positions: int64 [M], ascending positions of the chosen tokens.
         labels: int64 [M], original tokens at these positions.
-        spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
         next_labels: int64 [B], `UNPAIRED` for a single sentence; empty without a sentence
             objective.
     """
@@ -90,30 +82,24 @@ class TextBatch(PaddedBatch):
     first_tokens: Tensor
     positions: Tensor
     labels: Tensor
-    spans: Tensor
     next_labels: Tensor
 
 
-_Row = tuple[TrainingExample, MaskedSequence]
+_Row = tuple[TrainingExample, Ids, Ids]
+"""An example, its tokens after masking [S], and the positions of the chosen ones [M]."""
 
 
 def collate(rows: list[_Row], length: int) -> TextBatch:
     """Join rows to a batch of ``length`` tokens."""
-    examples, masked = zip(*rows, strict=True)
-    starts = np.arange(len(rows)) * length
+    examples, masked_ids, positions = zip(*rows, strict=True)
     next_labels = [example.label for example in examples if example.label is not None]
-
-    def joined(parts: Iterable[NDArray[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)))
-
+    flat = [chosen + row * length for row, chosen in enumerate(positions)]
+    labels = [one.input_ids[chosen] for one, chosen in zip(examples, positions, strict=True)]
     return TextBatch(
-        *padded(
-            [one.input_ids for one in masked], [each.token_type_ids for each in examples], length
-        ),
+        *padded(masked_ids, [each.token_type_ids for each in examples], length),
         first_tokens=torch.tensor([example.first_tokens for example in examples]),
-        positions=joined(one.positions + at for one, at in zip(masked, starts, strict=True)),
-        labels=joined(one.labels for one in masked),
-        spans=joined(one.spans + at for one, at in zip(masked, starts, strict=True)),
+        positions=torch.from_numpy(np.concatenate(flat)),
+        labels=torch.from_numpy(np.concatenate(labels)),
         next_labels=torch.tensor(next_labels, dtype=torch.int64),
     )
 
@@ -166,21 +152,18 @@ class TextBatches:
     """
 
     def __init__(self, corpus: Corpus, recipe: TextRecipe, source: Folder) -> None:
-        self._corpus, self._recipe = corpus, recipe
-        self._special, masked = source.special, recipe.pretraining
-        self._masking = make_masking(
-            source.text,
-            source.special.mask,
-            masked.unit,
-            masked.rate,
-            final_rate=masked.final_rate,
-        )
-        self._lengths: dict[tuple[int, int], int] = {}
-        self._ends: list[list[int]] = [[] for _ in recipe.phases]
-        self._epochs: dict[tuple[int, int], EpochExamples] = {}
+        self._corpus, self._recipe, self._special = corpus, recipe, source.special
+        unit = recipe.pretraining.unit
+        self._masking = make_masking(source.text, source.special.mask, unit)
         self._phase_ends = list(accumulate(phase.steps for phase in recipe.phases))
         self.steps = self._phase_ends[-1]
-        self._row(0, 0, self._masking)  # raises before the run if the corpus does not suffice
+        # A batch may hold examples of two epochs.
+        self._examples = lru_cache(maxsize=2 * len(recipe.phases))(self._make_examples)
+        self.epoch_lengths = [len(self._examples(phase, 0)) for phase in range(len(recipe.phases))]
+        """Examples of an epoch of each phase. Epochs differ a little: some lack a few examples of
+        their random order, and some repeat a few.
+        """
+        self._row(0, 0, recipe.pretraining.rate)  # raises if there is nothing to mask
 
     def phase(self, step: int) -> int:
         """Return the index of the phase of a step."""
@@ -188,58 +171,41 @@ class TextBatches:
 
     def __call__(self, step: int, part: int) -> TextBatch:
         """Return the ``part``-th batch of a step."""
-        index = self.phase(step)
+        index, masked = self.phase(step), self._recipe.pretraining
         phase = self._recipe.phases[index]
         step_of_phase = step - (self._phase_ends[index] - phase.steps)
         batches = batches_per_step(self._recipe.optimisation)
         number = (step_of_phase * batches + part) * phase.sequences
-        masking = self._masking.at(step / max(1, self.steps - 1))
-        rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
+        change = (masked.final_rate or masked.rate) - masked.rate
+        rate = masked.rate + change * step / max(1, self.steps - 1)
+        rows = [self._row(index, number + row, rate) for row in range(phase.sequences)]
         return collate(rows, phase.tokens)
 
-    def _row(self, phase: int, number: int, masking: Masking) -> _Row:
+    def _row(self, phase: int, number: int, rate: float) -> _Row:
         """Return the first example from ``number`` on that has a token to mask.
 
         An example of unknown words only has no such token and gives no loss.
         """
-        for candidate in range(number, number + 2 * self.epoch_length(phase, 0)):
-            example, masked = self._masked_example(phase, candidate, masking)
-            if len(masked.positions):
-                return example, masked
+        length = self.epoch_lengths[phase]
+        for candidate in range(number, number + 2 * length):
+            examples = self._examples(phase, candidate // length)
+            place = candidate % length % len(examples)
+            rng = examples.rng(place)
+            example = examples.make(place, rng)
+            masked_ids, positions = self._masking(example.input_ids, rate, rng)
+            if len(positions):
+                return example, masked_ids, positions
         raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
 
-    def _masked_example(self, phase: int, number: int, masking: Masking) -> _Row:
-        # Epochs differ a little in length, so the end of each epoch is recorded.
-        ends = self._ends[phase]
-        while not ends or number >= ends[-1]:
-            ends.append(sum(ends[-1:]) + self.epoch_length(phase, len(ends)))
-        epoch = bisect_right(ends, number)
-        number -= ends[epoch - 1] if epoch else 0
-        examples = self._examples(phase, epoch)
-        rng = examples.rng(number)
-        example = examples.make(number, rng)
-        return example, masking(example.input_ids, rng)
-
-    def epoch_length(self, phase: int, epoch: int) -> int:
-        """Return the number of examples in an epoch."""
-        if (phase, epoch) not in self._lengths:
-            self._lengths[phase, epoch] = len(self._examples(phase, epoch))
-        return self._lengths[phase, epoch]
-
-    def _examples(self, phase: int, epoch: int) -> EpochExamples:
-        """Return the examples of an epoch, from the cache if possible."""
+    def _make_examples(self, phase: int, epoch: int) -> EpochExamples:
         recipe = self._recipe
-        if (phase, epoch) not in self._epochs:
-            while len(self._epochs) >= _CACHED_EPOCHS * len(recipe.phases):
-                del self._epochs[next(iter(self._epochs))]
-            options = ExampleOptions(
-                length=recipe.phases[phase].tokens,
-                sentence=recipe.pretraining.sentence,
-                special=self._special,
-                seed=recipe.seed,
-                epoch=phase * _MAX_EPOCHS + (epoch if recipe.pretraining.dynamic else 0),
-                short=recipe.pretraining.short,
-                single=recipe.phases[phase].single,
-            )
-            self._epochs[phase, epoch] = EpochExamples(self._corpus, options)
-        return self._epochs[phase, epoch]
+        options = ExampleOptions(
+            length=recipe.phases[phase].tokens,
+            sentence=recipe.pretraining.sentence,
+            special=self._special,
+            seed=recipe.seed,
+            epoch=phase * _MAX_EPOCHS + (epoch if recipe.pretraining.dynamic else 0),
+            short=recipe.pretraining.short,
+            single=recipe.phases[phase].single,
+        )
+        return EpochExamples(self._corpus, options)

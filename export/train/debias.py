@@ -15,8 +15,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.documents import read_documents, split_sentences
 from cloze.export.train.card import front_matter
-from cloze.export.train.documents import read_documents, split_sentences
 from cloze.export.train.folder import open_folder, save
 from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.word_pairs import WordPairs

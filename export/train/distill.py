@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.documents import fingerprint
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.documents import fingerprint
 from cloze.export.train.folder import Folder, has_token_types, max_tokens, set_dropout
 from cloze.export.train.kept_embeddings import KeptEmbeddings, kept_embeddings, with_modules
 from cloze.export.train.loop import train
@@ -200,7 +200,7 @@ def distill(teacher: Folder, files: list[Path], recipe: DistillRecipe, options: 
     kept = kept_embeddings(teacher, recipe.pretraining, options.device)
     module = Distillation(student, network.to(options.device), recipe, kept)
     objective = text_objective(module, files, recipe, teacher, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    train(objective, options, recipe)
     tokenizer = teacher.tokenizer
     if not has_token_types(student.config):
         names = ["input_ids", "attention_mask"]

@@ -32,6 +32,9 @@ from transformers import (
 )
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.corpus import Corpus
+from cloze.export.measure.documents import fingerprint
+from cloze.export.measure.labels import EncodedRow
 from cloze.export.measure.metrics import spearman
 from cloze.export.measure.pairs import read_pairs, tokenize_pairs
 from cloze.export.train.adapters import add_low_rank
@@ -42,13 +45,11 @@ from cloze.export.train.batches import (
     shuffled_batches,
 )
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.corpus import Corpus
-from cloze.export.train.documents import fingerprint
 from cloze.export.train.folder import MODULES, Folder, max_tokens
 from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.recipe import EmbedRecipe
-from cloze.export.train.rows import Row, model_inputs, outputs_of
+from cloze.export.train.rows import model_inputs, outputs_of
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.text_objective import run_corpus
@@ -117,7 +118,6 @@ class EmbeddingObjective:
         sentences: SentenceTransformer,
         recipe: EmbedRecipe,
         pairs: list[TokenizedPair],
-        *,
         held_out: list[TokenizedPair],
         draws: SentenceDraws | None,
         steps: int,
@@ -171,7 +171,8 @@ class EmbeddingObjective:
         held_out = self._held_out
         if not held_out:
             return {}
-        rows = [Row(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in _sides(held_out)]
+        sides = _sides(held_out)
+        rows = [EncodedRow(np.array(ids), *np.zeros((2, len(ids)), np.int64)) for ids in sides]
         size, max_tokens = self._recipe.sequences, self._max_tokens
         embeddings = np.stack(
             outputs_of(self.module, rows, self.embed, size=size, max_tokens=max_tokens)
@@ -236,14 +237,12 @@ def finetune_embedding(
     tokenized, held_out = (
         tokenize_pairs(each, source.text, recipe.tokens) for each in (learnt, measured)
     )
-    objective = EmbeddingObjective(
-        sentences, recipe, tokenized, held_out=held_out, draws=draws, steps=steps
-    )
-    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
+    objective = EmbeddingObjective(sentences, recipe, tokenized, held_out, draws, steps)
+    step = train(objective, options, recipe, "spearman")
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
     title = "An encoder fine-tuned for embeddings"
-    run = Run(title, source, [*pairs, *text], recipe, options)
+    run = Run(title, source, [*pairs, *text], recipe, options, step)
     return write_run(sentences, sentences.tokenizer, run)
 
 

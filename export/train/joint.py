@@ -7,7 +7,7 @@ its set, so that small sets are not lost beside large ones.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,37 +17,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cloze.export.errors import TrainError
+from cloze.export.measure.documents import fingerprint
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.documents import fingerprint
+from cloze.export.train.finetune import label_sets, model_of
 from cloze.export.train.folder import Folder
-from cloze.export.train.label_data import LabelData, RowFiles, TagData, read_rows
-from cloze.export.train.label_tasks import (
-    CLASSES,
-    TAGS,
-    RowObjective,
-    RowPlan,
-    label_sets,
-    labelled_model,
-    main_figure,
-    row_objective,
-)
-from cloze.export.train.loop import Objective, batches_per_step, train
-from cloze.export.train.questions import (
-    QUESTIONS_FIGURE,
-    QuestionData,
-    QuestionObjective,
-    questions_model,
-    read_question_data,
-)
+from cloze.export.train.label_tasks import LabelRows, TagRows, read_rows
+from cloze.export.train.loop import batches_per_step, train
+from cloze.export.train.questions import WindowRows, read_windows
+from cloze.export.train.recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
+from cloze.export.train.rows import RowObjective, TaskRows
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.task_recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
-from cloze.model_store.heads import span
-from cloze.model_store.heads.label_sets import HEAD_SECTIONS, LabelSets
+from cloze.model_store.heads.label_sets import HEAD_SECTIONS
 
-SPAN: Final = span.HEAD.name
-_Task = QuestionsTask | LabelsTask | TagsTask
-_Data = LabelData | TagData | QuestionData
 MEAN: Final = "mean"
 
 
@@ -96,18 +78,11 @@ class JointModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One task of a joint run.
-
-    Attributes:
-        size: number of windows, texts or sentences to learn from.
-        figure: the held-out figure that says how good the task is.
-    """
+    """One task of a joint run."""
 
     name: str
-    objective: Objective
-    size: int
+    objective: RowObjective
     weight: float
-    figure: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +127,8 @@ class JointObjective:
         self._members, self.steps = members, recipe.steps
         self._batches_per_step = batches_per_step(recipe.optimisation)
         batches = recipe.steps * self._batches_per_step
-        self._task_of = draw_tasks([each.size for each in members], batches, recipe.seed)
+        sizes = [len(each.objective.task.rows) for each in members]
+        self._task_of = draw_tasks(sizes, batches, recipe.seed)
         seen: Counter[int] = Counter()
         self._number_in_task = []
         for task in self._task_of:
@@ -182,7 +158,8 @@ class JointObjective:
         for member in self._members:
             own = member.objective.evaluate(step)
             figures |= {f"{member.name}_{name}": value for name, value in own.items()}
-            main += [own[member.figure]] if member.figure in own else []
+            figure = member.objective.task.figure
+            main += [own[figure]] if figure in own else []
         return figures | ({MEAN: float(np.mean(main))} if main else {})
 
 
@@ -200,35 +177,37 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
     """
     files = [folder / file for task in recipe.task for file in task.files]
     inputs = {"checkpoint": source.weights_sha256, "file of a task": fingerprint(files)}
-    data = [_read(task, source, folder, recipe, options) for task in recipe.task]
-    model, sets = _start(source, data, recipe)
+    tasks = [_read(task, source, folder, recipe, options) for task in recipe.task]
+    sets = label_sets(tasks)
+    networks = {
+        head: model_of(head, sets.get(head), source, seed=recipe.seed, dropout=recipe.dropout)
+        for head in (LabelRows.head, TagRows.head, WindowRows.head)
+        if any(task.head == head for task in tasks)
+    }
+    model = JointModel(networks)
     model.head_tensors()  # raises before the run starts if the heads cannot be saved
     acquire_run_dir(options.run_dir, recipe, inputs)
-    members = [
-        _member(task, rows, model, source, sets, recipe)
-        for task, rows in zip(recipe.task, data, strict=True)
-    ]
+    members = []
+    for settings, task in zip(recipe.task, tasks, strict=True):
+        one_of_task = RowObjective(
+            model.networks[task.head],
+            task,
+            steps=recipe.steps,
+            batches=1,
+            seed=recipe.seed,
+            columns=sets[task.head].choose(settings.name)[1] if task.head in sets else slice(None),
+        )
+        members.append(Member(settings.name, one_of_task, settings.weight))
     objective = JointObjective(model, members, recipe)
     for member, batches in zip(members, objective.batches, strict=True):
-        options.report(f"{member.name}: {member.size:,} rows, {batches:,} batches")
-    step = train(
-        objective,
-        options,
-        seed=recipe.seed,
-        optimisation=recipe.optimisation,
-        figure=MEAN,
-        patience=recipe.patience,
-    )
+        rows = len(member.objective.task.rows)
+        options.report(f"{member.name}: {rows:,} rows, {batches:,} batches")
+    step = train(objective, options, recipe, MEAN)
     figures = {}
     for member in members:
-        labelled = member.objective
-        if isinstance(labelled, RowObjective) and (calibration := labelled.calibrate()):
-            sets = {
-                head: each.calibrated(member.name, calibration.temperature)
-                if labelled.module is model.networks[head]
-                else each
-                for head, each in sets.items()
-            }
+        if calibration := member.objective.calibrate():
+            head = member.objective.task.head
+            sets[head] = sets[head].calibrated(member.name, calibration.temperature)
             figures[f"{member.name} calibration"] = str(calibration)
             options.report(f"{member.name}: {calibration}")
     sections = {head: each.model_dump(mode="json") for head, each in sets.items()}
@@ -240,52 +219,16 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
 
 
 def _read(
-    task: _Task, source: Folder, folder: Path, recipe: TasksRecipe, options: RunOptions
-) -> _Data:
+    task: LabelsTask | TagsTask | QuestionsTask,
+    source: Folder,
+    folder: Path,
+    recipe: TasksRecipe,
+    options: RunOptions,
+) -> TaskRows:
     """Read and check the rows of a task."""
+    report, measured = options.report, recipe.measured
     if isinstance(task, QuestionsTask):
         files = [folder / name for name in task.questions]
-        return read_question_data(files, source, task, options.report, measured=recipe.measured)
-    row_files = RowFiles(
-        *([folder / name for name in names] for names in (task.learnt, task.measured))
-    )
-    data = read_rows(row_files, task, options.report, task.name)
-    spread = slice(None, None, max(1, len(data.held_out) // recipe.measured))
-    return replace(data, held_out=data.held_out[spread])  # type: ignore[arg-type]
-
-
-def _start(
-    source: Folder, data: Sequence[_Data], recipe: TasksRecipe
-) -> tuple[JointModel, dict[str, LabelSets]]:
-    """Return the model with the heads of the tasks, and the label sets by head."""
-    sets = label_sets([each for each in data if not isinstance(each, QuestionData)])
-    given: dict[str, Any] = {"seed": recipe.seed, "dropout": recipe.dropout}
-    networks: dict[str, Any] = {
-        head: labelled_model(source, sets[head], **given)
-        for head in (CLASSES, TAGS)
-        if head in sets
-    }
-    if any(isinstance(each, QuestionData) for each in data):
-        networks[SPAN] = questions_model(source, **given)
-    return JointModel(networks), sets
-
-
-def _member(
-    task: _Task,
-    data: _Data,
-    model: JointModel,
-    source: Folder,
-    sets: Mapping[str, LabelSets],
-    recipe: TasksRecipe,
-) -> Member:
-    if isinstance(data, QuestionData):
-        assert isinstance(task, QuestionsTask)
-        questions = QuestionObjective(
-            model.networks[SPAN], data, task, steps=recipe.steps, batches=1, seed=recipe.seed
-        )
-        return Member(task.name, questions, len(data.windows), task.weight, QUESTIONS_FIGURE)
-    head = CLASSES if isinstance(data, LabelData) else TAGS
-    _, columns = sets[head].choose(task.name)
-    plan = RowPlan(recipe.steps, 1, recipe.seed)
-    objective = row_objective(model.networks[head], source, data, plan, columns)
-    return Member(task.name, objective, len(data.learnt), task.weight, main_figure(data))
+        return read_windows(files, task, source, report, measured=measured)
+    files, held_out = ([folder / name for name in names] for names in (task.learnt, task.measured))
+    return read_rows(files, held_out, task, source.text, report, name=task.name, measured=measured)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cloze.export.errors import TrainError
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.folder import MODULES, Folder, max_tokens, one_line_errors
-from cloze.export.train.recipe import MaskedTokens
+from cloze.export.train.recipe import Pretraining
 
 _MIN_TOKENS = 8
 """Shortest length in tokens at which embeddings are compared."""
@@ -76,7 +76,7 @@ def unmasked_texts(batch: TextBatch, tokens: int, length: int) -> tuple[Tensor, 
 class KeptEmbeddings:
     """The embeddings of the frozen original model, as targets for the trained encoder."""
 
-    def __init__(self, original: SentenceTransformer, recipe: MaskedTokens) -> None:
+    def __init__(self, original: SentenceTransformer, recipe: Pretraining) -> None:
         self._original = original.eval().requires_grad_(False)
         self._recipe = recipe
 
@@ -117,7 +117,7 @@ class KeptEmbeddings:
 
 
 def kept_embeddings(
-    original: Folder, recipe: MaskedTokens, device: torch.device
+    original: Folder, recipe: Pretraining, device: torch.device
 ) -> KeptEmbeddings | None:
     """Return the embeddings of a folder as a target; None: the recipe does not keep them."""
     if not recipe.keep_embeddings:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertModel, PreTrainedModel
 
+from cloze.export.measure.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.kept_embeddings import KeptEmbeddings
 from cloze.export.train.recipe import Pretraining, Sizes
 from cloze.export.train.rows import model_inputs
@@ -146,10 +146,21 @@ class SpanBoundary(nn.Module):
     def forward(self, rows: Tensor, batch: TextBatch) -> Tensor:
         """Return logits [M, V] from hidden states ``rows`` [B * S, H]."""
         # [CLS] and [SEP] are never chosen, so both neighbours of a span exist.
-        first, last = batch.spans[:, 0], batch.spans[:, 1]
+        first, last = runs(batch.positions)
         place = self.place((batch.positions - first).clamp(max=_MAX_OFFSETS - 1))
         inputs = torch.cat([rows[first - 1], rows[last + 1], place], 1)
         return self.decoder(self.layers(inputs))  # type: ignore[no-any-return]
+
+
+def runs(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last position, [M] each, of the run of chosen tokens around each.
+
+    Args:
+        positions: int64 [M], ascending.
+    """
+    run = (positions.diff(prepend=positions[:1]) > 1).cumsum(0)
+    first, end = torch.searchsorted(run, run), torch.searchsorted(run, run, right=True)
+    return positions[first], positions[end - 1]
 
 
 class ReplacedTokens(nn.Module):

@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from cloze.export.errors import Report, TrainError
+from cloze.export.measure.documents import fingerprint, is_held_out, read_documents
+from cloze.export.measure.examples import SentenceObjective
 from cloze.export.train.card import Run, write_run
-from cloze.export.train.documents import fingerprint, is_held_out, read_documents
-from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.folder import Folder, max_tokens, open_folder
 from cloze.export.train.kept_embeddings import kept_embeddings, with_modules
 from cloze.export.train.loop import train
@@ -76,7 +76,7 @@ def pretrain(
     parameters = f"{network.num_parameters():,} parameters"
     options.report(f"a {network.config.model_type} of {parameters}")
     objective = text_objective(started, files, recipe, tokens, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    train(objective, options, recipe)
     if not source:
         _fill_positions(network, longest)
         tokens.tokenizer.model_max_length = recipe.model.max_tokens
@@ -170,7 +170,6 @@ def _learn_vocabulary(files: list[Path], recipe: PretrainRecipe, options: RunOpt
                 ),
                 size=vocabulary.size,
                 lowercase=vocabulary.lowercase,
-                min_frequency=vocabulary.min_frequency,
             )
             save_vocabulary(learnt, folder)
     return open_folder(str(folder))

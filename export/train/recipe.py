@@ -1,23 +1,34 @@
-"""The recipes: the fields of a run's TOML file, which `recipe_files` reads."""
+"""The recipes: the fields of a run's TOML file, and what is wrong with a file in one line."""
 
-from typing import Annotated, Literal, Self
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cloze.export.train.examples import SentenceObjective
-from cloze.export.train.masking import Unit
+from cloze.export.errors import TrainError
+from cloze.export.measure.data_files import describe_error
+from cloze.export.measure.examples import SentenceObjective
+from cloze.export.measure.masking import Unit
+from cloze.model_store.heads.label_sets import SetName
 
-MAX_SEED = 2**32 - 1
-"""numpy and torch accept it."""
+RECIPES = Path(__file__).parent / "recipes"
+"""Folder of the recipes of the package; a bare name on the command line is one of them."""
 
-MIN_VOCABULARY, MAX_VOCABULARY = 32, 1_000_000
 Share = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Weight = Annotated[float, Field(gt=0)]
 OptionalWeight = Annotated[float, Field(ge=0)]
+Number = Annotated[int, Field(ge=0, le=1_000_000)]
 Count = Annotated[int, Field(gt=0, le=1_000_000_000)]
 Size = Annotated[int, Field(gt=0, le=65_536)]
 """A size, bounded so that a typing error cannot fill the memory."""
+
+Length = Annotated[Size, Field(ge=8)]
+"""Tokens of a sequence."""
+
+MaskedUnit = Annotated[Unit, Field(strict=False)]
+Sentence = Annotated[SentenceObjective, Field(strict=False)]
 
 
 class Table(BaseModel):
@@ -26,39 +37,26 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
-class Recipe(Table):
-    """The fields of every recipe."""
-
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 1
-    """Seed of all random draws."""
-
-
 class Vocabulary(Table):
     """A WordPiece vocabulary."""
 
-    size: Annotated[int, Field(ge=MIN_VOCABULARY, le=MAX_VOCABULARY)] = 12_000
+    size: Annotated[int, Field(ge=32, le=1_000_000)] = 12_000
     lowercase: bool = True
-    min_frequency: Count = 2
 
 
 class Sizes(Table):
-    """The sizes of the encoder.
+    """The sizes of the encoder, by default those of the "mini" BERT of Turc et al. 2019."""
 
-    The defaults are the smallest published BERT with more than two layers (Turc et al. 2019,
-    "mini").
-    """
-
-    family: Literal["bert"] = "bert"
     hidden_size: Size = 256
     layers: Size = 4
     heads: Size = 4
     intermediate_size: Size = 1024
-    max_tokens: Annotated[Size, Field(ge=8)] = 512
+    max_tokens: Length = 512
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
     dropout: Share = 0.1
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "Sizes":
+    def _heads_divide(self) -> Self:
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"hidden size {self.hidden_size} is not a multiple of the {self.heads} "
@@ -78,33 +76,23 @@ class Optimisation(Table):
     """Rate of the embeddings; none: ``learning_rate``. See docs/decisions/0010."""
 
     head_learning_rate: Rate | None = None
-    """Rate of the heads; none: ``learning_rate``.
-
-    Howard & Ruder 2018, "ULMFiT", section 3.2: new layers need a higher rate than the layers of the
-    checkpoint.
-    """
+    """Rate of the heads, which a new head needs higher (ULMFiT, section 3.2); none: the same."""
 
     weight_decay: Share = 0.01
-    """Biases and LayerNorm are not decayed. 0.1: Brown et al. 2020, "GPT-3", appendix B."""
+    """Biases and LayerNorm are not decayed."""
 
     beta2: Rate = 0.98
     warmup: Share = 0.06
     """Share of the steps at the start."""
 
     decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the steps at the end in which the rate falls to 0; none: all.
+    """Share of the steps at the end in which the rate falls to 0 (MiniCPM, section 4.2); none: all.
 
-    Hu et al. 2024, "MiniCPM", section 4.2; Hägele et al. 2024, "Scaling Laws and Compute-Optimal
-    Training Beyond Fixed Training Durations": a constant rate with a late decay is as good as a
-    cosine, and the length of a run can be changed.
+    A constant rate with a late decay is as good as a cosine, and a run can be made longer.
     """
 
     average: Share = 0.0
-    """Share of the steps at the end whose weights are averaged.
-
-    Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization";
-    Kaddour 2022, "Stop Wasting My Time!".
-    """
+    """Share of the steps at the end whose weights are averaged (Izmailov et al. 2018)."""
 
     clip: Weight = 1.0
     """Maximum norm of the gradient."""
@@ -113,14 +101,10 @@ class Optimisation(Table):
     """Batches per step."""
 
     precision: Literal["fp32", "bf16", "auto"] = "auto"
-    """Precision of matrix products.
-
-    ``auto``: bf16 if the processor has instructions for it (measured: 1.9 times the speed of fp32
-    with avx512_bf16).
-    """
+    """Precision of matrix products; ``auto``: bf16 if the processor has instructions for it."""
 
     @model_validator(mode="after")
-    def _warmup_and_decay_fit(self) -> "Optimisation":
+    def _warmup_and_decay_fit(self) -> Self:
         if self.decay is not None and self.warmup + self.decay > 1:
             raise ValueError(
                 f"warmup = {self.warmup:g} and decay = {self.decay:g} exceed the run: "
@@ -129,13 +113,24 @@ class Optimisation(Table):
         return self
 
 
+class Recipe(Table):
+    """The fields of every recipe."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Seed of all random draws, as numpy and torch accept it."""
+
+    optimisation: Optimisation = Optimisation()
+
+    @property
+    def rates(self) -> Optimisation:
+        """The optimisation with the learning rate of the weights that are learnt."""
+        return self.optimisation
+
+
 class Phase(Table):
-    """Steps with sequences of one length.
+    """Steps with sequences of one length; short sequences first learn most in a given time."""
 
-    Short sequences first and long sequences later learn the most words in a given time.
-    """
-
-    tokens: Annotated[int, Field(ge=8)]
+    tokens: Length
     """Tokens per sequence, special tokens included."""
 
     sequences: Size
@@ -146,25 +141,21 @@ class Phase(Table):
     """Share of examples that are one sentence."""
 
 
-class MaskedTokens(Table):
-    """Masking, and what is learnt at masked tokens."""
+class Pretraining(Table):
+    """The pre-training objective, its masking, and its pairs of texts."""
 
-    unit: Annotated[Unit, Field(strict=False)] = Unit.TOKEN
+    method: Literal["mlm", "rtd"] = "mlm"
+    """Masked tokens, or replaced-token detection."""
+
+    unit: MaskedUnit = Unit.TOKEN
     rate: Rate = 0.15
     """Share of tokens to predict."""
 
     final_rate: Rate | None = None
-    """Rate at the last step, approached linearly; none: constant rate.
-
-    Ankner et al. 2024, "Dynamic Masking Rate Schedules for MLM Pretraining", section 3: from 0.30
-    to 0.15.
-    """
+    """Rate at the last step, approached linearly (Ankner et al. 2024); none: constant rate."""
 
     keep_embeddings: bool = False
-    """With --from, and in distillation: keep the sentence embeddings of the checkpoint.
-
-    Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.kept_embeddings`.
-    """
+    """With --from, and in distillation: keep the checkpoint's embeddings, see `KeptEmbeddings`."""
 
     embedding_weight: Weight = 20.0
     """Weight of the cosine distance between both embeddings."""
@@ -178,17 +169,10 @@ class MaskedTokens(Table):
     short: Share = 0.1
     """Share of sequences cut to a random length."""
 
-
-class Pretraining(MaskedTokens):
-    """The pre-training objective, its masking, and its pairs of texts."""
-
-    method: Literal["mlm", "rtd"] = "mlm"
-    """Masked tokens, or replaced-token detection."""
-
     span_boundary: bool = False
     """Also predict spans from their boundaries (SpanBERT); needs ``unit = "span"``."""
 
-    sentence: Annotated[SentenceObjective, Field(strict=False)] = SentenceObjective.NSP
+    sentence: Sentence = SentenceObjective.NSP
     sentence_weight: Weight = 1.0
     """Weight of the sentence objective's loss; masked tokens have weight 1."""
 
@@ -199,7 +183,7 @@ class Pretraining(MaskedTokens):
     """rtd: weight of the detection of replaced tokens."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Pretraining":
+    def _fits_together(self) -> Self:
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
         if self.method == "rtd" and self.sentence is not SentenceObjective.NONE:
@@ -209,15 +193,14 @@ class Pretraining(MaskedTokens):
         return self
 
 
-class DistilledText(MaskedTokens):
+class DistilledText(Pretraining):
     """Distillation's use of text: single texts with masked tokens."""
 
-    method: Literal["mlm", "rtd"] = "mlm"
-    sentence: Annotated[SentenceObjective, Field(strict=False)] = SentenceObjective.NONE
+    sentence: Sentence = SentenceObjective.NONE
 
     @model_validator(mode="after")
-    def _is_honoured(self) -> "DistilledText":
-        if self.sentence is not SentenceObjective.NONE or self.method != "mlm":
+    def _is_honoured(self) -> Self:
+        if self.sentence != "none" or self.method != "mlm" or self.span_boundary:
             raise ValueError(
                 "distillation learns from single texts with masked tokens: "
                 'set method = "mlm" and sentence = "none"'
@@ -228,8 +211,7 @@ class DistilledText(MaskedTokens):
 class TextRecipe(Recipe):
     """The part of a recipe that describes learning from text."""
 
-    pretraining: Pretraining | DistilledText
-    optimisation: Optimisation = Optimisation()
+    pretraining: Pretraining
     phases: Annotated[list[Phase], Field(min_length=1)]
     held_out: Share = 0.05
     """Share of the documents that are held out."""
@@ -271,17 +253,33 @@ class LowRank(Table):
     """Layers with low-rank matrices."""
 
     learning_rate: Rate = 1e-3
-    """Rate of the low-rank matrices. The heads have that of ``[optimisation]``.
+    """Rate of the low-rank matrices: ten times the best rate of all weights (Schulman et al. 2025).
 
-    Schulman et al. 2025, "LoRA Without Regret": ten times the best rate of all weights.
+    The heads have the rate of ``[optimisation]``.
     """
 
 
-class AdaptedRecipe(Recipe):
-    """The fields of a run that may learn low-rank matrices instead of all weights."""
+class FinetuneRecipe(Recipe):
+    """The fields of every run from a checkpoint on data with labels."""
 
     optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     dropout: Share = 0.1
+    patience: Number = 0
+    """Evaluations without a better held-out figure after which the run stops; 0: it does not stop.
+
+    The result has the weights of the best evaluation.
+    """
+
+    @model_validator(mode="after")
+    def _one_choice_of_weights(self) -> Self:
+        if self.patience and self.optimisation.average:
+            raise ValueError("patience keeps the best weights, average the mean of the last ones")
+        return self
+
+
+class AdaptedRecipe(FinetuneRecipe):
+    """The fields of a run that may learn low-rank matrices instead of all weights."""
+
     lora: LowRank | None = None
     """Low-rank matrices; none: all weights are learnt."""
 
@@ -294,7 +292,7 @@ class AdaptedRecipe(Recipe):
 
     @property
     def rates(self) -> Optimisation:
-        """The optimisation with the learning rate of the weights that are learnt."""
+        """The optimisation, if there are low-rank matrices with their learning rate."""
         own = self.optimisation
         if self.lora is None:
             return own
@@ -311,7 +309,7 @@ class QuestionsSettings(Table):
     sequences: Size = 32
     """Windows per batch."""
 
-    tokens: Annotated[int, Field(ge=16)] = 384
+    tokens: Annotated[Size, Field(ge=16)] = 384
     """Tokens per window, question included."""
 
     stride: Count = 128
@@ -336,15 +334,169 @@ class QuestionsRecipe(AdaptedRecipe, QuestionsSettings):
 class EmbedRecipe(AdaptedRecipe):
     """``cloze train finetune-embed``."""
 
-    contrastive_steps: Annotated[int, Field(ge=0)] = 0
+    contrastive_steps: Number = 0
     """Steps of SimCSE on unlabelled text; need dropout."""
 
     contrastive_sequences: Size = 128
-    contrastive_tokens: Annotated[Count, Field(ge=8)] = 64
+    contrastive_tokens: Length = 64
     temperature: Weight = 0.05
-    epochs: Annotated[int, Field(ge=0, le=1_000_000)] = 4
+    epochs: Number = 4
     """Epochs over the scored pairs."""
 
     sequences: Size = 32
-    tokens: Annotated[int, Field(ge=8)] = 128
+    tokens: Length = 128
     held_out: Share = 0.05
+
+
+class LabelSettings(Table):
+    """How texts with labels, or sentences with tags, are learnt."""
+
+    sequences: Size = 32
+    """Texts per batch."""
+
+    tokens: Length = 128
+    """Maximum tokens per text or pair, special tokens included."""
+
+    long_text: Literal["error", "truncate"] = "error"
+    """A text of more tokens is an error, or is cut."""
+
+    held_out: Share = 0.1
+    """Share of the texts that are held out if no file of held-out texts is given."""
+
+    class_weights: Literal["none", "balanced"] | dict[str, Weight] = "none"
+    """Weights of labels in the loss; a label that the table does not name has weight 1.
+
+    ``balanced``: in inverse proportion to the number of rows with the label (King & Zeng 2001,
+    "Logistic Regression in Rare Events Data"), so that rare labels count as much as common ones.
+    """
+
+
+class TagSettings(LabelSettings):
+    """How sentences with tags are learnt."""
+
+    subwords: Literal["first", "all"] = "first"
+    """Tokens that are labelled in a word of several tokens.
+
+    ``first``: as in Devlin et al. 2019, section 5.3. ``all``: the others continue the entity, so
+    that a request without an ``aggregation_strategy`` gets whole words.
+    """
+
+
+class LabelsRecipe(AdaptedRecipe, LabelSettings):
+    """``cloze train finetune-classify``."""
+
+    epochs: Count = 4
+
+
+class TagsRecipe(AdaptedRecipe, TagSettings):
+    """``cloze train finetune-tokens``."""
+
+    epochs: Count = 4
+
+
+class _Task(Table):
+    """The fields of every task."""
+
+    name: SetName
+    """Name of the task, and of its label set."""
+
+    weight: Weight = 1.0
+    """Factor of the task's loss."""
+
+
+class QuestionsTask(_Task, QuestionsSettings):
+    """A set of questions."""
+
+    kind: Literal["qa"]
+    questions: Annotated[list[str], Field(min_length=1)]
+    """Files in SQuAD's format."""
+
+    @property
+    def files(self) -> list[str]:
+        """All files of the task."""
+        return self.questions
+
+
+class _RowsTask(_Task):
+    """A set of texts with labels or tags."""
+
+    learnt: Annotated[list[str], Field(min_length=1)]
+    """Files to learn from."""
+
+    measured: list[str] = []
+    """Files to measure on; none: the share ``held_out`` of the others."""
+
+    @property
+    def files(self) -> list[str]:
+        """All files of the task."""
+        return [*self.learnt, *self.measured]
+
+
+class LabelsTask(_RowsTask, LabelSettings):
+    """A set of texts with labels."""
+
+    kind: Literal["classify"]
+
+
+class TagsTask(_RowsTask, TagSettings):
+    """A set of sentences with tags."""
+
+    kind: Literal["tokens"]
+
+
+AnyTask = Annotated[QuestionsTask | LabelsTask | TagsTask, Field(discriminator="kind")]
+
+
+class TasksRecipe(FinetuneRecipe):
+    """``cloze train finetune-tasks``: one encoder, and a head per task."""
+
+    steps: Count
+    """Steps of the run, of all tasks together."""
+
+    measured: Count = 500
+    """Maximum held-out questions, texts or sentences of a task per evaluation."""
+
+    task: Annotated[list[AnyTask], Field(min_length=1)]
+    """The tasks. The first one of a kind has the default label set."""
+
+    @model_validator(mode="after")
+    def _tasks_fit_together(self) -> Self:
+        names = [task.name for task in self.task]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two tasks have the name {twice!r}")
+        questions = [task.name for task in self.task if task.kind == "qa"]
+        if len(questions) > 1:
+            raise ValueError(
+                f"{questions[0]} and {questions[1]} are both of kind qa, which has one head: "
+                "list the files of both in one task"
+            )
+        return self
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:
+    """Read a recipe.
+
+    Args:
+        seed: replaces the seed of the recipe; None: the seed of the recipe.
+
+    Raises:
+        TrainError: the file is missing or is not TOML, or a field is unknown or invalid.
+    """
+    file = Path(name)
+    if not file.suffix and not file.exists():
+        file = RECIPES / f"{name}.toml"
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        recipe = kind.model_validate(data)
+    except FileNotFoundError:
+        names = ", ".join(sorted(entry.stem for entry in RECIPES.glob("*.toml")))
+        raise TrainError(f"there is no recipe {name}; a file, or one of: {names}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise TrainError(f"{file} is not TOML: {error}") from error
+    except ValidationError as error:
+        raise TrainError(f"{file.name}: {describe_error(error)}") from error
+    return recipe if seed is None else recipe.model_copy(update={"seed": seed})

@@ -1,99 +1,157 @@
-"""Texts as a model reads them: tokens in, batches out, and what a model computes of held-out rows.
+"""What all tasks on rows share: batches with targets, and what a model computes of held-out rows.
 
-Shapes: B sequences of S tokens.
+A row is a text, a pair, a sentence or a window. Shapes: B sequences of S tokens, L logits.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
-from cloze.export.errors import DataError
-from cloze.export.measure.labelled import LabelledText, TaggedSentence
-from cloze.export.train.batches import PaddedBatch, padded, padded_length
-from cloze.export.train.folder import has_token_types
-from cloze.export.train.task_recipe import LabelSettings
-from cloze.model_store.sequences import without_space
+from cloze.export.errors import TrainError
+from cloze.export.measure.metrics import Calibration
+from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
+from cloze.export.train.folder import has_token_types, max_tokens
+from cloze.export.train.recipe import LabelSettings, QuestionsSettings
 
 Floats = NDArray[np.float32]
+IGNORED: Final = -100
+"""Target of a token without a label; `torch.nn.functional.cross_entropy` ignores it."""
+
+
+class TaskRows(ABC):
+    """The rows of a task, what a model learns from them, and how good a model is on others.
+
+    Attributes:
+        head: name of the head that learns the task.
+        figure: name of the figure that says how good a model is.
+        rows: the rows to learn from, with ``input_ids`` and ``token_type_ids``, int64 [S] each.
+        held_out_rows: the rows to measure on.
+    """
+
+    head: ClassVar[str]
+    figure: str
+
+    def __init__(
+        self,
+        settings: LabelSettings | QuestionsSettings,
+        rows: Sequence[Any],
+        held_out_rows: Sequence[Any],
+    ) -> None:
+        self.settings, self.rows, self.held_out_rows = settings, rows, held_out_rows
+
+    @abstractmethod
+    def targets(self) -> Sequence[NDArray[Any]]:
+        """Return what a model should give for each row to learn from: [L], or [S] for tokens."""
+
+    def logits(self, output: Any, _: PaddedBatch) -> Tensor:
+        """Return the logits among the output of a model of transformers: [B, L] or [B, S, L]."""
+        logits: Tensor = output.logits
+        return logits
+
+    @abstractmethod
+    def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss, and the share of right choices."""
+
+    @abstractmethod
+    def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
+        """Return the figures of the logits of the held-out rows."""
+
+    def calibration(self, _: Sequence[Floats]) -> Calibration | None:
+        """Return the temperature of the logits of the held-out rows; None: they have none."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A text, a pair or a sentence as the model reads it.
+class RowBatch(PaddedBatch):
+    """Rows with what a model should give for them: [B, L], or [B, S] with `IGNORED`."""
 
-    Attributes:
-        input_ids: int64 [S].
-        token_type_ids: int64 [S].
-        word_of: int64 [S], the number of each token's word in a sentence; -1 outside of words.
+    targets: Tensor
+
+
+class RowObjective:
+    """Implements `loop.Objective` for the rows of a task.
+
+    Args:
+        batches: batches per step.
+        columns: the logits of the task, among those of the network.
     """
 
-    input_ids: NDArray[np.int64]
-    token_type_ids: NDArray[np.int64]
-    word_of: NDArray[np.int64]
-
-    def first_tokens(self) -> NDArray[np.int64]:
-        """Return the index of the first token of each word that has one."""
-        before = np.concatenate([[-1], self.word_of[:-1]])
-        return np.flatnonzero((self.word_of >= 0) & (self.word_of != before))
-
-
-def encode_rows(
-    rows: Sequence[LabelledText | TaggedSentence],
-    text: Tokenizer,
-    settings: LabelSettings,
-) -> list[Row]:
-    """Return texts, pairs, and sentences whose words are joined by spaces.
-
-    Of a long pair, the longer text is cut.
-
-    Raises:
-        DataError: a text is too long and must not be cut, or has no token.
-    """
-    inputs = [_input(row) for row in rows]
-    text.enable_truncation(settings.tokens)
-    encodings = text.encode_batch(inputs)
-    text.no_truncation()
-    for row, source, encoding in zip(rows, inputs, encodings, strict=True):
-        if encoding.overflowing and settings.long_text == "error":
-            length = len(text.encode_batch([source])[0].ids)
-            raise DataError(
-                f"{row.at}: {_first(source)[:60]!r} has {length} tokens, the limit is "
-                f'{settings.tokens}; shorten it, or set long_text = "truncate"'
+    def __init__(
+        self,
+        network: Any,
+        task: TaskRows,
+        *,
+        steps: int,
+        batches: int,
+        seed: int,
+        columns: slice = slice(None),
+    ) -> None:
+        self.module, self.steps, self.task = network, steps, task
+        self._batches_per_step, self._columns = batches, columns
+        self._targets = task.targets()
+        self._max_tokens = max_tokens(network)
+        if task.settings.tokens > self._max_tokens:
+            raise TrainError(
+                f"sequences of {task.settings.tokens} tokens exceed the checkpoint's "
+                f"{self._max_tokens} positions"
             )
-        if 0 not in encoding.sequence_ids:
-            raise DataError(f"{row.at}: {_first(source)[:60]!r} has no token of the vocabulary")
-    return [_row(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
+        lengths = [len(row.input_ids) for row in task.rows]
+        self._batches = shuffled_batches(lengths, task.settings.sequences, seed)
+
+    def batch(self, step: int, part: int) -> RowBatch:
+        """Return the ``part``-th batch of a step."""
+        chosen = self._batches(step * self._batches_per_step + part)
+        ids, types = ([getattr(self.task.rows[i], name) for i in chosen] for name in _FIELDS)
+        length = padded_length(max(map(len, ids)), self._max_tokens)
+        targets = [torch.from_numpy(self._targets[i]) for i in chosen]
+        padded_targets = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        return RowBatch(*padded(ids, types, length), padded_targets)
+
+    def logits(self, batch: PaddedBatch) -> Tensor:
+        """Return the logits of the task, float32 [B, L] or [B, S, L]."""
+        output = self.module(**model_inputs(batch, self.module.config))
+        return self.task.logits(output, batch)[..., self._columns].float()
+
+    def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss, and the share of right choices."""
+        return self.task.loss(self.logits(batch), batch.targets)
+
+    def evaluate(self, _: int) -> Mapping[str, float]:
+        """Return the figures of held-out rows; none without such rows."""
+        return self.task.figures(self._held_out_logits()) if self.task.held_out_rows else {}
+
+    def _held_out_logits(self) -> list[Floats]:
+        rows, size = self.task.held_out_rows, self.task.settings.sequences
+        return outputs_of(self.module, rows, self.logits, size=size, max_tokens=self._max_tokens)
+
+    def calibrate(self) -> Calibration | None:
+        """Divide the classifier by the temperature of held-out rows; None: nothing to measure."""
+        if not self.task.held_out_rows:
+            return None
+        calibration = self.task.calibration(self._held_out_logits())
+        if calibration is not None:
+            layer = label_layer(self.module)
+            with torch.no_grad():
+                layer.weight[self._columns] /= calibration.temperature
+                layer.bias[self._columns] /= calibration.temperature
+        return calibration
 
 
-def _input(row: LabelledText | TaggedSentence) -> str | tuple[str, str]:
-    if isinstance(row, TaggedSentence):
-        return " ".join(row.words)
-    return row.text if row.text_pair is None else (row.text, row.text_pair)
-
-
-def _first(source: str | tuple[str, str]) -> str:
-    return source if isinstance(source, str) else source[0]
-
-
-def _row(row: LabelledText | TaggedSentence, encoding: Encoding) -> Row:
-    word_of = np.full(len(encoding.ids), -1)
-    if isinstance(row, TaggedSentence):
-        ends = np.cumsum([len(word) + 1 for word in row.words])
-        is_text = np.array([number == 0 for number in encoding.sequence_ids])
-        offsets = without_space(" ".join(row.words), encoding.offsets)
-        starts = np.array([start for start, _ in offsets])
-        word_of[is_text] = np.searchsorted(ends, starts[is_text], "right")
-    ids, types = (np.array(each, np.int64) for each in (encoding.ids, encoding.type_ids))
-    return Row(ids, types, word_of)
+def label_layer(network: Any) -> nn.Linear:
+    """Return the last linear layer, which has one row per label."""
+    linears = [each for each in network.modules() if isinstance(each, nn.Linear)]
+    labelled = [each for each in linears if each.out_features == network.config.num_labels]
+    return labelled[-1]
 
 
 def model_inputs(batch: PaddedBatch, config: PreTrainedConfig) -> dict[str, Tensor]:
@@ -102,6 +160,9 @@ def model_inputs(batch: PaddedBatch, config: PreTrainedConfig) -> dict[str, Tens
     if has_token_types(config):
         inputs["token_type_ids"] = batch.token_type_ids
     return inputs
+
+
+_FIELDS = ("input_ids", "token_type_ids")
 
 
 def outputs_of(
@@ -117,7 +178,6 @@ def outputs_of(
     The processes of a run share the batches, and each gets the results of all.
 
     Args:
-        rows: with ``input_ids`` and ``token_type_ids``.
         compute: batch -> [B, L], or [B, S, L] without the padding in the result.
         size: rows per batch.
         max_tokens: the longest sequence of the network.
@@ -138,6 +198,3 @@ def outputs_of(
                 results[int(index)] = array[: len(row.input_ids)] if array.ndim == 2 else array
     shared: Mapping[int, Floats] = dict(gather_object(list(results.items())))
     return [shared[index] for index in range(len(rows))]
-
-
-_FIELDS = ("input_ids", "token_type_ids")

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from cloze.export.errors import Report, TrainError
+from cloze.export.measure.corpus import Corpus, PreparedCorpus, prepare_corpus
 from cloze.export.train.batches import TextBatch, TextBatches
-from cloze.export.train.corpus import Corpus, PreparedCorpus, prepare_corpus
 from cloze.export.train.folder import Folder
 from cloze.export.train.recipe import TextRecipe
 from cloze.export.train.run_dir import CORPUS
@@ -94,14 +94,14 @@ def held_out_batches(
     """
     rate = recipe.pretraining.final_rate or recipe.pretraining.rate
     pretraining = recipe.pretraining.model_copy(update={"rate": rate, "final_rate": None})
-    held_out = []
-    for phase in recipe.phases:
-        evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})
-        plan = TextRecipe(pretraining=pretraining, phases=[evaluated], seed=recipe.seed)
-        try:
-            batches = TextBatches(corpus, plan, source)
-        except TrainError as error:
-            report(f"no held-out figures: {error}")
-            return []
-        held_out.append([batches(step, 0) for step in range(_EVALUATION_BATCHES)])
-    return held_out
+    count = _EVALUATION_BATCHES
+    phases = [phase.model_copy(update={"steps": count}) for phase in recipe.phases]
+    plan = TextRecipe(pretraining=pretraining, phases=phases, seed=recipe.seed)
+    try:
+        batches = TextBatches(corpus, plan, source)
+    except TrainError as error:
+        report(f"no held-out figures: {error}")
+        return []
+    return [
+        [batches(phase * count + step, 0) for step in range(count)] for phase in range(len(phases))
+    ]

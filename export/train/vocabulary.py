@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from cloze.export.errors import TrainError
-from cloze.export.train.documents import Document
+from cloze.export.measure.documents import Document
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Special tokens of a new vocabulary in the order of their ids, as in BERT but without BERT's
@@ -25,7 +25,6 @@ def train_tokenizer(
     *,
     size: int,
     lowercase: bool,
-    min_frequency: int = 2,
 ) -> PreTrainedTokenizerBase:
     """Learn a vocabulary of exactly ``size`` tokens. The same text gives the same vocabulary.
 
@@ -47,7 +46,7 @@ def train_tokenizer(
     first = [*SPECIAL_TOKENS, *alphabet, *(_CONTINUATION + character for character in alphabet)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
-        min_frequency=min_frequency,
+        min_frequency=2,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in first],
         continuing_subword_prefix=_CONTINUATION,
         show_progress=False,

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cloze.export.errors import TrainError
-from cloze.export.measure.data_files import read_text
-from cloze.export.train.documents import read_documents
+from cloze.export.measure.data_files import read_lines
+from cloze.export.measure.documents import read_documents
 from cloze.model_store.plain_files import replacing
 
 _GENDER_WORDS = Path(__file__).parent / "gender-words.tsv"
@@ -53,14 +53,14 @@ def read_word_pairs(file: Path | None = None) -> WordPairs:
         DataError: the file is missing, or a line is not such a pair.
     """
     file, pairs = file or _GENDER_WORDS, []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
             continue
         words = [word.strip().lower() for word in line.split("\t")]
         if len(words) != 2 or words[0] == words[1] or not all(map(_WORD.fullmatch, words)):
             raise TrainError(
                 f"{file}, line {number}: two different words with a tab between them are "
-                f"expected, got {line!r:.80}"
+                f"expected, got {line.strip()!r:.80}"
             )
         pairs.append((words[0], words[1]))
     if not pairs:
@@ -87,8 +87,7 @@ def write_counterfactuals(files: Iterable[Path], words: WordPairs, out: Path) ->
             texts = [document.text] if exchanged == document.text else [document.text, exchanged]
             copies += len(texts) - 1
             for text in texts:
-                row = {"title": document.key, "text": text, "source": document.source}
-                stream.write(json.dumps(row) + "\n")
+                stream.write(json.dumps({"title": document.key, "text": text}) + "\n")
         if not copies:
             raise TrainError("no document has a word of the word pairs: nothing would change")
     return copies

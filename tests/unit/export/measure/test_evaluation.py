@@ -23,7 +23,6 @@ from cloze.export.measure.pairs import ScoredPair, read_pairs, similarity, token
 from cloze.export.measure.scorer import (
     MaskedRow,
     encodings,
-    equal_lengths,
     head_arrays,
     row_arrays,
     score_masks,
@@ -85,9 +84,9 @@ def test_masks_of_several_sequences_get_their_own_labels() -> None:
 
 def test_rows_of_any_lengths_run_in_groups_and_come_in_order() -> None:
     scorer = ByHand(lambda e: {"span": ArrayResult(e.input_ids.astype(np.float32))})
-    rows = [(np.arange(size), np.zeros(size, np.int64)) for size in [3] * 65 + [2]]
-    assert [len(each) for each in row_arrays(scorer, "span", rows)] == [3] * 65 + [2]
-    assert [len(batch) for batch in scorer.batches] == [1, 64, 1]
+    rows = [(np.arange(size), np.zeros(size, np.int64)) for size in [200] * 65 + [2]]
+    assert [len(each) for each in row_arrays(scorer, "span", rows)] == [200] * 65 + [2]
+    assert [len(batch) for batch in scorer.batches] == [1, 40, 25]
 
 
 def test_logits_and_vectors_are_stacked_in_order() -> None:
@@ -104,11 +103,6 @@ def test_logits_and_vectors_are_stacked_in_order() -> None:
     assert vector.encodings[1].token_type_ids.tolist() == [0, 0]
     made = encodings(ids, ids, [{}, {}])
     assert made[0].input_ids.dtype == made[0].token_type_ids.dtype == np.int32
-
-
-def test_groups_have_one_length_and_a_largest_size() -> None:
-    assert list(equal_lengths([3, 1, 3, 3, 1], 2)) == [[1, 4], [0, 2], [3]]
-    assert list(equal_lengths([], 2)) == []
 
 
 # ---- sentences ---------------------------------------------------------------------------------
@@ -216,7 +210,7 @@ def test_pairs_that_cannot_be_ranked(tmp_path: Path, content: bytes, message: st
     with pytest.raises(DataError, match="no such file"):
         read_pairs([tmp_path / "missing"])
     (tmp_path / "x.csv.xz").write_bytes(b"no xz")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"is no whole \.xz file"):
         read_pairs([tmp_path / "x.csv.xz"])
 
 

@@ -1,8 +1,8 @@
 """Cuts a corpus into training examples and makes the pairs of the sentence objective.
 
-Does not import torch. Each example is a function of (seed, epoch, its number), so a resumed run
-needs no stored state. Sources: Devlin et al. 2019, section 3.1 (next sentence); Lan et al. 2020,
-"ALBERT", section 3.1 (sentence order).
+Each example is a function of (seed, epoch, its number), so a resumed run needs no stored state.
+Sources: Devlin et al. 2019, section 3.1 (next sentence); Lan et al. 2020, "ALBERT", section 3.1
+(sentence order).
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.export.errors import TrainError
-from cloze.export.train.corpus import Corpus
+from cloze.export.measure.corpus import Corpus
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
+
+Tokens = NDArray[np.unsignedinteger]
 
 
 class SentenceObjective(StrEnum):
@@ -49,10 +51,7 @@ class TrainingExample:
 
 
 def join_texts(
-    special: SpecialTokens,
-    first: NDArray[np.unsignedinteger],
-    second: NDArray[np.unsignedinteger] | None,
-    label: int | None,
+    special: SpecialTokens, first: Tokens, second: Tokens | None, label: int | None
 ) -> TrainingExample:
     """Join one or two texts with special tokens."""
     first_tokens = len(first) + TEXT_TOKENS
@@ -92,7 +91,11 @@ class EpochExamples:
     """
 
     def __init__(self, corpus: Corpus, options: ExampleOptions) -> None:
-        _check_document_count(corpus, options.sentence)
+        if not corpus.document_count:
+            raise TrainError(
+                "no document is left on this side of the split by titles; "
+                "change held_out or give more documents"
+            )
         self._corpus, self._options = corpus, options
         rng = np.random.default_rng([options.seed, options.epoch])
         pairs_texts = options.sentence is not SentenceObjective.NONE
@@ -103,9 +106,13 @@ class EpochExamples:
             divisible = segments[:, 1] - segments[:, 0] >= 2
             segments, document_of = segments[divisible], document_of[divisible]
         self._segments, self._document_of = segments, document_of
-        needs_two_documents = options.sentence is SentenceObjective.NSP
-        if not len(segments) or (needs_two_documents and document_of[0] == document_of[-1]):
+        if not len(segments):
             raise TrainError("the text is too short to make a single pair of sentences of it")
+        if options.sentence is SentenceObjective.NSP and document_of[0] == document_of[-1]:
+            raise TrainError(
+                "next-sentence prediction needs at least 2 documents to draw random second "
+                'sentences from; give more, or choose sentence = "sop" or "none"'
+            )
         self._order = rng.permutation(len(segments))
 
     def __len__(self) -> int:
@@ -116,10 +123,6 @@ class EpochExamples:
         segment = int(self._order[number])
         return np.random.default_rng([self._options.seed, self._options.epoch, 1 + segment])
 
-    def document(self, number: int) -> int:
-        """Return the index of the document that the first text of an example comes from."""
-        return int(self._document_of[self._order[number]])
-
     def start(self, number: int) -> int:
         """Return the position in the corpus' tokens at which an example was cut."""
         return int(self._segments[self._order[number], 0])
@@ -129,83 +132,52 @@ class EpochExamples:
         segment = int(self._order[number])
         start, end = self._segments[segment]
         tokens, sentence = self._corpus.tokens, self._options.sentence
-        is_single = self._options.single > 0 and rng.random() < self._options.single
+        special, single = self._options.special, self._options.single
+        is_single = single > 0 and rng.random() < single
         if is_single:
-            end = self._first_sentence_end(start, end)
-        if sentence is SentenceObjective.NONE:
-            return self._join(tokens[start:end], None, None)
-        if is_single:
-            return self._join(tokens[start:end], None, UNPAIRED)
-        at_sentence, cut = self._split_position(start, end, rng)
+            sentences = self._corpus.sentences
+            end = min(int(sentences[np.searchsorted(sentences, start + 1)]), end)
+        if is_single or sentence is SentenceObjective.NONE:
+            label = None if sentence is SentenceObjective.NONE else UNPAIRED
+            return join_texts(special, tokens[start:end], None, label)
+        at_sentence, cut = self._split_position(start + 1, end, rng)
         first, second = tokens[start:cut], tokens[cut:end]
         if rng.random() < 0.5:
-            return self._join(first, second, IS_NEXT)
+            return join_texts(special, first, second, IS_NEXT)
         if sentence is SentenceObjective.SOP:
-            return self._join(second, first, NOT_NEXT)
+            return join_texts(special, second, first, NOT_NEXT)
         other = self._text_of_other_document(segment, len(second), at_sentence, rng)
-        return self._join(first, other, NOT_NEXT)
-
-    def _first_sentence_end(self, start: int, end: int) -> int:
-        """Return the end of the sentence at ``start``, or ``end`` if that is earlier."""
-        sentences = self._corpus.sentences
-        following = int(np.searchsorted(sentences, start + 1))
-        return min(int(sentences[following]), end) if following < len(sentences) else end
+        return join_texts(special, first, other, NOT_NEXT)
 
     def _split_position(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
-        """Draw the position at which the second text starts.
+        """Draw a position in ``start`` to ``end``: the start of a sentence whenever there is one.
 
         Returns:
-            Whether the position is the start of a sentence, and the position. The position is the
-            start of a sentence whenever the segment holds the start of a second sentence.
+            Whether the position is the start of a sentence, and the position.
         """
-        sentences = self._corpus.sentences
-        low, high = np.searchsorted(sentences, [start + 1, end])
+        low, high = np.searchsorted(self._corpus.sentences, [start, end])
         if high > low:
-            return True, int(sentences[rng.integers(low, high)])
-        return False, int(rng.integers(start + 1, end))
+            return True, int(self._corpus.sentences[rng.integers(low, high)])
+        return False, int(rng.integers(start, end))
 
     def _text_of_other_document(
         self, segment: int, size: int, at_sentence: bool, rng: np.random.Generator
-    ) -> NDArray[np.unsignedinteger]:
+    ) -> Tokens:
         """Return text of another document, as a random second text of about ``size`` tokens.
 
         The text starts with a sentence if and only if the true second text does. Otherwise the
         start of the second text would reveal the label.
         """
-        while True:
+        corpus, other = self._corpus, segment
+        while self._document_of[other] == self._document_of[segment]:
             other = int(rng.integers(len(self._segments)))
-            if self._document_of[other] != self._document_of[segment]:
-                break
-        sentences = self._corpus.sentences
         start, end = self._segments[other]
-        low, high = np.searchsorted(sentences, [start, end])
-        if at_sentence and high > low:
-            start = int(sentences[rng.integers(low, high)])
+        if at_sentence:
+            _, start = self._split_position(start, end, rng)
         else:
             start = int(rng.integers(start + 1, end))
-        document_end = int(sentences[self._corpus.documents[self._document_of[other] + 1]])
-        return self._corpus.tokens[start : min(start + size, document_end)]
-
-    def _join(
-        self,
-        first: NDArray[np.unsignedinteger],
-        second: NDArray[np.unsignedinteger] | None,
-        label: int | None,
-    ) -> TrainingExample:
-        return join_texts(self._options.special, first, second, label)
-
-
-def _check_document_count(corpus: Corpus, sentence: SentenceObjective) -> None:
-    if not corpus.document_count:
-        raise TrainError(
-            "no document is left on this side of the split by titles; "
-            "change held_out or give more documents"
-        )
-    if sentence is SentenceObjective.NSP and corpus.document_count < 2:
-        raise TrainError(
-            "next-sentence prediction needs at least 2 documents to draw random second sentences "
-            'from; give more, or choose sentence = "sop" or "none"'
-        )
+        document_end = int(corpus.sentences[corpus.documents[self._document_of[other] + 1]])
+        return corpus.tokens[start : min(start + size, document_end)]
 
 
 def _cut(

@@ -200,7 +200,7 @@ def test_replaced_tokens() -> None:
     generator.cls.predictions.bias[sure] = 1e4
     batch = batch_of(tokens())
     batch.labels[1] = sure  # a right guess is no replacement
-    module = ReplacedTokens(encoder, generator, weight=50.0)
+    module = ReplacedTokens(encoder, generator)
     corrupted = batch.input_ids.flatten().clone()
     corrupted[CHOSEN] = sure
     replaced = torch.zeros(27)

@@ -49,7 +49,7 @@ def read_lines(file: Path) -> Iterator[str]:
             yield line
 
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
+STRICT = ConfigDict(strict=True)
 """Settings of the dataclasses that `read_entries` makes."""
 
 Entry = TypeVar("Entry")

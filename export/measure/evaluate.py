@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +28,12 @@ from cloze.export.measure.examples import (
     join_texts,
 )
 from cloze.export.measure.labelled import Row, check_labels, read_labelled, read_tagged
-from cloze.export.measure.labels import EncodedRow, encode_rows, measure_labels, measure_tags
+from cloze.export.measure.labels import encode_rows, measure_labels, measure_tags
 from cloze.export.measure.masked_words import complete, read_sentences
 from cloze.export.measure.masking import Unit, make_masking
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.pairs import read_pairs, similarity
 from cloze.export.measure.scorer import (
-    Floats,
     GraphScorer,
     MaskedRow,
     Subject,
@@ -163,12 +163,9 @@ def evaluate(
     if MASKED_LM in subject.heads:
         for file in data.sentences:
             figures |= _measure_sentences(subject, file, names[file].replace("-", "_"), report)
-    for head, files, measure in (
-        (CLASSES, data.labelled, _measure_labelled),
-        (TAGS, data.tagged, _measure_tagged),
-    ):
+    for head, files in ((CLASSES, data.labelled), (TAGS, data.tagged)):
         for file in files if head in subject.heads else ():
-            own = measure(subject, file, data.label_set)
+            own = _measure_rows(subject, head, file, data.label_set)
             figures |= {f"{names[file]}_{name}": value for name, value in own.items()}
     return figures
 
@@ -182,32 +179,21 @@ def _names(files: Sequence[Path]) -> dict[Path, str]:
     }
 
 
-def _measure_labelled(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
-    rows = read_labelled([file])
-    labels, columns = _label_set(subject, CLASSES, rows, name)
-    assert isinstance(labels, SequenceLabelSet)
-    if labels.problem_type != rows[0].problem:
-        raise DataError(f"{rows[0].at} is {rows[0].kind}, the model is for {labels.problem_type}")
-    if labels.problem_type != "regression":
-        check_labels(rows, labels.labels)
-    _, logits = _label_logits(subject, CLASSES, rows)
-    return measure_labels(rows, [each[columns] for each in logits], labels)
-
-
-def _measure_tagged(subject: Subject, file: Path, name: str | None) -> dict[str, float]:
-    rows = read_tagged([file])
-    labels, columns = _label_set(subject, TAGS, rows, name)
-    check_labels(rows, _types(labels))
-    encoded, logits = _label_logits(subject, TAGS, rows)
-    return measure_tags(rows, encoded, [each[:, columns] for each in logits], labels)
-
-
-def _label_logits(
-    subject: Subject, head: str, rows: Sequence[Row]
-) -> tuple[list[EncodedRow], list[Floats]]:
+def _measure_rows(subject: Subject, head: str, file: Path, name: str | None) -> dict[str, float]:
+    """Measure a label set on texts with labels, or on sentences with tags."""
+    rows: list[Any] = read_labelled([file]) if head == CLASSES else read_tagged([file])
+    labels, columns = _label_set(subject, head, rows, name)
+    problem = labels.problem_type if isinstance(labels, SequenceLabelSet) else None
+    if problem and problem != rows[0].problem:
+        raise DataError(f"{rows[0].at} is {rows[0].kind}, the model is for {problem}")
+    if problem != "regression":
+        check_labels(rows, labels.labels if problem else _types(labels))
     encoded = encode_rows(rows, subject.tokenizer.tokenizer, subject.max_tokens)
     inputs = [(row.input_ids, row.token_type_ids) for row in encoded]
-    return encoded, row_arrays(subject.scorer, head, inputs)
+    logits = [each[..., columns] for each in row_arrays(subject.scorer, head, inputs)]
+    if isinstance(labels, SequenceLabelSet):
+        return measure_labels(rows, logits, labels)
+    return measure_tags(rows, encoded, logits, labels)
 
 
 def _types(labels: LabelSet) -> set[str]:

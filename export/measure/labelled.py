@@ -3,13 +3,14 @@
 An error names the file, the line and the value.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, PlainValidator, StringConstraints, model_validator
 from pydantic.dataclasses import dataclass
 
 from cloze.export.errors import DataError
@@ -31,6 +32,14 @@ _KINDS: Mapping[ProblemType, str] = {
 }
 
 
+def _label(value: object) -> str | float | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError("a text or a number is expected")
+
+
 @dataclass(frozen=True, slots=True, config=STRICT)
 class LabelledText:
     """A text, or a pair of texts, with what a model should say about it.
@@ -43,7 +52,7 @@ class LabelledText:
 
     text: Text
     text_pair: Text | None = None
-    label: Text | float | None = None
+    label: Annotated[str | float | None, PlainValidator(_label)] = None
     labels: tuple[Text, ...] | None = None
     at: str = ""
 
@@ -154,7 +163,7 @@ def read_tagged(files: Iterable[Path]) -> list[TaggedSentence]:
 def _from_jsonl(file: Path) -> Iterator[TaggedSentence]:
     for at, entry in read_entries(file, TaggedSentence):
         _check_tags([(tag, at) for tag in entry.tags])
-        yield replace(entry, at=at)
+        yield TaggedSentence(entry.words, entry.tags, at)
 
 
 def _from_columns(file: Path) -> Iterator[TaggedSentence]:

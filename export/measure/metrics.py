@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
-from scipy.optimize import brentq
-from scipy.special import expit, softmax
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, log_expit, log_softmax, softmax
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from cloze.export.measure.squad import Question
@@ -118,21 +118,19 @@ def calibrate(
         likely: NDArray[np.float64] = expit(scaled) if independent else softmax(scaled, axis=1)
         return likely
 
-    def slope(log_scale: float) -> float:
-        """Return the slope of the loss: the expected logits less those of the labels."""
-        return float(((probabilities(log_scale) - gold) * scores).sum())
+    def loss(log_scale: float) -> float:
+        scaled = scores * np.exp(log_scale)
+        if independent:
+            return float(-log_expit(np.where(gold, scaled, -scaled)).sum())
+        return float(-log_softmax(scaled, axis=1)[gold].sum())
 
-    # The loss is convex in the inverse of the temperature, so its slope rises.
-    least, most = -np.log(_MOST), np.log(_MOST)
-    if slope(least) >= 0:
-        found = least
-    else:
-        found = most if slope(most) <= 0 else float(brentq(slope, least, most))
-    temperature = float(np.exp(-found))
+    # The loss is convex in the inverse of the temperature.
+    bounds, options = (-np.log(_MOST), np.log(_MOST)), {"xatol": 1e-9}
+    found = float(minimize_scalar(loss, bounds=bounds, method="bounded", options=options).x)
     before, after = (
         calibration_error(probabilities(log_scale), gold, independent) for log_scale in (0.0, found)
     )
-    return Calibration(temperature, before, after)
+    return Calibration(float(np.exp(-found)), before, after)
 
 
 def calibration_error(

@@ -29,8 +29,8 @@ from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-_BATCH_TOKENS = 8192
-"""Tokens per run of the model."""
+_BATCH, _BATCH_TOKENS = 64, 8192
+"""Most sequences, and most tokens, of a run of the model."""
 
 
 class Scorer(Protocol):
@@ -182,5 +182,5 @@ def _equal_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield groups of indices of sequences of one length that one run takes, shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for length, group in groupby(order, key=lengths.__getitem__):
-        members, size = list(group), max(1, _BATCH_TOKENS // length)
+        members, size = list(group), max(1, min(_BATCH, _BATCH_TOKENS // length))
         yield from (members[at : at + size] for at in range(0, len(members), size))

@@ -50,9 +50,8 @@ class PaddedBatch:
 
     def to(self, device: torch.device) -> Self:
         """Return a copy of the batch on a device."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: part.to(device) for name, part in parts.items() if part is not None}
-        return replace(self, **moved)
+        names = [field.name for field in fields(self)]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def padded(

@@ -24,7 +24,7 @@ from cloze.export.train.folder import Folder
 from cloze.export.train.label_tasks import LabelRows, TagRows, read_rows
 from cloze.export.train.loop import batches_per_step, train
 from cloze.export.train.questions import WindowRows, read_windows
-from cloze.export.train.recipe import LabelsTask, QuestionsTask, TagsTask, TasksRecipe
+from cloze.export.train.recipe import AnyTask, QuestionsTask, TasksRecipe
 from cloze.export.train.rows import RowObjective, TaskRows
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
@@ -175,7 +175,7 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
     Raises:
         DataError: the files or the recipe cannot be used, or the run fails, see `train`.
     """
-    files = [folder / file for task in recipe.task for file in task.files]
+    files = [file for task in recipe.task for part in _files(task, folder) for file in part]
     inputs = {"checkpoint": source.weights_sha256, "file of a task": fingerprint(files)}
     tasks = [_read(task, source, folder, recipe, options) for task in recipe.task]
     sets = label_sets(tasks)
@@ -212,14 +212,15 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
             options.report(f"{member.name}: {calibration}")
     sections = {head: each.model_dump(mode="json") for head, each in sets.items()}
     setattr(model.first.config, HEAD_SECTIONS, sections)
-    title = "An encoder fine-tuned for several tasks"
-    run = Run(title, source, files, recipe, options, step, figures)
+    run = Run(
+        "An encoder fine-tuned for several tasks", source, files, recipe, options, step, figures
+    )
     tensors = model.first.state_dict() | model.head_tensors()
     return write_run(model.first, source.tokenizer, run, state_dict=tensors)
 
 
 def _read(
-    task: LabelsTask | TagsTask | QuestionsTask,
+    task: AnyTask,
     source: Folder,
     folder: Path,
     recipe: TasksRecipe,
@@ -227,8 +228,14 @@ def _read(
 ) -> TaskRows:
     """Read and check the rows of a task."""
     report, measured = options.report, recipe.measured
+    files, held_out = _files(task, folder)
     if isinstance(task, QuestionsTask):
-        files = [folder / name for name in task.questions]
         return read_windows(files, task, source, report, measured=measured)
-    files, held_out = ([folder / name for name in names] for names in (task.learnt, task.measured))
     return read_rows(files, held_out, task, source.text, report, name=task.name, measured=measured)
+
+
+def _files(task: AnyTask, folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files to learn from, and the files to measure on."""
+    if isinstance(task, QuestionsTask):
+        return [folder / name for name in task.questions], []
+    return [folder / name for name in task.learnt], [folder / name for name in task.measured]

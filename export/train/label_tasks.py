@@ -4,9 +4,10 @@ Sources: Devlin et al. 2019, sections 4.1 and 5.3 (the first token of a word has
 Shapes: B sequences of S tokens, N held-out rows, L labels of one set.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -37,59 +38,78 @@ from cloze.export.train.recipe import LabelSettings, TagSettings
 from cloze.export.train.rows import IGNORED, Floats, TaskRows
 from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.label_sets import LabelSet
-from cloze.model_store.heads.sequence_classification import SequenceLabelSet
+from cloze.model_store.heads.sequence_classification import ProblemType, SequenceLabelSet
 
 CLASSES: Final = sequence_classification.HEAD.name
 TAGS: Final = token_classification.HEAD.name
 
 _FIGURES: Final = {
+    None: "entity_f1",
     "single_label_classification": "accuracy",
     "multi_label_classification": "macro_f1",
     "regression": "pearson",
 }
 
-Row = TypeVar("Row", LabelledText, TaggedSentence)
+Row = TypeVar("Row", bound=LabelledText | TaggedSentence)
+Labels = TypeVar("Labels", bound=LabelSet)
 
 
-class LabelRows(TaskRows):
-    """Texts with labels of one set: cross-entropy of labels, or the squared error of a number.
+class _LabelledRows(TaskRows, Generic[Row, Labels]):
+    """Rows with labels of one set.
 
     Args:
         text: the tokenizer.
 
     Raises:
-        DataError: a text is too long and must not be cut, or has no token.
+        DataError: a row is too long and must not be cut, or has no token.
     """
 
-    head = CLASSES
     settings: LabelSettings
 
     def __init__(
         self,
-        learnt: Sequence[LabelledText],
-        held_out: Sequence[LabelledText],
-        labels: SequenceLabelSet,
+        learnt: Sequence[Row],
+        held_out: Sequence[Row],
+        labels: Labels,
         settings: LabelSettings,
         text: Tokenizer,
     ) -> None:
-        super().__init__(settings, *_encoded(learnt, held_out, settings, text))
-        self.labels, self.problem = labels, labels.problem_type
-        self.figure = _FIGURES[self.problem]
-        self._learnt, self._held_out = learnt, held_out
-        self._matrix = label_matrix(learnt, labels.labels)
-        counts = self._matrix.sum(0)
-        balanced = _balanced(counts)
-        if self.problem == "multi_label_classification":
-            balanced = (len(learnt) - counts) / np.maximum(counts, 1)
-        self.weights = _class_weights(settings, labels.labels, balanced)
+        cut = settings.long_text == "truncate"
+        encoded = (encode_rows(each, text, settings.tokens, cut=cut) for each in (learnt, held_out))
+        super().__init__(settings, *encoded)
+        self.labels, self._learnt, self._held_out = labels, learnt, held_out
+        self.figure = _FIGURES[getattr(labels, "problem_type", None)]
+        self.targets, balanced = self._learn()
+        weights, names = settings.class_weights, labels.labels
+        if weights != "balanced":
+            table = weights if isinstance(weights, dict) else {}
+            balanced = np.array([table.get(name, 1.0) for name in names])
+        self.weights = torch.from_numpy(balanced.astype(np.float32))
 
-    def targets(self) -> Sequence[NDArray[Any]]:
-        """Return for each text its label's number [1], 1 for each label [L], or its number [1]."""
+    @abstractmethod
+    def _learn(self) -> tuple[Sequence[NDArray[Any]], NDArray[np.floating]]:
+        """Return the targets, and weights [L] with which rare labels count as common ones do."""
+
+
+class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
+    """Texts with labels: cross-entropy of labels, or the squared error of a number."""
+
+    head = CLASSES
+
+    @property
+    def problem(self) -> ProblemType:
+        """What is learnt: one label, any number of labels, or a number."""
+        return self.labels.problem_type
+
+    def _learn(self) -> tuple[Sequence[NDArray[Any]], NDArray[np.floating]]:
+        matrix = label_matrix(self._learnt, self.labels.labels)
+        counts = matrix.sum(0)
         if self.problem == "regression":
-            return [np.array([row.label], np.float32) for row in self._learnt]
+            return [np.array([row.label], np.float32) for row in self._learnt], np.ones(1)
         if self.problem == "multi_label_classification":
-            return list(self._matrix.astype(np.float32))
-        return list(self._matrix.argmax(1)[:, None])
+            balanced = (len(matrix) - counts) / np.maximum(counts, 1)
+            return list(matrix.astype(np.float32)), balanced
+        return list(matrix.argmax(1)[:, None]), _balanced(counts)
 
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """See `TaskRows`."""
@@ -116,42 +136,22 @@ class LabelRows(TaskRows):
         return calibrate(np.stack(logits), gold, independent=independent)
 
 
-class TagRows(TaskRows):
-    """Sentences with tags of one set: cross-entropy of the tags of words.
+class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
+    """Sentences with tags: cross-entropy of the tags of words."""
 
-    Args:
-        text: the tokenizer.
-
-    Raises:
-        DataError: a sentence is too long and must not be cut, or has no token.
-    """
-
-    head, figure = TAGS, "entity_f1"
+    head = TAGS
     settings: TagSettings
 
-    def __init__(
-        self,
-        learnt: Sequence[TaggedSentence],
-        held_out: Sequence[TaggedSentence],
-        labels: LabelSet,
-        settings: TagSettings,
-        text: Tokenizer,
-    ) -> None:
-        super().__init__(settings, *_encoded(learnt, held_out, settings, text))
-        self.labels, self._held_out = labels, held_out
-        number = {tag: at for at, tag in enumerate(labels.labels)}
-        all_tokens = settings.subwords == "all"
-        self._targets = [
+    def _learn(self) -> tuple[Sequence[NDArray[Any]], NDArray[np.floating]]:
+        number = {tag: at for at, tag in enumerate(self.labels.labels)}
+        all_tokens = self.settings.subwords == "all"
+        targets = [
             tag_targets(row, sentence, number, all_tokens)
-            for row, sentence in zip(self.rows, learnt, strict=True)
+            for row, sentence in zip(self.rows, self._learnt, strict=True)
         ]
-        flat = np.concatenate(self._targets)
+        flat = np.concatenate(targets)
         counts = np.bincount(flat[flat != IGNORED], minlength=len(number))
-        self.weights = _class_weights(settings, labels.labels, _balanced(counts))
-
-    def targets(self) -> Sequence[NDArray[Any]]:
-        """Return the number of each token's tag, int64 [S], of each sentence."""
-        return self._targets
+        return targets, _balanced(counts)
 
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """See `TaskRows`."""
@@ -180,14 +180,6 @@ class TagRows(TaskRows):
         return calibrate(np.concatenate(scores), gold, independent=False)
 
 
-def _encoded(
-    learnt: Sequence[Row], held_out: Sequence[Row], settings: LabelSettings, text: Tokenizer
-) -> tuple[list[EncodedRow], list[EncodedRow]]:
-    cut = settings.long_text == "truncate"
-    one, other = (encode_rows(each, text, settings.tokens, cut=cut) for each in (learnt, held_out))
-    return one, other
-
-
 def tag_targets(
     row: EncodedRow, sentence: TaggedSentence, number: Mapping[str, int], all_tokens: bool
 ) -> NDArray[np.int64]:
@@ -207,16 +199,6 @@ def _balanced(counts: NDArray[np.int64]) -> NDArray[np.floating]:
     present = max(1, int((counts > 0).sum()))
     weights: NDArray[np.floating] = counts.sum() / (present * np.maximum(counts, 1))
     return weights
-
-
-def _class_weights(
-    settings: LabelSettings, labels: Sequence[str], balanced: NDArray[np.floating]
-) -> Tensor:
-    given = settings.class_weights
-    if given == "balanced":
-        return torch.from_numpy(balanced.astype(np.float32))
-    table = given if isinstance(given, dict) else {}
-    return torch.tensor([table.get(label, 1.0) for label in labels])
 
 
 def read_rows(

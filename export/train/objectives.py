@@ -21,6 +21,9 @@ from cloze.export.train.kept_embeddings import KeptEmbeddings
 from cloze.export.train.recipe import Pretraining, Sizes
 from cloze.export.train.rows import model_inputs
 
+_GENERATOR_WIDTH, _DETECTION_WEIGHT = 0.25, 50.0
+"""Width of the generator as a share of the model's, and weight of the loss of replaced tokens."""
+
 _MAX_OFFSETS = 64
 """Offsets inside a span with an own embedding. Adjacent spans form runs longer than one span."""
 
@@ -169,9 +172,9 @@ class ReplacedTokens(nn.Module):
     No gradient flows through the sampling. A run keeps ``network``, an encoder without heads.
     """
 
-    def __init__(self, network: PreTrainedModel, generator: PreTrainedModel, weight: float) -> None:
+    def __init__(self, network: PreTrainedModel, generator: PreTrainedModel) -> None:
         super().__init__()
-        self.network, self.generator, self.weight = network, generator, weight
+        self.network, self.generator = network, generator
         size = network.config.hidden_size
         self.finder = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.Linear(size, 1))
 
@@ -188,7 +191,7 @@ class ReplacedTokens(nn.Module):
         detection_loss = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())
         figures["finding_loss"] = detection_loss
         figures["accuracy"] = ((scores > 0) == replaced)[real].float().mean()
-        return loss + self.weight * detection_loss, figures
+        return loss + _DETECTION_WEIGHT * detection_loss, figures
 
 
 @torch.no_grad()
@@ -250,9 +253,9 @@ def make_pretraining(
         has_pairs = recipe.sentence is not SentenceObjective.NONE
         module = MaskedText((BertForPreTraining if has_pairs else BertForMaskedLM)(config), recipe)
     else:
-        generator = BertForMaskedLM(_bert_config(sizes, vocab_size, recipe.generator))
+        generator = BertForMaskedLM(_bert_config(sizes, vocab_size, _GENERATOR_WIDTH))
         network = BertModel(config, add_pooling_layer=False)
-        module = ReplacedTokens(network, generator, recipe.generator_weight)
+        module = ReplacedTokens(network, generator)
     initialise(module)
     return module
 
@@ -266,7 +269,6 @@ def _bert_config(sizes: Sizes, vocab_size: int, width: float = 1.0) -> BertConfi
         num_hidden_layers=sizes.layers,
         num_attention_heads=heads,
         intermediate_size=max(1, round(sizes.intermediate_size * width)),
-        hidden_act=sizes.activation,
         hidden_dropout_prob=sizes.dropout,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=sizes.max_tokens,

@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cloze.export.errors import Report, TrainError
@@ -31,7 +30,6 @@ class WindowRows(TaskRows):
     """Questions as windows, in which start and end of the answer are each chosen among S tokens."""
 
     head, figure = SPAN, "f1"
-    rows: Sequence[Window]
 
     def __init__(
         self,
@@ -42,10 +40,7 @@ class WindowRows(TaskRows):
     ) -> None:
         super().__init__(settings, windows, held_out_windows)
         self._held_out = held_out
-
-    def targets(self) -> Sequence[NDArray[Any]]:
-        """Return the first and the last token of each window's answer, int64 [2]."""
-        return [np.array([window.start, window.end]) for window in self.rows]
+        self.targets = [np.array([window.start, window.end]) for window in windows]
 
     def logits(self, output: Any, batch: PaddedBatch) -> Tensor:
         """Return the logits of start and end, [B, S, 2]; minus infinity for padding."""

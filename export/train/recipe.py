@@ -52,7 +52,6 @@ class Sizes(Table):
     heads: Size = 4
     intermediate_size: Size = 1024
     max_tokens: Length = 512
-    activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
     dropout: Share = 0.1
 
     @model_validator(mode="after")
@@ -176,12 +175,6 @@ class Pretraining(Table):
     sentence_weight: Weight = 1.0
     """Weight of the sentence objective's loss; masked tokens have weight 1."""
 
-    generator: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """rtd: width of the generator, as a share of the model's width."""
-
-    generator_weight: Weight = 50.0
-    """rtd: weight of the detection of replaced tokens."""
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
@@ -277,9 +270,11 @@ class FinetuneRecipe(Recipe):
         return self
 
 
-class AdaptedRecipe(FinetuneRecipe):
+class AdaptedRecipe(Recipe):
     """The fields of a run that may learn low-rank matrices instead of all weights."""
 
+    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
+    dropout: Share = 0.1
     lora: LowRank | None = None
     """Low-rank matrices; none: all weights are learnt."""
 
@@ -325,7 +320,7 @@ class QuestionsSettings(Table):
     """SQuAD 2.0: also learn from unanswerable questions."""
 
 
-class QuestionsRecipe(AdaptedRecipe, QuestionsSettings):
+class QuestionsRecipe(FinetuneRecipe, AdaptedRecipe, QuestionsSettings):
     """``cloze train finetune-qa``."""
 
     epochs: Count = 2
@@ -382,13 +377,13 @@ class TagSettings(LabelSettings):
     """
 
 
-class LabelsRecipe(AdaptedRecipe, LabelSettings):
+class LabelsRecipe(FinetuneRecipe, AdaptedRecipe, LabelSettings):
     """``cloze train finetune-classify``."""
 
     epochs: Count = 4
 
 
-class TagsRecipe(AdaptedRecipe, TagSettings):
+class TagsRecipe(FinetuneRecipe, AdaptedRecipe, TagSettings):
     """``cloze train finetune-tokens``."""
 
     epochs: Count = 4
@@ -411,11 +406,6 @@ class QuestionsTask(_Task, QuestionsSettings):
     questions: Annotated[list[str], Field(min_length=1)]
     """Files in SQuAD's format."""
 
-    @property
-    def files(self) -> list[str]:
-        """All files of the task."""
-        return self.questions
-
 
 class _RowsTask(_Task):
     """A set of texts with labels or tags."""
@@ -425,11 +415,6 @@ class _RowsTask(_Task):
 
     measured: list[str] = []
     """Files to measure on; none: the share ``held_out`` of the others."""
-
-    @property
-    def files(self) -> list[str]:
-        """All files of the task."""
-        return [*self.learnt, *self.measured]
 
 
 class LabelsTask(_RowsTask, LabelSettings):

@@ -36,10 +36,12 @@ class TaskRows(ABC):
         figure: name of the figure that says how good a model is.
         rows: the rows to learn from, with ``input_ids`` and ``token_type_ids``, int64 [S] each.
         held_out_rows: the rows to measure on.
+        targets: what a model should give for each row to learn from: [L], or [S] for tokens.
     """
 
     head: ClassVar[str]
     figure: str
+    targets: Sequence[NDArray[Any]]
 
     def __init__(
         self,
@@ -48,10 +50,6 @@ class TaskRows(ABC):
         held_out_rows: Sequence[Any],
     ) -> None:
         self.settings, self.rows, self.held_out_rows = settings, rows, held_out_rows
-
-    @abstractmethod
-    def targets(self) -> Sequence[NDArray[Any]]:
-        """Return what a model should give for each row to learn from: [L], or [S] for tokens."""
 
     def logits(self, output: Any, _: PaddedBatch) -> Tensor:
         """Return the logits among the output of a model of transformers: [B, L] or [B, S, L]."""
@@ -98,7 +96,6 @@ class RowObjective:
     ) -> None:
         self.module, self.steps, self.task = network, steps, task
         self._batches_per_step, self._columns = batches, columns
-        self._targets = task.targets()
         self._max_tokens = max_tokens(network)
         if task.settings.tokens > self._max_tokens:
             raise TrainError(
@@ -113,7 +110,7 @@ class RowObjective:
         chosen = self._batches(step * self._batches_per_step + part)
         ids, types = ([getattr(self.task.rows[i], name) for i in chosen] for name in _FIELDS)
         length = padded_length(max(map(len, ids)), self._max_tokens)
-        targets = [torch.from_numpy(self._targets[i]) for i in chosen]
+        targets = [torch.from_numpy(self.task.targets[i]) for i in chosen]
         padded_targets = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
         return RowBatch(*padded(ids, types, length), padded_targets)
 

@@ -34,14 +34,8 @@ class TextObjective:
         held_out: list[list[TextBatch]],
         device: torch.device,
     ) -> None:
-        self.module = module
-        self.steps = batches.steps
-        self.held_out = held_out
-        self._batches, self._device = batches, device
-
-    def batch(self, step: int, part: int) -> TextBatch:
-        """Return the ``part``-th batch of a step."""
-        return self._batches(step, part)
+        self.module, self.steps, self.batch = module, batches.steps, batches
+        self.held_out, self._device = held_out, device
 
     def loss(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss and figures of a batch."""
@@ -50,7 +44,7 @@ class TextObjective:
     def evaluate(self, step: int) -> Mapping[str, float]:
         """Return mean figures over the held-out batches of the current phase."""
         self.module.eval()
-        held_out = self.held_out[self._batches.phase(step - 1)] if self.held_out else []
+        held_out = self.held_out[self.batch.phase(step - 1)] if self.held_out else []
         with torch.inference_mode():
             results = [self.module(batch.to(self._device))[1] for batch in held_out]
         return {

@@ -1,8 +1,10 @@
 """Learns a WordPiece vocabulary from text, and writes its tokenizer as transformers reads it."""
 
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -53,7 +55,7 @@ def train_tokenizer(
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS[1]))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator(_lines(documents(), normaliser, frozenset(alphabet)), trainer)
+    tokenizer.train_from_iterator(_lines(documents(), normaliser, alphabet), trainer)
     vocabulary = tokenizer.get_vocab()
     if (learnt_size := len(vocabulary)) < size:
         raise TrainError(
@@ -72,30 +74,22 @@ def train_tokenizer(
 def _alphabet(
     normaliser: normalizers.Normalizer, documents: Iterable[Document], limit: int
 ) -> list[str]:
-    """Return the ``limit`` most frequent characters, ordered by code point.
-
-    Of equally frequent characters, the lower code point is preferred.
-    """
+    """Return the ``limit`` most frequent characters, ordered by code point."""
     counts: Counter[str] = Counter()
     for document in documents:
         counts.update(normaliser.normalize_str(document.text))
-    by_frequency = sorted(
-        (-count, character) for character, count in counts.items() if not character.isspace()
-    )
-    return sorted(character for _, character in by_frequency[:limit])
+    common = (character for character, _ in counts.most_common() if not character.isspace())
+    return sorted(islice(common, limit))
 
 
 def _lines(
-    documents: Iterable[Document], normaliser: normalizers.Normalizer, alphabet: frozenset[str]
+    documents: Iterable[Document], normaliser: normalizers.Normalizer, alphabet: Iterable[str]
 ) -> Iterator[str]:
     """Yield the normalised lines of the documents without characters outside the alphabet."""
+    others = re.compile(rf"[^{re.escape(''.join(alphabet))}\s]")
     for document in documents:
         for line in document.text.splitlines():
-            yield "".join(
-                character
-                for character in normaliser.normalize_str(line)
-                if character in alphabet or character.isspace()
-            )
+            yield others.sub("", normaliser.normalize_str(line))
 
 
 def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

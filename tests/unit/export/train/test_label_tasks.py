@@ -51,7 +51,7 @@ def test_balanced_weights_are_1_per_row_on_average() -> None:
 def test_targets_of_one_label_are_its_number() -> None:
     labels = [("x",), ("z",), ("x",), ("x",)]
     rows = rows_of("single_label_classification", labels)
-    assert np.array_equal(rows.targets(), [[0], [2], [0], [0]])
+    assert np.array_equal(rows.targets, [[0], [2], [0], [0]])
     assert rows.weights.tolist() == pytest.approx([4 / 6, 2, 2])
     given = rows_of("single_label_classification", labels, {"z": 3.0})
     assert given.weights.tolist() == [1, 1, 3]
@@ -60,10 +60,10 @@ def test_targets_of_one_label_are_its_number() -> None:
 def test_a_label_among_several_weighs_as_the_rows_without_it_by_those_with_it() -> None:
     labels: list[tuple[str, ...]] = [("x", "z"), ("x",), (), ("x",)]
     rows = rows_of("multi_label_classification", labels)
-    assert np.array_equal(rows.targets(), [[1, 0, 1], [1, 0, 0], [0, 0, 0], [1, 0, 0]])
+    assert np.array_equal(rows.targets, [[1, 0, 1], [1, 0, 0], [0, 0, 0], [1, 0, 0]])
     assert rows.weights.tolist() == pytest.approx([1 / 3, 4, 3])
     numbers = rows_of("regression", labels, "none")
-    assert np.array_equal(numbers.targets(), [[2.5]] * 4)
+    assert np.array_equal(numbers.targets, [[2.5]] * 4)
 
 
 @pytest.mark.parametrize(

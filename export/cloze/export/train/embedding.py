@@ -260,11 +260,11 @@ def finetune_embedding(
         corpus = run_corpus(list(text), source.text, recipe.held_out, options).train
         data = _with_text(data, network, source, corpus, recipe, steps)
     objective = EmbeddingObjective(sentences, recipe, data, steps)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
+    step = train(objective, options, recipe, "spearman")
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
     title = "An encoder fine-tuned for embeddings"
-    run = Run(title, source, [*pairs, *text], recipe, options)
+    run = Run(title, source, [*pairs, *text], recipe, options, step)
     return write_run(sentences, sentences.tokenizer, run)
 
 

@@ -37,13 +37,6 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
-class Recipe(Table):
-    """The fields of every recipe."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-    """Seed of all random draws, as numpy and torch accept it."""
-
-
 class Vocabulary(Table):
     """A WordPiece vocabulary."""
 
@@ -117,6 +110,20 @@ class Optimisation(Table):
                 "their sum must be at most 1"
             )
         return self
+
+
+class Recipe(Table):
+    """The fields of every recipe."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Seed of all random draws, as numpy and torch accept it."""
+
+    optimisation: Optimisation = Optimisation()
+
+    @property
+    def rates(self) -> Optimisation:
+        """The optimisation with the learning rate of the weights that are learnt."""
+        return self.optimisation
 
 
 class Phase(Table):
@@ -198,7 +205,6 @@ class TextRecipe(Recipe):
     """The part of a recipe that describes learning from text."""
 
     pretraining: Pretraining
-    optimisation: Optimisation = Optimisation()
     phases: Annotated[list[Phase], Field(min_length=1)]
     held_out: Share = 0.05
     """Share of the documents that are held out."""
@@ -281,7 +287,7 @@ class AdaptedRecipe(Recipe):
 
     @property
     def rates(self) -> Optimisation:
-        """The optimisation with the learning rate of the weights that are learnt."""
+        """The optimisation, if there are low-rank matrices with their learning rate."""
         own = self.optimisation
         if self.lora is None:
             return own

@@ -153,6 +153,8 @@ def test_the_limit_of_files_rises_as_far_as_the_system_lets_it(
     monkeypatch.setattr(resource, "getrlimit", limits.getrlimit)
     monkeypatch.setattr(resource, "setrlimit", limits.setrlimit)
     assert raise_file_limit(65_536) == limits.soft == reached
+    monkeypatch.setattr(machine.sys, "platform", "win32")
+    assert raise_file_limit(65_536) == 512, "the sockets of an event loop on Windows"
 
 
 def test_a_thread_gets_a_lower_priority_and_its_process_does_not() -> None:

@@ -66,6 +66,19 @@ def test_a_child_whose_parent_has_ended_ends(tmp_path: Path) -> None:
         assert fork.code() == 1
 
 
+def test_a_child_looks_at_its_parent_where_the_kernel_does_not_end_it(tmp_path: Path) -> None:
+    def run() -> int:
+        async def serve() -> None:
+            config(parent=0, ready=os.pipe()[1]).report_ready()
+            await asyncio.sleep(30)
+
+        asyncio.run(serve())
+        return 7
+
+    with forked(run, tmp_path / "output") as fork:
+        assert fork.code() == 1
+
+
 def reported(reader: int) -> bytes:
     try:
         return os.read(reader, 10**6)

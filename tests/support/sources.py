@@ -22,7 +22,8 @@ def file_of(name: str, checkout: Path = ROOT) -> Path:
     """Return the file of a module, or the folder of a package, by its name in documents."""
     package, *rest = Path(name).parts
     folder = checkout / package / "cloze" / package
-    return folder.joinpath(*rest) if folder.is_dir() else checkout / name
+    in_package = folder.is_dir() and rest[:1] != ["cloze"]
+    return folder.joinpath(*rest) if in_package else checkout / name
 
 
 def name_of(file: Path, checkout: Path = ROOT) -> str:

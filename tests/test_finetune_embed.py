@@ -229,9 +229,7 @@ def some_pairs(bert: Path, scores: list[float]) -> tuple[EmbeddingObjective, Sen
     """Return an objective without dropout, and a batch of pairs; without scores, of five pairs."""
     recipe = EmbedRecipe(temperature=0.05)
     sentences = open_sentences(open_folder(str(bert))).eval()
-    objective = EmbeddingObjective(
-        sentences, recipe, [([5], [6], 0.0)], held_out=[], draws=None, steps=1
-    )
+    objective = EmbeddingObjective(sentences, recipe, [([5], [6], 0.0)], [], None, 1)
     ids = np.random.default_rng(1).integers(5, 40, (2 * (len(scores) or 5), 7))
     return objective, SentenceBatch(*padded(ids, np.zeros_like(ids), 7), torch.tensor(scores))
 

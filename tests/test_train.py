@@ -19,6 +19,7 @@ from cloze.export.train.recipe import (
     Optimisation,
     PretrainRecipe,
     QuestionsRecipe,
+    Recipe,
     TagsRecipe,
     TasksRecipe,
     load_recipe,
@@ -98,7 +99,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
     def fitted(parts: int, folder: Path) -> torch.Tensor:
         objective = Fit(parts)
         recipe = Optimisation(learning_rate=0.1, accumulation=parts, precision="fp32")
-        train(objective, run_options(folder, Schedule()), seed=1, optimisation=recipe)
+        train(objective, run_options(folder, Schedule()), Recipe(optimisation=recipe))
         return objective.module.weight.detach()
 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
@@ -143,14 +144,14 @@ class _Walking:
 def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
     objective = _Walking()
     recipe = Optimisation(learning_rate=0.1, warmup=0.0, average=0.3, precision="fp32")
-    train(objective, run_options(tmp_path, Schedule(log=1)), seed=1, optimisation=recipe)
+    train(objective, run_options(tmp_path, Schedule(log=1)), Recipe(optimisation=recipe))
     last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"])
     expected = np.mean([*objective.before[8:], last])  # after steps 8, 9 and 10
     assert float(objective.module.weight.detach()) == pytest.approx(expected, rel=1e-5)
     assert last < expected, "the weight falls, so its mean lies above"
     assert read_log(tmp_path)[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     again = _Walking()
-    train(again, run_options(tmp_path, Schedule(log=1)), seed=1, optimisation=recipe)
+    train(again, run_options(tmp_path, Schedule(log=1)), Recipe(optimisation=recipe))
     assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), (
         "a finished run gives the same"
     )
@@ -172,7 +173,7 @@ def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
         folder = tmp_path / str(seconds)
         schedule = Schedule(checkpoint=1_000_000, checkpoint_seconds=seconds)
         with pytest.raises(StopAt):
-            train(Stopping(), run_options(folder, schedule), seed=1, optimisation=recipe)
+            train(Stopping(), run_options(folder, schedule), Recipe(optimisation=recipe))
         assert (folder / "state.pt").exists() == kept
     assert torch.load(tmp_path / "0.0/state.pt", weights_only=True)["step"] == 4
 

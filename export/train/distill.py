@@ -200,7 +200,7 @@ def distill(teacher: Folder, files: list[Path], recipe: DistillRecipe, options: 
     kept = kept_embeddings(teacher, recipe.pretraining, options.device)
     module = Distillation(student, network.to(options.device), recipe, kept)
     objective = text_objective(module, files, recipe, teacher, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    train(objective, options, recipe)
     tokenizer = teacher.tokenizer
     if not has_token_types(student.config):
         names = ["input_ids", "attention_mask"]

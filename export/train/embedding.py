@@ -118,7 +118,6 @@ class EmbeddingObjective:
         sentences: SentenceTransformer,
         recipe: EmbedRecipe,
         pairs: list[TokenizedPair],
-        *,
         held_out: list[TokenizedPair],
         draws: SentenceDraws | None,
         steps: int,
@@ -238,14 +237,12 @@ def finetune_embedding(
     tokenized, held_out = (
         tokenize_pairs(each, source.text, recipe.tokens) for each in (learnt, measured)
     )
-    objective = EmbeddingObjective(
-        sentences, recipe, tokenized, held_out=held_out, draws=draws, steps=steps
-    )
-    train(objective, options, seed=recipe.seed, optimisation=recipe.rates)
+    objective = EmbeddingObjective(sentences, recipe, tokenized, held_out, draws, steps)
+    step = train(objective, options, recipe, "spearman")
     if not recipe.lora:
         sentences[0].model = network  # saved with its heads
     title = "An encoder fine-tuned for embeddings"
-    run = Run(title, source, [*pairs, *text], recipe, options)
+    run = Run(title, source, [*pairs, *text], recipe, options, step)
     return write_run(sentences, sentences.tokenizer, run)
 
 

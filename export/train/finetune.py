@@ -63,14 +63,7 @@ def finetune(
     batches = batches_per_step(recipe.optimisation)
     steps = max(1, recipe.epochs * len(task.rows) // (recipe.sequences * batches))
     objective = RowObjective(network, task, steps=steps, batches=batches, seed=recipe.seed)
-    step = train(
-        objective,
-        options,
-        seed=recipe.seed,
-        optimisation=recipe.rates,
-        figure=task.figure,
-        patience=recipe.patience,
-    )
+    step = train(objective, options, recipe, task.figure)
     figures = {}
     if (calibration := objective.calibrate()) is not None:
         figures["calibration"] = str(calibration)

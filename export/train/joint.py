@@ -202,14 +202,7 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
     for member, batches in zip(members, objective.batches, strict=True):
         rows = len(member.objective.task.rows)
         options.report(f"{member.name}: {rows:,} rows, {batches:,} batches")
-    step = train(
-        objective,
-        options,
-        seed=recipe.seed,
-        optimisation=recipe.optimisation,
-        figure=MEAN,
-        patience=recipe.patience,
-    )
+    step = train(objective, options, recipe, MEAN)
     figures = {}
     for member in members:
         if calibration := member.objective.calibrate():

@@ -26,7 +26,7 @@ from cloze.export.errors import TrainError
 from cloze.export.train.device import open_accelerator, processes, return_freed_memory
 from cloze.export.train.optimisation import KeptWeights, make_optimizer, schedule_factor
 from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
-from cloze.export.train.recipe import Optimisation
+from cloze.export.train.recipe import FinetuneRecipe, Optimisation, Recipe
 from cloze.export.train.run_dir import Stateful, describe_state, load_state, save_state
 from cloze.export.train.run_options import RunOptions
 
@@ -61,21 +61,15 @@ def batches_per_step(optimisation: Optimisation) -> int:
 
 
 def train(
-    objective: Objective,
-    options: RunOptions,
-    *,
-    seed: int,
-    optimisation: Optimisation,
-    figure: str | None = None,
-    patience: int = 0,
+    objective: Objective, options: RunOptions, recipe: Recipe, figure: str | None = None
 ) -> int:
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
 
     Only the main process writes.
 
     Args:
-        figure: the held-out figure that decides which weights are the best.
-        patience: evaluations without a higher figure after which the run stops; 0: it does not.
+        figure: the held-out figure that decides which weights are the best, if the recipe has
+            patience.
 
     Returns:
         The number of steps after which the module had the weights that it has now.
@@ -84,9 +78,10 @@ def train(
         TrainError: the loss or a weight is not finite, the disk is full, or the run was
             interrupted. The last good checkpoint is kept.
     """
-    run_dir, steps = options.run_dir, objective.steps
+    run_dir, steps, optimisation = options.run_dir, objective.steps, recipe.rates
     run_dir.mkdir(parents=True, exist_ok=True)
     module = objective.module.to(options.device).train()
+    patience = recipe.patience if isinstance(recipe, FinetuneRecipe) else 0
     kept = KeptWeights(module, round((1 - optimisation.average) * steps), patience)
     adamw = make_optimizer(module, optimisation)
     parts: dict[str, Stateful] = {"module": module, "optimizer": adamw, "kept": kept}
@@ -95,9 +90,7 @@ def train(
         options.report(f"going on after step {first_step} of {steps}")
     accelerator = open_accelerator(options.device, optimisation.precision)
     progress = Progress(run_dir, first_step, steps) if accelerator.is_main_process else None
-    loop = _Loop(
-        objective, options, seed, optimisation, parts, adamw, kept, figure, accelerator, progress
-    )
+    loop = _Loop(objective, options, recipe, parts, adamw, kept, figure, accelerator, progress)
     loop.run(first_step)
     kept.swap()
     module.eval()
@@ -118,8 +111,7 @@ class _Loop:
 
     objective: Objective
     options: RunOptions
-    seed: int
-    optimisation: Optimisation
+    recipe: Recipe
     parts: Mapping[str, Stateful]
     optimizer: torch.optim.Optimizer
     kept: KeptWeights
@@ -178,12 +170,12 @@ class _Loop:
 
     def _update(self, step: int, interrupted: threading.Event) -> bool:
         """Update the weights once; return whether a process was interrupted."""
-        objective, optimisation = self.objective, self.optimisation
+        objective, optimisation = self.objective, self.recipe.rates
         accelerator, device = self.accelerator, self.options.device
         batches = batches_per_step(optimisation)
         means: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=device))
         for part in range(accelerator.process_index, batches, accelerator.num_processes):
-            draws = np.random.SeedSequence((self.seed, step, part))
+            draws = np.random.SeedSequence((self.recipe.seed, step, part))
             torch.manual_seed(int(draws.generate_state(1, np.uint64)[0]))  # of dropout and others
             batch = objective.batch(step, part)
             with accelerator.autocast():
@@ -239,9 +231,9 @@ class _Loop:
         if self.figure and f"held_out_{self.figure}" in means:
             self.kept.offer(step, means[f"held_out_{self.figure}"])
         return_freed_memory()
-        means["learning_rate"] = self.optimisation.learning_rate * schedule_factor(
-            step - 1, self.objective.steps, self.optimisation
-        )
+        rates = self.recipe.rates
+        factor = schedule_factor(step - 1, self.objective.steps, rates)
+        means["learning_rate"] = rates.learning_rate * factor
         if self.progress:
             self.progress.log(step, means, tokens)
 

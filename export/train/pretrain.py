@@ -76,7 +76,7 @@ def pretrain(
     parameters = f"{network.num_parameters():,} parameters"
     options.report(f"a {network.config.model_type} of {parameters}")
     objective = text_objective(started, files, recipe, tokens, options)
-    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    train(objective, options, recipe)
     if not source:
         _fill_positions(network, longest)
         tokens.tokenizer.model_max_length = recipe.model.max_tokens

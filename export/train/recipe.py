@@ -37,13 +37,6 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
-class Recipe(Table):
-    """The fields of every recipe."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-    """Seed of all random draws, as numpy and torch accept it."""
-
-
 class Vocabulary(Table):
     """A WordPiece vocabulary."""
 
@@ -117,6 +110,20 @@ class Optimisation(Table):
                 "their sum must be at most 1"
             )
         return self
+
+
+class Recipe(Table):
+    """The fields of every recipe."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Seed of all random draws, as numpy and torch accept it."""
+
+    optimisation: Optimisation = Optimisation()
+
+    @property
+    def rates(self) -> Optimisation:
+        """The optimisation with the learning rate of the weights that are learnt."""
+        return self.optimisation
 
 
 class Phase(Table):
@@ -198,7 +205,6 @@ class TextRecipe(Recipe):
     """The part of a recipe that describes learning from text."""
 
     pretraining: Pretraining
-    optimisation: Optimisation = Optimisation()
     phases: Annotated[list[Phase], Field(min_length=1)]
     held_out: Share = 0.05
     """Share of the documents that are held out."""
@@ -264,11 +270,9 @@ class FinetuneRecipe(Recipe):
         return self
 
 
-class AdaptedRecipe(Recipe):
+class AdaptedRecipe(FinetuneRecipe):
     """The fields of a run that may learn low-rank matrices instead of all weights."""
 
-    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
-    dropout: Share = 0.1
     lora: LowRank | None = None
     """Low-rank matrices; none: all weights are learnt."""
 
@@ -281,7 +285,7 @@ class AdaptedRecipe(Recipe):
 
     @property
     def rates(self) -> Optimisation:
-        """The optimisation with the learning rate of the weights that are learnt."""
+        """The optimisation, if there are low-rank matrices with their learning rate."""
         own = self.optimisation
         if self.lora is None:
             return own
@@ -314,7 +318,7 @@ class QuestionsSettings(Table):
     """SQuAD 2.0: also learn from unanswerable questions."""
 
 
-class QuestionsRecipe(FinetuneRecipe, AdaptedRecipe, QuestionsSettings):
+class QuestionsRecipe(AdaptedRecipe, QuestionsSettings):
     """``cloze train finetune-qa``."""
 
     epochs: Count = 2
@@ -371,13 +375,13 @@ class TagSettings(LabelSettings):
     """
 
 
-class LabelsRecipe(FinetuneRecipe, AdaptedRecipe, LabelSettings):
+class LabelsRecipe(AdaptedRecipe, LabelSettings):
     """``cloze train finetune-classify``."""
 
     epochs: Count = 4
 
 
-class TagsRecipe(FinetuneRecipe, AdaptedRecipe, TagSettings):
+class TagsRecipe(AdaptedRecipe, TagSettings):
     """``cloze train finetune-tokens``."""
 
     epochs: Count = 4

@@ -270,11 +270,9 @@ class FinetuneRecipe(Recipe):
         return self
 
 
-class AdaptedRecipe(Recipe):
+class AdaptedRecipe(FinetuneRecipe):
     """The fields of a run that may learn low-rank matrices instead of all weights."""
 
-    optimisation: Optimisation = Optimisation(learning_rate=1e-4)
-    dropout: Share = 0.1
     lora: LowRank | None = None
     """Low-rank matrices; none: all weights are learnt."""
 
@@ -320,7 +318,7 @@ class QuestionsSettings(Table):
     """SQuAD 2.0: also learn from unanswerable questions."""
 
 
-class QuestionsRecipe(FinetuneRecipe, AdaptedRecipe, QuestionsSettings):
+class QuestionsRecipe(AdaptedRecipe, QuestionsSettings):
     """``cloze train finetune-qa``."""
 
     epochs: Count = 2
@@ -387,13 +385,13 @@ class TagSettings(LabelSettings):
     """
 
 
-class LabelsRecipe(FinetuneRecipe, AdaptedRecipe, LabelSettings):
+class LabelsRecipe(AdaptedRecipe, LabelSettings):
     """``cloze train finetune-classify``."""
 
     epochs: Count = 4
 
 
-class TagsRecipe(FinetuneRecipe, AdaptedRecipe, TagSettings):
+class TagsRecipe(AdaptedRecipe, TagSettings):
     """``cloze train finetune-tokens``."""
 
     epochs: Count = 4

@@ -530,10 +530,6 @@ def test_the_neighbours_of_the_first_and_the_last_token_are_zeros(tmp_path: Path
             )
             expected = total * embeddings.norm.weight + embeddings.norm.bias
             assert same(embeddings(ids, None)[0, token], expected), token
-        mask = torch.tensor([[True, True, True, False]])
-        assert same(
-            embeddings(ids, None, mask)[0, :3], embeddings(ids[:, :3], None)[0]
-        )  # padding is no neighbour
 
 
 @pytest.mark.parametrize("pooler", [True, False])

@@ -25,6 +25,7 @@ COPY scripts/install-serving scripts/
 
 # ---- sources: what every image installs of the project
 FROM scratch AS sources
+WORKDIR /
 COPY cloze cloze
 COPY model_store/*.py model_store/
 COPY model_store/heads model_store/heads

@@ -37,13 +37,14 @@ $(SERVING)/.installed: pyproject.toml constraints.txt
 serve: $(SERVING)/.installed  ## Serve the models of the project on port 8000.
 	$(SERVING)/bin/cloze serve
 
-lint: install  ## Run ruff, mypy --strict, import-linter, codespell and the budgets of lines.
+lint: install  ## Run ruff, mypy --strict, import-linter, codespell and the budgets of lines and paths.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python scripts/line-budgets
+	$(BIN)/python scripts/path-budgets
 
 # Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
 # these tests skip. Three files run side by side, since many tests wait for servers. The servers

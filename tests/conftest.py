@@ -24,7 +24,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 import pytest
 
 if TYPE_CHECKING:
-    from tests.serving import Server
+    from tests.support.serving import Server
 
 DATA_VARIABLE = "CLOZE_TEST_DATA"
 # Read before any test runs: `cloze bench run` removes variables of the server from its process.
@@ -52,6 +52,12 @@ def log_as_before() -> Iterator[None]:
             root.setLevel(logging.WARNING)
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Return the event loop that runs asynchronous tests."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Let torch compute on one thread, as the processes do that tests of training start.
@@ -70,7 +76,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file of text so small that a model learns it in seconds."""
-    from tests.training import write_stories
+    from tests.support.training import write_stories
 
     return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
 
@@ -128,7 +134,7 @@ def has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return directories of tiny random checkpoints, by kind."""
-    from tests.tiny import save_checkpoint
+    from tests.support.tiny import save_checkpoint
 
     root = tmp_path_factory.mktemp("checkpoints")
     kinds = ("bert", "bert-plain", "bert-qa", "distilbert", "distilbert-qa")
@@ -167,7 +173,7 @@ def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str
 @pytest.fixture(scope="session")
 def servers(tiny_store: Path) -> "Iterator[Callable[[tuple[str, ...]], Server]]":
     """Return a function that returns the server of some arguments, which it starts once."""
-    from tests.serving import running_server
+    from tests.support.serving import running_server
 
     with ExitStack() as running:
         yield cache(lambda arguments: running.enter_context(running_server(tiny_store, *arguments)))
@@ -186,9 +192,9 @@ def server(
 @pytest.fixture(scope="session")
 def cpu_image() -> Iterator[str]:
     """Build the image for a CPU; remove it at the end."""
-    from tests import containers
+    from tests.support import containers
 
-    image = containers.build("cpu")
+    image = containers.build("cpu", "--build-arg", f"REVISION={containers.REVISION}")
     yield image
     containers.remove_image(image)
 
@@ -205,7 +211,7 @@ def every_task_store(
 
     from cloze.export.publish import ExportOptions, export
     from cloze.model_store import Store
-    from tests import tiny
+    from tests.support import tiny
 
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
     single = {"problem_type": "single_label_classification"}
@@ -239,7 +245,7 @@ def every_task(every_task_store: Path) -> "Iterator[Server]":
     import httpx
 
     from cloze.service.tasks import TASKS
-    from tests.serving import running_server
+    from tests.support.serving import running_server
 
     with running_server(every_task_store) as server:
         info = httpx.get(f"{server.url}/info").json()

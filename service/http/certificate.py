@@ -54,7 +54,7 @@ class Certificate:
         try:
             # Without a password, OpenSSL would ask for one at the terminal, and wait.
             context.load_cert_chain(self._certificate, self._key, password="")
-            # No public function reads the end; `tests/test_metrics.py` compares it with openssl.
+            # No public function reads the end; `test_metrics.py` compares it with openssl.
             file = os.fspath(self._certificate)
             decoded = ssl._ssl._test_decode_cert(file)  # type: ignore[attr-defined]
             return context, float(ssl.cert_time_to_seconds(decoded["notAfter"]))

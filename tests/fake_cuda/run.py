@@ -31,9 +31,9 @@ from cloze.service.engine import session
 from cloze.service.engine.session import DeviceSession, cuda_session
 from cloze.service.models.served_models import batch_tokens
 from cloze.service.settings import Settings
-from tests.encodings import encoding
-from tests.fake_engine import FakeEngine
-from tests.profiling import placed, profiled
+from tests.support.encodings import encoding
+from tests.support.fake_engine import FakeEngine
+from tests.support.profiling import placed, profiled
 
 LENGTHS = (9, 30, 3)
 MIXES = 200

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from cloze.model_store import Manifest, Store, StoreError
 from cloze.model_store.graph_checks import expected_tensors
 from cloze.model_store.layouts import Layout
-from tests.crafted import sealed
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.search import Target
+from tests.support.crafted import sealed
 
 MAX_LINE = 600
 GRAPH = {"file": "g.onnx", "layout": "dense", "precision": "fp32", "opset": 20, "operators": {}}

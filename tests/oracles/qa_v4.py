@@ -12,7 +12,7 @@ from pathlib import Path
 
 import transformers
 
-from tests.tiny import save_checkpoint
+from tests.support.tiny import save_checkpoint
 
 GOLDEN = Path(__file__).with_name("qa-v4.json")
 

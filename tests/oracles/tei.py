@@ -23,8 +23,8 @@ from transformers import BertForSequenceClassification
 from cloze.bench.peers import plain_onnx
 from cloze.bench.processes import running
 from cloze.export.load.tokenizer import load_tokenizer
-from tests import tiny
-from tests.ports import free_port
+from tests.support import tiny
+from tests.support.ports import free_port
 
 RECORDED = Path(__file__).parent / "tei.json"
 

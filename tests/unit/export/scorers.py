@@ -8,7 +8,7 @@ from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.load.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.batch import Encoding, HeadOutputs
-from tests.vocabulary import vocabulary
+from tests.support.vocabulary import vocabulary
 
 VOCABULARY = vocabulary()
 ID = {token: number for number, token in enumerate(VOCABULARY)}

@@ -142,13 +142,6 @@ def test_csv_files_that_cannot_be_read(tmp_path: Path, content: str, message: st
         plan_of(written(tmp_path / "x.csv", content))
 
 
-def test_a_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 10)
-    assert plan_of(written(tmp_path / "x.jsonl", '{"a": 1}\n')).rows == 1
-    with pytest.raises(BulkError, match="MiB after byte 9"):
-        plan_of(written(tmp_path / "x.jsonl", '{"a": 1}\n{"a":123}\n'))
-
-
 def test_the_limit_of_a_line_is_said_in_mib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,28 +207,6 @@ def test_rows_have_at_most_a_thousand_keys() -> None:
         types.add({"one more": 1})
 
 
-def test_tables_may_have_more_columns_than_objects_have_keys(tmp_path: Path) -> None:
-    header = ",".join(f"c{number}" for number in range(1001))
-    plan = plan_of(written(tmp_path / "x.csv", f"{header}\n{header}\n"))
-    assert (len(plan.schema), plan.rows) == (1001, 1)
-
-
-def test_files_of_one_run_have_the_same_columns(tmp_path: Path) -> None:
-    first, same = (
-        written(tmp_path / "a.csv", "x,y\n1,2\n"),
-        written(tmp_path / "b.csv", "x,y\n3,4\n"),
-    )
-    assert [(s.number, s.file, s.first_row) for s in plan_of(first, same).shards] == [
-        (0, 0, 0),
-        (1, 1, 0),
-    ]
-    other = written(tmp_path / "c.csv", "x,z\n")
-    with pytest.raises(
-        BulkError, match=r"c.csv has other columns than .*a.csv: x, z instead of x, y"
-    ):
-        plan_of(first, other)
-
-
 # ---- Parquet -----------------------------------------------------------------------------------
 
 
@@ -270,13 +241,6 @@ def test_ranges_of_rows_in_any_order(tmp_path: Path, ranges: list[tuple[int, int
             n for batch in reader.read(file, ["n"], first, rows) for n in batch["n"].to_pylist()
         ]
         assert numbers == list(range(first, first + rows))
-
-
-def test_other_columns_are_read_from_the_beginning(tmp_path: Path) -> None:
-    file, reader = parquet(tmp_path / "a.parquet", 4), ParquetReader()
-    assert next(reader.read(file, ["n"], 0, 2)).schema.names == ["n"]
-    texts = [t for b in reader.read(file, ["text"], 0, 4) for t in b["text"].to_pylist()]
-    assert texts == ["t0", "t1", "t2", "t3"]
 
 
 def test_parquet_files_that_do_not_fit(tmp_path: Path) -> None:
@@ -353,12 +317,6 @@ def test_rows_of_text_files_become_columns() -> None:
     assert chunk.inputs == [("x", "a"), (None, None), (None, None)]
     assert chunk.errors == [None, "wrong", "odd"]
     assert (len(chunk), chunk.characters) == (3, 2)
-
-
-def test_large_integers_in_a_column_of_numbers_are_rounded() -> None:
-    schema = pa.schema([pa.field("n", pa.float64())])
-    chunk = chunk_of_rows([({"n": 2**60 + 1}, None), ({"n": 0.5}, None)], [], schema)
-    assert chunk.kept.to_pydict() == {"n": [2.0**60, 0.5]}
 
 
 def test_the_mark_of_json_is_that_of_earlier_runs() -> None:

@@ -260,13 +260,6 @@ def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     assert summarize(job(), [], now, 1.0).first_error == "/in/b.csv, row 1: bad"
 
 
-def test_figures_of_a_summary_are_rounded() -> None:
-    summary = summarize(job(), [], [report(0, rows=5, errors=1, tokens=50)], 0.123456)
-    assert (summary.seconds, summary.texts_per_s, summary.tokens_per_s) == (0.123, 32.4, 405.0)
-    both = summarize(job(), [report(1, precision="fp32")], [report(0, precision="fp32")], 1.0)
-    assert both.precisions == ["fp32"]
-
-
 # ---- files of results --------------------------------------------------------------------------
 
 RESULTS = pa.schema(

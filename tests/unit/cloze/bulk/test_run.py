@@ -17,7 +17,7 @@ from cloze.bulk.summary import Summary
 from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import Progress, _open_pipeline
 from cloze.service.settings import Settings
-from tests.crafted import read_body, seal
+from tests.support.crafted import read_body, seal
 from tests.unit.service.tasks.model import bundle, manifest
 
 
@@ -220,18 +220,6 @@ def test_the_recorded_plan_is_used_again(runner: Runner, source: Path) -> None:
     runner.run(source)
     assert runner.jobs[1].plan == plan
     assert runner.shards[1] == [2]
-
-
-def test_another_run_is_refused(runner: Runner, source: Path) -> None:
-    runner.run(source)
-    for changes, name in (
-        ({"prefix": "p_"}, "prefix"),
-        ({"shard_rows": 3}, "rows per shard"),
-        ({"parameters": {"normalize": True}}, "parameters"),
-    ):
-        with pytest.raises(BulkError, match=f"its {name} was"):
-            runner.run(source, **changes)
-    assert len(runner.jobs) == 1
 
 
 def test_what_is_refused_before_any_work(runner: Runner, source: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from cloze.model_store.batch import Encoding
 from cloze.service.models.pipeline import Pipeline, task_limits
 from cloze.service.models.served_models import LocalModels, ServedModel
 from cloze.service.settings import Settings
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.unit.service.tasks.model import CLS, ID, SEP, bundle
 
 Rows = list[dict[str, Any]]

@@ -27,7 +27,7 @@ from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.source import read_tensors
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.load.weights import load_model
-from tests.tokenizer_kinds import (
+from tests.support.tokenizer_kinds import (
     byte_level,
     byte_level_with_brackets,
     mpnet_wordpiece,

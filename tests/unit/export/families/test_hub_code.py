@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
-from tests.tokenizer_kinds import wordpiece
+from tests.support.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import ours, same
 
 H, HEADS, INNER, LAYERS, EPS = 24, 3, 256, 2, 1e-6

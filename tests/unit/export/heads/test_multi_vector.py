@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.model_store.heads.multi_vector import LateInteraction
-from tests import late_models
+from tests.support import late_models
 
 PYLATE = dict.fromkeys(
     ("query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens",

@@ -13,7 +13,7 @@ from cloze.service.batching.admission import (
 )
 from cloze.service.batching.fair_queue import ExpectedWait, FairQueue, LineKey, Submission, Terms
 from cloze.service.errors import Overloaded, Rejection
-from tests.encodings import encoding
+from tests.support.encodings import encoding
 
 INFINITY = float("inf")
 

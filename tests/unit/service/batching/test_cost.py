@@ -12,7 +12,7 @@ from cloze.service.batching.cost import (
     measure_cost,
 )
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
-from tests.virtual_time import VirtualClock
+from tests.support.virtual_time import VirtualClock
 
 
 def test_the_limit_of_a_batch_makes_its_fixed_part_small() -> None:

@@ -3,7 +3,6 @@ forgotten.
 """
 
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.fair_queue import Batch, Demand, FairQueue, LineKey, Submission, Terms
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
-from tests.encodings import encoding
+from tests.support.encodings import encoding
 
 SHORT = LineKey.of(1, None)
 LONG = LineKey.of(10_000, None)
@@ -648,33 +647,6 @@ def test_further_work_counts_from_its_due_on() -> None:
     assert demand.slack_s(4.0, 10.0, 10.0, 10) == pytest.approx(-1.0)
     assert demand.slack_s(9.0, 10.0, 30.0, 10) == pytest.approx(8.0), "those before are not asked"
     assert demand.slack_s(9.0, 10.0) == pytest.approx(-5.0)
-
-
-def test_slack_is_the_least_over_all_dues() -> None:
-    """Compare with the definition, for random work."""
-    generator = random.Random(5)
-    for _ in range(300):
-        demand, work = Demand(), []
-        for _ in range(generator.randrange(6)):
-            due, tokens = generator.randrange(1, 12), generator.randrange(1, 40)
-            demand.add(due + 0.05, tokens)
-            work.append((due, tokens))
-        now, rate = generator.uniform(0, 10), generator.uniform(1, 20)
-        own_due, own = generator.randrange(1, 12), generator.choice([0, 0, 7])
-        every = work + [(own_due, own)] * bool(own)
-        least = own_due if own else 0
-        exact = min(
-            (
-                due - now - sum(tokens for other, tokens in every if other <= due) / rate
-                for due, _ in every
-                if due >= least
-            ),
-            default=math.inf,
-        )
-        found = demand.slack_s(now, rate, own_due + 0.05, own)
-        assert found == pytest.approx(exact) or 0 < found < exact, "exact, or a bound above zero"
-        if exact <= 0:
-            assert found == pytest.approx(exact)
 
 
 # ---- bulk --------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from cloze.service.errors import (
     Overloaded,
     ShuttingDown,
 )
-from tests.encodings import encoding, submit
-from tests.fake_engine import FakeEngine
-from tests.stepped import SteppedScheduler
-from tests.virtual_time import VirtualClock
-from tests.waiting import wait_until
+from tests.support.encodings import encoding, submit
+from tests.support.fake_engine import FakeEngine
+from tests.support.stepped import SteppedScheduler
+from tests.support.virtual_time import VirtualClock
+from tests.support.waiting import wait_until
 
 LIMITS = SchedulerLimits(workers=1, max_batch_tokens=20, max_queue_tokens=1000, stall_timeout_s=8.0)
 

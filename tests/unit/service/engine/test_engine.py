@@ -26,7 +26,7 @@ from cloze.service.engine.cpu_places import SpreadSession
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.engine.session import CUDA, CpuSession
 from cloze.service.errors import EngineFailed, StartupError
-from tests.encodings import encoding, submit
+from tests.support.encodings import encoding, submit
 from tests.unit.service.tasks.model import VOCABULARY, manifest
 
 TABLE = np.random.default_rng(0).uniform(-0.5, 0.5, (len(VOCABULARY), 4)).astype(np.float32)

@@ -14,7 +14,7 @@ from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.peft import LowRank
 from cloze.service.engine.adapters import LoadedAdapters
 from cloze.service.errors import AdapterUnavailable, StartupError
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 WIDTH, RANK = 8, 4
 SIZE = 2 * RANK * WIDTH * 4

@@ -24,7 +24,7 @@ from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT
 from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
 from cloze.service.settings import is_loopback
-from tests.records import recorded, scope_of
+from tests.support.records import recorded, scope_of
 
 # ---- hosts -------------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD
 from cloze.service.models.pipeline import run_anywhere
-from tests.leaping_loop import LeapingLoop
-from tests.records import Open, recorded, scope_of
-from tests.virtual_time import LOOP_CLOCK
+from tests.support.leaping_loop import LeapingLoop
+from tests.support.records import Open, recorded, scope_of
+from tests.support.virtual_time import LOOP_CLOCK
 
 LARGE = 100_000
 

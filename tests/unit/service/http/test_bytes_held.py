@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cloze.service.errors import Overloaded, Rejection
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
-from tests.leaping_loop import run_leaping
+from tests.support.leaping_loop import run_leaping
 
 LONG_S = 1000.0
 

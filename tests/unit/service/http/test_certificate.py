@@ -11,7 +11,7 @@ import pytest
 
 from cloze.service.errors import StartupError
 from cloze.service.http.certificate import Certificate
-from tests.certificates import make_certificate
+from tests.support.certificates import make_certificate
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from cloze.service.http.record import Access, Callers, Paths
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import RECORD, GateModel, Route, RouteDoc
 from cloze.service.http.routing import create_app
-from tests.leaping_loop import LeapingLoop
-from tests.records import Open, pairs, scope_of
-from tests.virtual_time import LOOP_CLOCK, VirtualClock
+from tests.support.leaping_loop import LeapingLoop
+from tests.support.records import Open, pairs, scope_of
+from tests.support.virtual_time import LOOP_CLOCK, VirtualClock
 
 OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
 CLOSED = Access(needs_keys=True, open_routes=frozenset(), permissions=(), hosts=frozenset())

@@ -14,7 +14,7 @@ from cloze.service.errors import Forbidden, InvalidRequest, Overloaded, StartupE
 from cloze.service.http.errors import STATUS, describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, Paths, timeout_s
-from tests.records import recorded
+from tests.support.records import recorded
 
 
 def digest(key: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from cloze.service.core import ServedRequest
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.server.acceptor import Probes
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 COST = {"texts": 2, "tokens": 30, "tokenize_s": 0.001, "queue_s": 0.002, "inference_s": 0.003}
 

@@ -14,7 +14,7 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http import returns as returns_module
 from cloze.service.http.returns import RefusedLine, Returns
-from tests.records import Open, connected
+from tests.support.records import Open, connected
 
 LINE = RefusedLine(Rejection.WAIT, "m@1", "a", 0, False)
 LIMITS = WaitLimits.of(None, 30_000)

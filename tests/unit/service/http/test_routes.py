@@ -19,8 +19,8 @@ from cloze.service.http.routes import RECORD
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
 from cloze.service.observe.metrics import Metrics
 from cloze.service.server.connection import _OneWrite
-from tests.records import recorded, scope_of
-from tests.virtual_time import VirtualClock
+from tests.support.records import recorded, scope_of
+from tests.support.virtual_time import VirtualClock
 
 
 class World:

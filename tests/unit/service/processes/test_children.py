@@ -27,9 +27,9 @@ from cloze.service.processes.children import (
     listen_for_front_ends,
 )
 from cloze.service.settings import Settings
-from tests.leaping_loop import run_leaping
+from tests.support.leaping_loop import run_leaping
+from tests.support.virtual_time import VirtualClock
 from tests.unit.service.processes.forked import forked
-from tests.virtual_time import VirtualClock
 
 PR_GET_PDEATHSIG = 2
 

@@ -3,7 +3,6 @@
 import asyncio
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from cloze.service.core import BatchResult
 from cloze.service.errors import EngineDead, Overloaded, ShuttingDown
 from cloze.service.processes import frames
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
-from tests.encodings import submit
-from tests.leaping_loop import run_leaping
-from tests.virtual_time import VirtualClock
+from tests.support.encodings import submit
+from tests.support.leaping_loop import run_leaping
+from tests.support.virtual_time import VirtualClock
+
+pytestmark = pytest.mark.anyio
 
 
 class Wire:
@@ -84,333 +85,250 @@ class Engines:
 RESULT = BatchResult([{}], 0.25, 0.5)
 
 
-def on_loop(test: Callable[[], None]) -> None:
-    async def run() -> None:
-        test()
-
-    asyncio.run(run())
-
-
-def test_a_request_is_sent_and_answered() -> None:
-    def test() -> None:
-        engines = Engines()
-        assert engines.queue.dead_reason == "engine-0 has not started yet"
-        assert engines.queue.precision() == ""
-        wire = engines.start()
-        assert engines.up.is_set()
-        assert engines.queue.dead_reason is None
-        assert engines.queue.precision() == "int8"
-        future = engines.submit(3, client="someone", timeout_s=2.5, trace="t")
-        assert engines.queue.state.tokens == 3
-        (run,) = wire.runs
-        sent = run.terms
-        assert (sent.client, sent.timeout_s, sent.trace) == ("someone", 2.5, "t")
-        assert (run.model, sent.later_round) == (0, False)
-        engines.answer(0, run, RESULT)
-        assert future.result(0).queue_s == 0.25
-        assert engines.queue.state.tokens == 0
-        engines.answer(0, run, RESULT)  # a late answer belongs to nobody
-
-    on_loop(test)
+async def test_a_request_is_sent_and_answered() -> None:
+    engines = Engines()
+    assert engines.queue.dead_reason == "engine-0 has not started yet"
+    assert engines.queue.precision() == ""
+    wire = engines.start()
+    assert engines.up.is_set()
+    assert engines.queue.dead_reason is None
+    assert engines.queue.precision() == "int8"
+    future = engines.submit(3, client="someone", timeout_s=2.5, trace="t")
+    assert engines.queue.state.tokens == 3
+    (run,) = wire.runs
+    sent = run.terms
+    assert (sent.client, sent.timeout_s, sent.trace) == ("someone", 2.5, "t")
+    assert (run.model, sent.later_round) == (0, False)
+    engines.answer(0, run, RESULT)
+    assert future.result(0).queue_s == 0.25
+    assert engines.queue.state.tokens == 0
+    engines.answer(0, run, RESULT)  # a late answer belongs to nobody
 
 
-def test_a_model_has_a_queue_on_all_engines() -> None:
-    def test() -> None:
-        engines = Engines(2)
-        other = RemoteQueue(engines.links, 1)
-        assert other.dead_reason == "engine-0 has not started yet; engine-1 has not started yet"
-        engines.links[1].precisions = ["int8", "fp32"]
-        assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
-
-    on_loop(test)
-
-
-def test_an_error_of_the_engine_ends_the_request() -> None:
-    def test() -> None:
-        engines = Engines()
-        wire = engines.start()
-        future = engines.submit()
-        engines.answer(0, wire.runs[0], Overloaded("full", 7))
-        assert isinstance(future.exception(0), Overloaded)
-        assert engines.queue.state.tokens == 0
-
-    on_loop(test)
+async def test_a_model_has_a_queue_on_all_engines() -> None:
+    engines = Engines(2)
+    other = RemoteQueue(engines.links, 1)
+    assert other.dead_reason == "engine-0 has not started yet; engine-1 has not started yet"
+    wire = engines.start(1)
+    engines.links[1].precisions = ["int8", "fp32"]
+    assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
+    array = np.arange(4, dtype=np.int32)
+    submit(other, [Encoding(array, array)], time.monotonic() + 60)
+    assert wire.runs[0].model == 1
+    assert other.state.tokens == 4
 
 
-def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> None:
-    def test() -> None:
-        engines = Engines(3)
-        one, two = engines.start(0), engines.start(1)
-        for tokens in (5, 3, 1, 1):
-            engines.submit(tokens)
-        assert [len(run.encodings[0]) for run in one.runs] == [5]
-        assert [len(run.encodings[0]) for run in two.runs] == [3, 1, 1]
-        assert engines.queue.state.tokens == 10
-
-    on_loop(test)
+async def test_an_error_of_the_engine_ends_the_request() -> None:
+    engines = Engines()
+    wire = engines.start()
+    future = engines.submit()
+    engines.answer(0, wire.runs[0], Overloaded("full", 7))
+    assert isinstance(future.exception(0), Overloaded)
+    assert engines.queue.state.tokens == 0
 
 
-def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
-    def test() -> None:
-        engines = Engines()
-        wire = engines.start()
-        future = engines.submit()
-        assert future.cancel()
-        assert wire.sent[-1] == frames.Cancel(wire.runs[0].number)
-        assert engines.queue.state.tokens == 0
-        assert future.done()
-
-    on_loop(test)
+async def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> None:
+    engines = Engines(3)
+    one, two = engines.start(0), engines.start(1)
+    for tokens in (5, 3, 1, 1):
+        engines.submit(tokens)
+    assert [len(run.encodings[0]) for run in one.runs] == [5]
+    assert [len(run.encodings[0]) for run in two.runs] == [3, 1, 1]
+    assert engines.queue.state.tokens == 10
 
 
-def test_without_an_engine_requests_fail_at_once() -> None:
-    def test() -> None:
-        engines = Engines()
-        with pytest.raises(EngineDead, match="engine-0 has not started yet"):
-            engines.submit()
-
-    on_loop(test)
-
-
-def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
-    def test() -> None:
-        engines = Engines()
-        first = engines.start()
-        sent = engines.submit(3)
-        engines.links[0].lost()
-        assert engines.queue.dead_reason == "the process of engine-0 ended"
-        assert engines.links[0].keeps_requests
-        kept = engines.submit(4)
-        assert len(first.runs) == 1
-        cancelled = engines.submit(5)
-        cancelled.cancel()
-        second = engines.start()
-        assert not engines.links[0].keeps_requests
-        assert [len(run.encodings[0]) for run in second.runs] == [3, 4]
-        assert [run.terms.later_round for run in second.runs] == [True, False], (
-            "one was admitted before"
-        )
-        assert not sent.done()
-        assert not kept.done()
-        for run in second.runs:
-            engines.answer(0, run, RESULT)
-        assert sent.result(0)
-        assert kept.result(0)
-
-    on_loop(test)
+async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
+    engines = Engines()
+    wire = engines.start()
+    future = engines.submit()
+    assert future.cancel()
+    assert wire.sent[-1] == frames.Cancel(wire.runs[0].number)
+    assert engines.queue.state.tokens == 0
+    assert future.done()
 
 
-def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
-    def test() -> None:
-        engines = Engines()
-        engines.start()
-        twice = engines.submit()
-        engines.links[0].lost()
-        engines.start()
-        once = engines.submit()
-        engines.links[0].lost()
-        assert isinstance(twice.exception(0), EngineDead)
-        assert not once.done()
-
-    on_loop(test)
-
-
-def test_kept_requests_have_a_limit() -> None:
-    def test() -> None:
-        engines = Engines()
-        engines.start()
-        engines.links[0].lost()
-        most = EngineLink._MAX_KEPT_TOKENS
-        assert most == 262_144
-        engines.submit(most)
-        with pytest.raises(EngineDead):
-            engines.submit(1)
-
-    on_loop(test)
-
-
-def test_a_kept_request_goes_to_the_engine_that_starts_again() -> None:
-    def test() -> None:
-        engines = Engines(2)
-        engines.start(1)
-        engines.links[1].lost()
+async def test_without_an_engine_requests_fail_at_once() -> None:
+    engines = Engines()
+    with pytest.raises(EngineDead, match="engine-0 has not started yet"):
         engines.submit()
-        assert [link.tokens for link in engines.links] == [0, 3]
-        assert (
-            engines.queue.dead_reason
-            == "engine-0 has not started yet; the process of engine-1 ended"
-        )
-
-    on_loop(test)
 
 
-def test_an_engine_with_other_models_is_not_used() -> None:
-    def test() -> None:
-        engines = Engines()
-        engines.start(reference="bert@2")
-        assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
-        assert not engines.up.is_set()
-
-    on_loop(test)
-
-
-def test_a_closed_queue_fails_what_is_pending() -> None:
-    async def run() -> None:
-        engines = Engines()
-        engines.start()
-        future = engines.submit()
-        engines.queue.close()
-        with pytest.raises(ShuttingDown, match="before this request was answered"):
-            await asyncio.wrap_future(future)
-        with pytest.raises(ShuttingDown):
-            engines.submit()
-        engines.links[0].lost()
-        with pytest.raises(ShuttingDown):
-            engines.submit()
-
-    asyncio.run(run())
+async def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
+    engines = Engines()
+    first = engines.start()
+    sent = engines.submit(3)
+    engines.links[0].lost()
+    assert engines.queue.dead_reason == "the process of engine-0 ended"
+    assert engines.links[0].keeps_requests
+    kept = engines.submit(4)
+    assert len(first.runs) == 1
+    cancelled = engines.submit(5)
+    cancelled.cancel()
+    second = engines.start()
+    assert not engines.links[0].keeps_requests
+    assert [len(run.encodings[0]) for run in second.runs] == [3, 4]
+    assert [run.terms.later_round for run in second.runs] == [True, False], (
+        "one was admitted before"
+    )
+    assert not sent.done()
+    assert not kept.done()
+    for run in second.runs:
+        engines.answer(0, run, RESULT)
+    assert sent.result(0)
+    assert kept.result(0)
 
 
-def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> None:
-    def test() -> None:
-        clock = VirtualClock(1000.0)
-        engines = Engines(3, clock)
-        assert engines.wait() == NO_WAIT
-        for number, wait_s in enumerate((5.0, 3.0, 1.0)):
-            wire = engines.start(number)
-            engines.submit(3, client="a")
-            engines.answer(number, wire.runs[-1], RESULT, wait_s)
-            engines.links[number].dead_reason = "not now"
-        assert engines.wait() == NO_WAIT
-        engines.links[0].dead_reason = engines.links[1].dead_reason = None
-        assert engines.wait().seconds == 3.0
-        assert engines.wait("b") == NO_WAIT
-        assert engines.wait(timeout_s=2.5) == NO_WAIT, "another line"
-        assert engines.wait(tokens=5000) == NO_WAIT
-        clock.now += 2.0
-        assert engines.wait().seconds == 1.0
-        clock.now += 2.0
-        assert engines.wait().seconds == 0.0
-
-    on_loop(test)
+async def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
+    engines = Engines()
+    engines.start()
+    twice = engines.submit()
+    engines.links[0].lost()
+    engines.start()
+    once = engines.submit()
+    engines.links[0].lost()
+    assert isinstance(twice.exception(0), EngineDead)
+    assert not once.done()
 
 
-def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kept_request_goes_to_the_engine_that_starts_again() -> None:
+    engines = Engines(2)
+    engines.start(1)
+    engines.links[1].lost()
+    engines.submit()
+    assert [link.tokens for link in engines.links] == [0, 3]
+    assert (
+        engines.queue.dead_reason == "engine-0 has not started yet; the process of engine-1 ended"
+    )
+
+
+async def test_an_engine_with_other_models_is_not_used() -> None:
+    engines = Engines()
+    engines.start(reference="bert@2")
+    assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
+    assert not engines.up.is_set()
+
+
+async def test_a_closed_queue_fails_what_is_pending() -> None:
+    engines = Engines()
+    engines.start()
+    future = engines.submit()
+    engines.queue.close()
+    with pytest.raises(ShuttingDown, match="before this request was answered"):
+        await asyncio.wrap_future(future)
+    with pytest.raises(ShuttingDown):
+        engines.submit()
+    engines.links[0].lost()
+    with pytest.raises(ShuttingDown):
+        engines.submit()
+
+
+async def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> None:
+    clock = VirtualClock(1000.0)
+    engines = Engines(3, clock)
+    assert engines.wait() == NO_WAIT
+    for number, wait_s in enumerate((5.0, 3.0, 1.0)):
+        wire = engines.start(number)
+        engines.submit(3, client="a")
+        engines.answer(number, wire.runs[-1], RESULT, wait_s)
+        engines.links[number].dead_reason = "not now"
+    assert engines.wait() == NO_WAIT
+    engines.links[0].dead_reason = engines.links[1].dead_reason = None
+    assert engines.wait().seconds == 3.0
+    assert engines.wait("b") == NO_WAIT
+    assert engines.wait(timeout_s=2.5) == NO_WAIT, "another line"
+    assert engines.wait(tokens=5000) == NO_WAIT
+    clock.now += 2.0
+    assert engines.wait().seconds == 1.0
+    clock.now += 2.0
+    assert engines.wait().seconds == 0.0
+
+
+async def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineLink._MAX_WAITS == 4096
     monkeypatch.setattr(EngineLink, "_MAX_WAITS", 2)
 
-    def test() -> None:
-        engines = Engines()
-        wire = engines.start()
-        for name, kept in (("a", 1), ("b", 2), ("c", 1)):
-            engines.submit(client=name)
-            engines.answer(0, wire.runs[-1], RESULT, 3.0)
-            assert len(engines.links[0]._waits) == kept
-            assert engines.wait(name).seconds > 2.9
-
-    on_loop(test)
+    engines = Engines()
+    wire = engines.start()
+    for name, kept in (("a", 1), ("b", 2), ("c", 1)):
+        engines.submit(client=name)
+        engines.answer(0, wire.runs[-1], RESULT, 3.0)
+        assert len(engines.links[0]._waits) == kept
+        assert engines.wait(name).seconds > 2.9
 
 
-def test_defaults_of_a_request() -> None:
-    def test() -> None:
-        engines = Engines()
-        wire = engines.start()
-        engines.submit()
-        (run,) = wire.runs
-        assert run.terms == Terms(run.terms.deadline)
-        assert engines.queue.state.backlog_s == 0
-        engines.submit(is_bulk=True, later_round=True)
-        sent = wire.runs[-1].terms
-        assert (sent.is_bulk, sent.later_round) == (True, True)
-
-    on_loop(test)
+async def test_defaults_of_a_request() -> None:
+    engines = Engines()
+    wire = engines.start()
+    engines.submit()
+    (run,) = wire.runs
+    assert run.terms == Terms(run.terms.deadline)
+    assert engines.queue.state.backlog_s == 0
+    engines.submit(is_bulk=True, later_round=True)
+    sent = wire.runs[-1].terms
+    assert (sent.is_bulk, sent.later_round) == (True, True)
 
 
-def test_a_model_has_its_own_place() -> None:
-    def test() -> None:
-        engines = Engines()
-        second = RemoteQueue(engines.links, 1)
-        wire = engines.start()
-        engines.links[0].precisions = ["fp32", "fp16"]
-        assert (engines.queue.precision(), second.precision()) == ("fp32", "fp16")
-        array = np.arange(4, dtype=np.int32)
-        submit(second, [Encoding(array, array)], time.monotonic() + 60)
-        assert wire.runs[0].model == 1
-        assert second.state.tokens == 4
-
-    on_loop(test)
-
-
-def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineLink, "_MAX_KEPT_TOKENS", 10)
 
-    def test() -> None:
-        engines = Engines()
-        engines.start()
-        engines.links[0].lost()
-        engines.submit(4)
-        engines.submit(6)
-        with pytest.raises(EngineDead, match="the engine is dead: the process of engine-0 ended"):
-            engines.submit(1)
-        wire = engines.start()
-        assert len(wire.runs) == 2
+    engines = Engines()
+    engines.start()
+    engines.links[0].lost()
+    engines.submit(4)
+    engines.submit(6)
+    with pytest.raises(EngineDead, match="the engine is dead: the process of engine-0 ended"):
         engines.submit(1)
-        assert len(wire.runs) == 3, "a running engine bounds its own queue"
-
-    on_loop(test)
-
-
-def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
-    async def main() -> None:
-        accepted: list[asyncio.StreamWriter] = []
-        arrived = asyncio.Event()
-        greeting = frames.encode(frames.Greeting({"bert@1": "int8"}))
-
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.append(writer)
-            writer.write(struct.pack("=I", len(greeting)) + greeting)
-            arrived.set()
-            await reader.read()
-            writer.close()
-
-        path = tmp_path / "engine-7.sock"
-        server = await asyncio.start_unix_server(accept, path)
-        up = asyncio.Event()
-        link = EngineLink(path, ["bert@1"], up)
-        running = asyncio.ensure_future(link.run())
-        async with asyncio.timeout(20):
-            await up.wait()
-            assert link.dead_reason is None
-            arrived.clear()
-            accepted[0].close()
-            await arrived.wait()
-            while link.dead_reason is not None:
-                await asyncio.sleep(0.001)
-            assert len(accepted) == 2
-            array = np.arange(3, dtype=np.int32)
-            queue = RemoteQueue([link], 0)
-            future = submit(queue, [Encoding(array, array)], time.monotonic() + 60)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            assert isinstance(future.exception(0), ShuttingDown)
-            await accepted[1].wait_closed()  # the link has closed its end
-        server.close()
-
-    asyncio.run(main())
+    wire = engines.start()
+    assert len(wire.runs) == 2
+    engines.submit(1)
+    assert len(wire.runs) == 3, "a running engine bounds its own queue"
 
 
-def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
-    def test() -> None:
-        engines = Engines()
-        wire = engines.start()
-        future = engines.submit()
-        engines.links[0].lost()
-        future.cancel()
-        assert len(wire.sent) == 1
-        assert engines.queue.state.tokens == 0
+async def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
+    accepted: list[asyncio.StreamWriter] = []
+    arrived = asyncio.Event()
+    greeting = frames.encode(frames.Greeting({"bert@1": "int8"}))
 
-    on_loop(test)
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        writer.write(struct.pack("=I", len(greeting)) + greeting)
+        arrived.set()
+        await reader.read()
+        writer.close()
+
+    path = tmp_path / "engine-7.sock"
+    server = await asyncio.start_unix_server(accept, path)
+    up = asyncio.Event()
+    link = EngineLink(path, ["bert@1"], up)
+    running = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(20):
+        await up.wait()
+        assert link.dead_reason is None
+        arrived.clear()
+        accepted[0].close()
+        await arrived.wait()
+        while link.dead_reason is not None:
+            await asyncio.sleep(0.001)
+        assert len(accepted) == 2
+        array = np.arange(3, dtype=np.int32)
+        queue = RemoteQueue([link], 0)
+        future = submit(queue, [Encoding(array, array)], time.monotonic() + 60)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert isinstance(future.exception(0), ShuttingDown)
+        await accepted[1].wait_closed()  # the link has closed its end
+    server.close()
+
+
+async def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
+    engines = Engines()
+    wire = engines.start()
+    future = engines.submit()
+    engines.links[0].lost()
+    future.cancel()
+    assert len(wire.sent) == 1
+    assert engines.queue.state.tokens == 0
 
 
 def test_a_future_that_has_ended_keeps_its_end() -> None:

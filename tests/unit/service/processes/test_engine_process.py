@@ -28,13 +28,13 @@ from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.settings import Settings
-from tests import encodings
-from tests.encodings import submit
-from tests.fake_engine import FakeEngine
-from tests.test_tracing import collecting
+from tests.http.test_tracing import collecting
+from tests.support import encodings
+from tests.support.encodings import submit
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import wait_until
 from tests.unit.service.processes.forked import Fork, forked, publish
 from tests.unit.service.tasks.model import manifest
-from tests.waiting import wait_until
 
 LIMITS = SchedulerLimits(
     workers=1, max_batch_tokens=100, max_queue_tokens=1000, stall_timeout_s=60.0

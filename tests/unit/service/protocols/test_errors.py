@@ -12,7 +12,7 @@ from cloze.service.errors import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import error_response, openai, protocol
 from cloze.service.protocols.protocol import ErrorBody
-from tests.records import recorded, scope_of
+from tests.support.records import recorded, scope_of
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ def test_scores_say_what_they_are(
 
 
 def test_every_task_with_scores_is_among_them(service: Service) -> None:
-    """Those of own labels need a classifier of inferences: see ``tests/test_zero_shot.py``."""
+    """Those of own labels need a classifier of inferences: see ``tests/http/test_zero_shot.py``."""
     [tiny, *_] = ok(service.get("/info"))["models"]
     assert tiny["scores"].keys() == {
         "fill-mask", "nsp", "qa", "token-classification", "redact", "text-classification",

@@ -18,7 +18,7 @@ from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
 from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
 from cloze.service.settings import Settings
-from tests.leaping_loop import run_leaping
+from tests.support.leaping_loop import run_leaping
 
 LIMITS = Settings(header_timeout_ms=10_000, idle_timeout_ms=60_000, request_timeout_ms=30_000)
 

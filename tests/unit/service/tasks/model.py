@@ -13,7 +13,7 @@ from cloze.model_store.heads import HEADS
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import PreparedRequest, TaskContext, TaskLimits
 from cloze.service.text.tokenizer import Tokenizer
-from tests.vocabulary import vocabulary
+from tests.support.vocabulary import vocabulary
 
 VOCABULARY = vocabulary()
 ID = {token: number for number, token in enumerate(VOCABULARY)}

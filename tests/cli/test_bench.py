@@ -1,0 +1,784 @@
+"""The benchmark measures what it says: real servers, a server that stalls, arithmetic on made
+results.
+"""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from cloze.bench import device, one_size, run, sizes
+from cloze.bench.compare import compare
+from cloze.bench.errors import BenchError
+from cloze.bench.http_client import Connection, Request, post
+from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.plots import draw
+from cloze.bench.probe import probing
+from cloze.bench.processes import running
+from cloze.bench.report import table
+from cloze.bench.result import (
+    COMPARED,
+    ONE_LENGTH,
+    Load,
+    LoadKind,
+    ResourceUsage,
+    Result,
+    Turn,
+    make_turn,
+)
+from cloze.bench.retries import Retries, retrying_loop
+from cloze.bench.texts import make_texts, mask_a_word, read_texts
+from cloze.cli import cli
+from cloze.export.graph.reference import ReferenceSession
+from cloze.export.model import Model
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Bundle, Store
+from cloze.model_store.installation import DISTRIBUTION
+from cloze.service.batching.cost import BatchCostModel
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.settings import Settings
+from tests.support.serving import Server
+
+WORDS = ["river", "stone", "house", "winter"]
+
+
+@contextmanager
+def stub(
+    stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0, refused: int = 0
+) -> Iterator[str]:
+    """A server that answers after ``delay``, but nobody between ``stall``'s two seconds after its
+    first request. It refuses the first requests at once, for 0.3 s.
+    """
+    loop = asyncio.new_event_loop()
+    first: list[float] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            await reader.readexactly(
+                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            )
+            first.append(time.perf_counter())
+            if len(first) <= refused:
+                told = b"Retry-After: 0.3\r\ncontent-length: 0\r\n\r\n"
+                writer.write(b"HTTP/1.1 429 Too Many Requests\r\n" + told)
+                continue
+            since = time.perf_counter() - first[0]
+            if stall[0] <= since < stall[1]:
+                await asyncio.sleep(stall[1] - since)
+            await asyncio.sleep(delay)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]")
+
+    async def handle_quietly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(asyncio.IncompleteReadError):
+            await handle(reader, writer)
+
+    server = loop.run_until_complete(asyncio.start_server(handle_quietly, "127.0.0.1", 0))
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+
+        async def end() -> None:
+            server.close()
+            for writer in writers:
+                writer.close()
+                await writer.wait_closed()
+
+        asyncio.run_coroutine_threadsafe(end(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+REQUESTS = [Request(post("/embed", b'{"inputs": "a"}'))]
+
+
+def test_a_stall_is_charged_to_all_who_came_meanwhile() -> None:
+    """Half a second of 100 arrivals each second: about 50 of 100 wait, 250 ms on average.
+
+    Not one, as a closed loop would say.
+    """
+    arrivals = np.arange(100) / 100
+    with stub(stall=(0.2, 0.7)) as url:
+        found = asyncio.run(open_loop(url, REQUESTS, arrivals))
+    assert found.requests == 100
+    assert found.latencies.get_value_at_percentile(75) > 200_000
+    assert found.latencies.get_value_at_percentile(25) < 100_000
+    with stub(stall=(0.2, 0.7)) as url:
+        closed = asyncio.run(closed_loop(url, REQUESTS, clients=1, seconds=1.0))
+    assert closed.latencies.get_value_at_percentile(75) < 100_000
+
+
+def test_throughput_is_what_the_server_answers_within_the_time() -> None:
+    """Each of 4 clients gets an answer after 0.2 s: 20 a second, though the last ones of a load
+    come after its end.
+    """
+    with stub(delay=0.2) as url:
+        found = asyncio.run(closed_loop(url, REQUESTS, clients=4, seconds=0.95))
+    assert found.statuses == {200: 16}
+    assert found.seconds == 0.95
+
+
+def test_a_pause_lies_between_requests_and_is_no_latency() -> None:
+    """Requests that begin after 0, 0.2, 0.4, 0.6 and 0.8 s, or later on a slow machine."""
+    with stub() as url:
+        load = closed_loop(url, REQUESTS, clients=1, seconds=0.95, pause_s=0.2)
+        found = asyncio.run(load)
+    assert 2 <= found.requests <= 5
+    assert found.latencies.get_value_at_percentile(50) < 200_000
+
+
+def retried(*, refused: int, waits: bool, lead_in_s: float = 0.0) -> Retries:
+    """A loop of one connection that is answered after 0.1 s, if it is not refused."""
+    with stub(delay=0.1, refused=refused) as url:
+        loop = retrying_loop(
+            url, REQUESTS, clients=1, seconds=0.75, waits=waits, lead_in_s=lead_in_s
+        )
+        return asyncio.run(loop)
+
+
+def test_a_refused_client_waits_as_told() -> None:
+    """One refusal, 0.3 s, then an answer each 0.1 s. The refused request needed two tries."""
+    found = retried(refused=1, waits=True)
+    assert found.statuses[429] == 1
+    assert found.told == {0.3: 1}
+    assert found.admitted[2] == 1
+    assert found.admitted.total() <= 5
+    assert found.soon_admitted == 1.0
+
+
+def test_a_client_that_does_not_wait_is_refused_again_at_once() -> None:
+    """50 refusals would take 15 s if it waited; they are tries of one request."""
+    found = retried(refused=50, waits=False)
+    assert found.told == {0.3: 50}
+    assert found.admitted[51] == 1
+    assert found.refused_twice == 1
+    assert found.soon_admitted < 1.0
+
+
+def test_answers_of_the_lead_in_do_not_count_but_its_refusals_do() -> None:
+    """0.75 s and 0.75 s: 7 answers of 0.1 s in each at most."""
+    found = retried(refused=1, waits=False, lead_in_s=0.75)
+    assert found.statuses[429] == 1
+    assert 0 < found.latencies.get_total_count() < found.statuses[200]
+    assert found.answers_per_s == found.latencies.get_total_count() / 0.75
+
+
+class StallsOnce(BaseHTTPRequestHandler):
+    """Answers the first request after 0.5 s, and the others at once."""
+
+    stalled = False
+
+    def do_GET(self) -> None:
+        if not StallsOnce.stalled:
+            StallsOnce.stalled = True
+            time.sleep(0.5)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_stall_is_charged_to_every_probe_that_was_due() -> None:
+    """Those that were due 0, 0.1, 0.2 and 0.3 s after the start took 0.2 s or more, not one."""
+    with HTTPServer(("127.0.0.1", 0), StallsOnce) as stub_server:
+        thread = Thread(target=stub_server.serve_forever)
+        thread.start()
+        with probing(f"http://127.0.0.1:{stub_server.server_port}/") as seconds:
+            time.sleep(1.5)
+        stub_server.shutdown()
+        thread.join()
+    assert sum(each > 0.19 for each in seconds) >= 4
+    assert len(seconds) > 6
+
+
+def test_a_probe_without_an_answer_is_a_slow_one() -> None:
+    with probing("http://127.0.0.1:9/") as seconds:
+        time.sleep(0.5)
+    assert set(seconds) == {10.0}
+
+
+def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
+    """As a peer's uvicorn does after 5 s: not a failure of the server."""
+    with stub() as url:
+
+        async def twice() -> tuple[int, int]:
+            connections: list[Connection] = []
+            original = Connection.connect
+
+            async def to(url: str) -> Connection:
+                connections.append(await original(url))
+                return connections[-1]
+
+            arrivals = np.array([0.0, 0.0, 0.5])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Connection, "connect", to)
+                running = asyncio.create_task(open_loop(url, REQUESTS, arrivals))
+                await asyncio.sleep(0.35)
+                for connection in connections:
+                    await connection.close()
+                found = await running
+            return found.statuses[200], len(connections)
+
+        assert asyncio.run(twice()) == (3, 3)
+
+
+def test_a_server_that_is_gone_is_one_line() -> None:
+    with stub() as url:
+        pass
+    with pytest.raises(BenchError, match="the server is gone: "):
+        asyncio.run(closed_loop(url, REQUESTS, clients=2, seconds=0.2))
+
+
+def test_answers_are_counted_by_status(server: Server) -> None:
+    requests = [
+        Request(
+            post("/embed", json.dumps({"inputs": ["one", "two"], "model": "bert"}).encode()), 2
+        ),
+        Request(post("/embed", b'{"inputs": 1}')),
+        Request(post("/nowhere", b"{}")),
+    ]
+    found = asyncio.run(closed_loop(server.url, requests, clients=2, seconds=0.5))
+    assert set(found.statuses) == {200, 422, 404}
+    assert found.requests == found.statuses[200] == found.latencies.get_total_count()
+    assert found.texts == 2 * found.requests
+
+
+@given(rate=st.floats(1, 500), seed=st.integers(0, 99))
+def test_poisson_arrivals_come_at_their_rate(rate: float, seed: int) -> None:
+    times = poisson(rate, 20.0, seed)
+    assert (np.diff(times) > 0).all()
+    assert times[-1] <= 20.0 or len(times) == 1
+    assert abs(len(times) - rate * 20) < 6 * np.sqrt(rate * 20) + 1
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=3, max_size=50), st.floats(0.5, 50))
+def test_recorded_arrivals_keep_their_bursts_at_another_rate(
+    gaps: list[float], rate: float
+) -> None:
+    times = np.cumsum(gaps)
+    scaled = rescaled(times, rate, float("inf"))
+    assert scaled[0] == 0
+    np.testing.assert_allclose((len(times) - 1) / scaled[-1], rate)
+    np.testing.assert_allclose(
+        np.diff(scaled) / np.diff(times), scaled[-1] / (times[-1] - times[0])
+    )
+
+
+def test_made_texts_are_as_long_as_real_ones_and_always_the_same() -> None:
+    texts = make_texts(WORDS, 3000).texts
+    assert texts == make_texts(WORDS, 3000).texts
+    lengths = np.array([len(text.split()) for text in texts])
+    assert 0.70 < np.mean((lengths >= 7) & (lengths <= 19)) < 0.92
+    assert 14 < lengths.mean() < 24
+    assert lengths.max() <= 350
+    masked = mask_a_word(make_texts(WORDS, 5), "[MASK]").texts
+    assert all(text.split().count("[MASK]") == 1 for text in masked)
+
+
+def test_texts_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"question": "two"}\n')
+    assert (
+        read_texts(tmp_path / "lines.txt", 10).texts
+        == read_texts(tmp_path / "rows.jsonl", 10).texts
+        == ["one", "two"]
+    )
+    (tmp_path / "bad.jsonl").write_text('{"title": "one"}\n')
+    with pytest.raises(ValueError, match="a line has neither text nor question"):
+        read_texts(tmp_path / "bad.jsonl", 10)
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match="has no text"):
+        read_texts(tmp_path / "empty.txt", 10)
+
+
+def result(*turns: Turn) -> Result:
+    return Result(
+        "cloze bench run",
+        "2026-01-01 00:00",
+        {"processor": "one", "cores": "2"},
+        {"Cloze": {"cloze": "0"}},
+        "m@1",
+        {"count": 1},
+        list(turns),
+        [],
+    )
+
+
+def turns(subject: str, speeds: list[float]) -> list[Turn]:
+    return [
+        Turn(subject, "closed 32", number, speed, latency_ms={"p50": 1000 / speed})
+        for number, speed in enumerate(speeds)
+    ]
+
+
+def test_only_what_moved_beyond_the_turns_spread_is_named() -> None:
+    before = result(
+        *turns("steady", [100, 101, 99]), *turns("noisy", [80, 100, 120]), *turns("gone", [1.0])
+    )
+    after = result(
+        *turns("steady", [110, 111, 109]), *turns("noisy", [95, 110, 115]), *turns("new", [1.0])
+    )
+    found = {(move.subject, move.figure): move.verdict for move in compare(before, after)}
+    assert found == {
+        ("steady", "texts_per_s"): "better",
+        ("steady", "p50"): "better",
+        ("noisy", "texts_per_s"): "same",
+        ("noisy", "p50"): "same",
+    }
+    worse = {(move.subject, move.figure): move.verdict for move in compare(after, before)}
+    assert worse["steady", "texts_per_s"] == worse["steady", "p50"] == "worse"
+
+
+def test_a_result_that_fails_is_worse() -> None:
+    good = Turn("one", "closed 32", 0, 100.0, answered=50, latency_ms={"p50": 10.0})
+    half = Turn(
+        "one", "closed 32", 0, 100.0, answered=25, failed={"429": 25}, latency_ms={"p50": 5.0}
+    )
+    nothing = Turn("one", "closed 32", 0, 0.0, failed={"500": 50})
+    verdicts = {move.figure: move.verdict for move in compare(result(good), result(half))}
+    assert (verdicts["failed"], verdicts["p50"]) == ("worse", "better")
+    verdicts = {move.figure: move.verdict for move in compare(result(good), result(nothing))}
+    assert verdicts["failed"] == verdicts["texts_per_s"] == "worse"
+
+
+def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
+    original = result(*turns("one", [1.0, 2.0]))
+    (tmp_path / "result.json").write_text(original.to_json())
+    assert Result.from_json(tmp_path / "result.json") == original
+    assert original.median("one", "closed 32", "texts_per_s") == 1.5
+    for content in (
+        "",
+        "[]",
+        '{"turns": []}',
+        json.dumps({**json.loads(original.to_json()), "unknown": 1}),
+    ):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ValueError, match="no result of cloze bench"):
+            Result.from_json(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("stolen", "expected"),
+    [
+        ([3], (0, 0.03)),
+        ([50, 3], (1, 0.03)),
+        ([50, 20, 30, 40, 3], (1, 0.2)),  # at most four runs
+    ],
+)
+def test_a_load_runs_again_while_other_guests_take_too_much(
+    stolen: list[int], expected: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.chain.from_iterable(((0, 0), (ticks, 100)) for ticks in stolen)
+    monkeypatch.setattr(run, "processor_time", lambda: next(ticks))
+    figures = itertools.count()
+    assert run._quietest(lambda: next(figures), run.Plan(max_stolen=0.05)) == expected
+
+
+def test_a_server_stands_beside_its_engine_and_the_peers(tmp_path: Path) -> None:
+    """Names do not decide what is what: only the records do."""
+    load = Load(LoadKind.CLOSED, 4, "closed texts")
+    assert load.name == "closed 4 closed texts"
+    usage, measured = ResourceUsage(), LoadResult(seconds=1.0)
+    found = result(
+        *(
+            replace(make_turn(name, engine, load, 0, measured, usage), texts_per_s=speed)
+            for name, engine, speed in (
+                ("an engine", "an engine", 100.0),
+                ("a server", "an engine", 80.0),
+                ("a server engine", "", 40.0),
+            )
+        )
+    )
+    assert "| closed 4 closed texts | a server | an engine | 0.80 |" in table(found)
+    assert "| closed 4 closed texts | a server | a server engine | 2.00 |" in table(found)
+    (tmp_path / "result.json").write_text(found.to_json())
+    assert Result.from_json(tmp_path / "result.json") == found
+    draw(found, tmp_path / "plots.png")
+    assert (tmp_path / "plots.png").stat().st_size > 1000
+
+
+def test_a_file_of_an_earlier_version_is_read() -> None:
+    """Its turns have no record of their load."""
+    found = Result.from_json(Path(__file__).parents[2] / "bench/results/minilm-cpu.json")
+    assert found.loads()
+    assert found.arrivals() == []
+    assert {row.verdict for row in compare(found, found)} == {"same"}
+
+
+def test_failures_are_in_the_table() -> None:
+    failed = replace(turns("one", [1.0])[0], failed={"429": 3, "0": 2})
+    assert table(result(failed)).rstrip().endswith("| 5 |")
+
+
+def test_a_server_that_does_not_start_is_told_in_its_own_words() -> None:
+    with (
+        pytest.raises(BenchError, match=r"ended with 3: no such model"),
+        running(["/bin/sh", "-c", "echo no such model >&2; exit 3"], "http://127.0.0.1:9", "/"),
+    ):
+        pass
+
+
+def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
+    """Engine and server on a tiny bundle: a table, figures that compare with themselves, and plots."""
+    (tmp_path / "arrivals.csv").write_text(
+        "timestamp\n" + "".join(f"2023-11-16 18:15:{s:02}.6805900\n" for s in range(40))
+    )
+    command = [
+        "bench",
+        "run",
+        "--model",
+        "bert",
+        "--model-store",
+        str(tiny_store),
+        "--seconds",
+        "0.4",
+        "--turns",
+        "2",
+    ]
+    command += [
+        "--clients",
+        "1,4",
+        "--pauses",
+        "20,50",
+        "--shares",
+        "0.3",
+        "--count",
+        "60",
+        "--arrivals",
+        str(tmp_path / "arrivals.csv"),
+    ]
+    done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "results" / "tiny")])
+    assert done.exit_code == 0, done.output
+    found = Result.from_json(tmp_path / "results" / "tiny.json")
+    assert found.loads() == [
+        "closed 1",
+        "closed 4",
+        "pause 20",
+        "pause 50",
+        "poisson 0.3",
+        "recorded 0.3",
+        "single beside bulk",
+    ]
+    assert found.subjects() == ["bert engine", "bert server"]
+    assert found.versions["Cloze"][DISTRIBUTION] == version(DISTRIBUTION)
+    for subject, load in itertools.product(["bert server"], found.loads()):
+        assert [turn.turn for turn in found.of(subject, load)] == [0, 1]
+        assert all(turn.texts_per_s > 0 and not turn.failed for turn in found.of(subject, load))
+    assert all(start.rss_mb > 20 for start in found.starts)
+    turns = [turn for turn in found.turns if turn.subject == "bert server"]
+    assert all(10 < turn.pss_mb < turn.rss_mb for turn in turns)  # a page that others map too
+    assert (tmp_path / "results" / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert "| closed 4 | bert server |" in (tmp_path / "results" / "tiny.md").read_text()
+    same = CliRunner().invoke(
+        cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2]
+    )
+    assert same.output.startswith("nothing moved")
+    every = CliRunner().invoke(
+        cli,
+        ["bench", "compare", "--all", "--json", *[str(tmp_path / "results" / "tiny.json")] * 2],
+    )
+    rows = [json.loads(line) for line in every.output.splitlines()]
+    assert {row["verdict"] for row in rows} == {"same"}
+    assert {row["load"] for row in rows} == set(found.loads())
+
+
+def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> None:
+    (tmp_path / "mix.csv").write_text("texts,share\nquestions,30\nmine.txt,10\n")
+    (tmp_path / "mine.txt").write_text("the water of the house\n" * 20)
+    command = ["bench", "pods", str(tmp_path / "mix.csv"), "--rate", "500", "--json"]
+    command += ["--model", "bert", "--model-store", str(tiny_store), "--seconds", "0.2"]
+    done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "mine")])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    shares = {kind["texts"]: kind["share"] for kind in answer["kinds"]}
+    assert shares == {"questions": 0.75, "mine": 0.25}
+    measured = Result.from_json(tmp_path / "mine.json")
+    for kind in answer["kinds"]:
+        assert kind["cpu_ms"] == measured.median(
+            "bert server", f"closed 32 {kind['texts']}", "cpu_ms"
+        )
+    assert answer["cores"] == pytest.approx(500 * answer["cpu_ms"] / 1000)
+    again = CliRunner().invoke(cli, [*command, "--measured", str(tmp_path / "mine.json")])
+    assert json.loads(again.stdout) == answer
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("kind,share\na,1\n", "is not CSV with the columns 'texts' and 'share'"),
+        ("texts,share\n", "has no kind of request"),
+        ("texts,share\na.txt,1\na.txt,1\n", "one kind twice"),
+        ("texts,share\na.txt,-1\n", "the share of 'a.txt' is '-1', no number above 0"),
+        ("texts,share\na.txt,much\n", "is 'much', no number above 0"),
+        ("texts,share\na.txt\n", "is '', no number above 0"),
+        ("texts,share\nnowhere.txt,1\n", "the result has no 'nowhere' (it has any)"),
+    ],
+)
+def test_a_mix_that_cannot_be_read_is_one_line(content: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "mix.csv").write_text(content)
+    server = replace(turns("one", [1.0])[0], engine="engine")
+    (tmp_path / "measured.json").write_text(replace(result(server), texts={"any": ""}).to_json())
+    command = ["bench", "pods", str(tmp_path / "mix.csv"), "--rate", "1"]
+    done = CliRunner().invoke(cli, [*command, "--measured", str(tmp_path / "measured.json")])
+    assert (done.exit_code, line in done.stderr) == (1, True), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "--model", "nowhere"], "no bundle named 'nowhere'"),
+        (
+            ["run", "--model", "bert", "--infinity", "python"],
+            "peers need the weights as a checkpoint: give --checkpoint",
+        ),
+        (["run", "--model", "bert", "--texts", "nowhere.txt"], "No such file"),
+        (
+            ["run", "--model", "bert", "--arrivals", "pyproject.toml"],
+            "pyproject.toml has no column 'timestamp'",
+        ),
+        (["compare", "nowhere.json", "nowhere.json"], "No such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    arguments: list[str], line: str, tiny_store: Path
+) -> None:
+    store = ["--model-store", str(tiny_store)] if arguments[0] == "run" else []
+    done = CliRunner().invoke(cli, ["bench", *arguments, *store])
+    assert done.exit_code == 1
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_all_that_a_device_gives(tmp_path: Path) -> None:
+    """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's
+    ways, a server.
+    """
+    command = [
+        "bench",
+        "--device",
+        "cpu",
+        "--sizes",
+        "tiny",
+        "--lengths",
+        "16,64,512",
+        "--batch-tokens",
+        "32,512",
+    ]
+    command += [
+        "--frontends",
+        "1",
+        "--sequences",
+        "40",
+        "--seconds",
+        "0.03",
+        "--out",
+        str(tmp_path / "tiny"),
+    ]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0, done.output
+    found = Result.from_json(tmp_path / "tiny.json")
+    cells = {
+        (cell.group, cell.subject, cell.lengths, cell.batch_tokens): cell for cell in found.cells
+    }
+    grid = {
+        key[1:] for key in cells if key[0] == ONE_LENGTH
+    }  # 64 do not fit into 32, nor 512 into the model
+    assert grid == {
+        ("tiny engine", "16", 32),
+        ("tiny engine", "16", 512),
+        ("tiny engine", "64", 512),
+    }
+    ran = {subject for _, subject, lengths, _ in cells if lengths == "SQuAD"}
+    assert ran >= {"tiny engine", "tiny engine, padded", "tiny torch padded", "tiny torch nested"}
+    told = "".join(found.notes)
+    assert ("tiny torch compiled" in ran) == ("tiny torch compiled: left out" not in told), (
+        "a machine may have no compiler"
+    )
+    assert all(
+        cell.of_peak > 0 and cell.tokens_per_s > cell.sequences_per_s > 0 for cell in found.cells
+    )
+    mixed = cells[COMPARED, "tiny engine", "SQuAD", 512]
+    assert mixed.tokens_per_s / mixed.sequences_per_s == pytest.approx(174 * 64 / 384, rel=0.15)
+    assert found.loads() == ["closed 4 SQuAD x 32", "closed 1 short"]
+    assert not any(turn.failed for turn in found.turns)
+    written = (tmp_path / "tiny.md").read_text()
+    assert "| tiny engine, padded | SQuAD | 512 |" in written
+    assert "| 64 |  | " in written, "one length a batch has a row for each length"
+    assert "closed 4 SQuAD x 32 | tiny 1 front end server | tiny engine |" in written
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    config = sizes.SIZES["tiny"]
+    model = Model(config).eval()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(torch.zeros(3, 40, dtype=torch.long))
+    assert sizes.flops(config, [40] * 3) == counter.get_total_flops()
+
+
+def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
+    """Let the programme for CUDA run here: its graph by the reference, torch on the CPU.
+
+    Returns what a batch then costs.
+    """
+
+    def by_reference(bundle: Bundle, _: Device, asked: RequestedPrecision) -> OnnxEngine:
+        session = ReferenceSession(bundle.file("packed-fp16.onnx"))
+        return OnnxEngine(bundle, Device.CUDA, asked, open_session=lambda *_: session)
+
+    def export_by_reference(source: str, name: str, store: Store, options: ExportOptions) -> Bundle:
+        return export(source, name, store, replace(options, cuda=False))
+
+    cost = BatchCostModel(1e-3, 1e-5)
+    monkeypatch.setattr(one_size, "OnnxEngine", by_reference)
+    monkeypatch.setattr(one_size, "measure_cost", lambda *_, **__: cost)
+    monkeypatch.setattr(one_size, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(device, "peak_flops", lambda _: 1e12)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sizes, "export", export_by_reference)
+    return cost
+
+
+def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What differs there: the packed graph, whose batches mix lengths and are fitted.
+
+    A part that fails costs itself alone.
+    """
+    cost = on_reference(monkeypatch)
+
+    def no_servers(*_: object) -> None:
+        raise RuntimeError("no servers\nhere")
+
+    monkeypatch.setattr(device._DeviceRun, "servers", no_servers)
+    monkeypatch.setattr(device, "_TORCH_VARIANTS", {"padded": {}})
+    programme = device.DevicePlan(Device.CUDA, ("tiny",), (16,), (64,), sequences=12, seconds=0.01)
+    kept: list[int] = []
+    found = device.measure_device(
+        programme, tmp_path, lambda _: None, lambda so_far: kept.append(len(so_far.cells))
+    )
+    fitted = cost.batch_tokens(Settings().batch_latency_ms / 1000)
+    assert "tiny: of a batch, one takes 1.00 ms and 10000 ns per token" in found.notes[1]
+    assert [
+        (cell.group, cell.subject, cell.lengths, cell.batch_tokens) for cell in found.cells
+    ] == [
+        (ONE_LENGTH, "tiny engine", "16", 64),
+        (COMPARED, "tiny engine", "SQuAD", fitted),
+        (COMPARED, "tiny engine, padded", "SQuAD", fitted),
+        (COMPARED, "tiny engine", "64", fitted),
+        (COMPARED, "tiny torch padded", "SQuAD", fitted),
+        (COMPARED, "tiny torch padded", "64", fitted),
+    ]
+    assert kept == [0, 1, 4, 4, 6]
+    assert found.failed == ["servers"]
+    assert "servers: failed: RuntimeError: no servers" in found.notes
+
+
+def test_what_torch_and_the_engine_disagree_about_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_reference(monkeypatch)
+    monkeypatch.setattr(one_size, "_LARGEST_ERROR", 1e-12)
+    monkeypatch.setattr(device._DeviceRun, "servers", lambda *_: None)
+    monkeypatch.setattr(device, "_TORCH_VARIANTS", {"padded": {}})
+    found = device.measure_device(
+        device.DevicePlan(Device.CUDA, ("tiny",), (16,), (64,), (), sequences=4, seconds=0.01),
+        tmp_path,
+        lambda _: None,
+    )
+    assert found.failed == ["tiny torch padded"]
+    assert (
+        "tiny torch padded: failed: BenchError: tiny torch padded and the engine differ by"
+        in found.notes[-1]
+    )
+    assert not [cell for cell in found.cells if "torch" in cell.subject]
+
+
+def test_what_no_longer_fits_into_the_time_is_told(tmp_path: Path) -> None:
+    found = device.measure_device(
+        device.DevicePlan(Device.CPU, ("tiny",), minutes=0.0), tmp_path, lambda _: None
+    )
+    assert not found.cells
+    assert found.notes[1:] == [
+        "tiny, written and compared with torch: left out, for want of time in 0 minutes"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "cuda"], "CUDA was asked for, but torch sees no GPU"),
+        (
+            ["--device", "cpu", "--sizes", "huge"],
+            "'huge' is none of bert-base, bert-large, distilbert, tiny",
+        ),
+        (
+            ["--device", "cpu", "--lengths", "16,-1"],
+            "whole numbers from 1 with commas between them, got '16,-1'",
+        ),
+        (["--device", "cpu", "run"], "option --device applies only without a command"),
+        (
+            ["--batch-tokens", "64"],
+            "--batch-tokens says how to measure a device; give --device as well",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line: str) -> None:
+    if arguments == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("torch sees a GPU")
+    done = CliRunner().invoke(cli, ["bench", *arguments])
+    assert done.exit_code != 0
+    assert line in done.stderr
+
+
+def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:
+    """The answer says so; the end of the connection may arrive later."""
+    ended = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for ends in (False, True):
+            await reader.readuntil(b"\r\n\r\n")
+            header = b"connection: close\r\n" if ends else b""
+            writer.write(b"HTTP/1.1 200 OK\r\n" + header + b"content-length: 0\r\n\r\n")
+        await reader.read()  # the client ends the connection
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    async def play() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            connection = await Connection.connect(f"http://127.0.0.1:{port}")
+            await connection.send(b"GET / HTTP/1.1\r\n\r\n")
+            assert connection.open
+            await connection.send(b"GET / HTTP/1.1\r\n\r\n")
+            assert not connection.open
+            with pytest.raises(ConnectionResetError):
+                await connection.send(b"GET / HTTP/1.1\r\n\r\n")
+            await connection.close()
+            await asyncio.wait_for(ended.wait(), 10)
+
+    asyncio.run(play())

@@ -1,0 +1,465 @@
+"""`cloze bulk` without Ray: formats, shards, errors per row, resuming, and the server's answers."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BertForSequenceClassification
+
+from cloze.bulk import text_files
+from cloze.bulk.parquet_files import ParquetReader
+from cloze.bulk.plan import FileFormat
+from cloze.bulk.text_files import ColumnTypes
+from cloze.cli import cli
+from cloze.export.publish import export
+from cloze.model_store import Store
+from tests.support import tiny
+from tests.support.serving import Server, bare_environment, running_server
+from tests.support.waiting import wait_until
+
+TEXTS = [
+    "the king",
+    "the old king was in the house",
+    "a moon over the sea",
+    "paris",
+    "walk and run",
+]
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """Return a store with a model for every bulk task."""
+    root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("classifier")
+    tiny.CLASSES["bert-classifier"] = BertForSequenceClassification
+    tiny.save_checkpoint(folder, "bert-classifier", id2label={0: "bad", 1: "good"})
+    for kind, source in (
+        ("bert", checkpoints["bert"]),
+        ("bert-qa", checkpoints["bert-qa"]),
+        ("classifier", folder),
+    ):
+        export(str(source), kind, Store(root))
+    return root
+
+
+def bulk(store: Path, *arguments: object) -> Result:
+    """Run the command in this process."""
+    words = ["bulk", *map(str, arguments), "--model-store", str(store)]
+    result = CliRunner().invoke(cli, words, prog_name="cloze")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def write(path: Path, rows: Rows) -> Path:
+    """Write rows in the format of the file's name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+def read(folder: Path) -> Rows:
+    """Return all rows of the results, in the order of the files."""
+    rows: Rows = []
+    for part in sorted(folder.glob("part-*")):
+        if part.suffix == ".parquet":
+            rows += pq.read_table(part).to_pylist()
+        else:
+            rows += [json.loads(line) for line in part.read_text().splitlines()]
+    return rows
+
+
+def numbered(count: int) -> Rows:
+    return [
+        {"id": i, "text": f"{TEXTS[i % len(TEXTS)]} {'water ' * (i % 13)}"} for i in range(count)
+    ]
+
+
+# ---- formats -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
+def test_every_row_comes_back_once_and_in_order(
+    store: Path, tmp_path: Path, suffix: str, output_format: str
+) -> None:
+    rows = numbered(50)
+    write(tmp_path / "in" / f"a.{suffix}", rows[:30])
+    write(tmp_path / "in" / "sub" / f"b.{suffix}", rows[30:])
+    write(tmp_path / "in" / f"_hidden.{suffix}", rows)
+    output = tmp_path / "out"
+    done = bulk(
+        store, "embed", tmp_path / "in", "--output", output, "--shard-rows", 8, "--json",
+        "--output-format", output_format,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert (summary["rows"], summary["errors"], summary["files"]) == (50, 0, 4 + 3)
+    assert summary["model"] == "bert@1"
+    assert summary["texts_per_s"] > 0
+    assert summary["tokens_per_s"] > summary["texts_per_s"]
+    results = read(output)
+    kind = str if suffix == "csv" else int
+    assert [(row["id"], row["text"]) for row in results] == [
+        (kind(row["id"]), row["text"]) for row in rows
+    ]
+    vectors = np.array([row["embedding"] for row in results], np.float32)
+    assert vectors.shape == (50, 64)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert all(row["tokens"] > 2 and not row["truncated"] for row in results)
+    if output_format == "parquet":  # as one table, without the names that begin with "_"
+        assert pq.read_table(output).num_rows == 50
+
+
+def test_the_default_format_and_an_id_column_and_a_prefix(store: Path, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl", [{"k": 1, "body": "the king", "tokens": [1, {"a": None}]}]
+    )
+    done = bulk(store, "embed", source, "--output", tmp_path / "a", "--text-column", "body")
+    assert done.exit_code == 1
+    assert "the input has a column 'tokens', as the results have; give --prefix" in done.stderr
+    common = (store, "embed", source, "--text-column", "body", "--dimensions", 3)
+    assert bulk(*common, "--output", tmp_path / "b", "--id-column", "k").exit_code == 0
+    assert [*read(tmp_path / "b")[0]] == ["k", "embedding", "tokens", "truncated", "error"]
+    assert bulk(*common, "--output", tmp_path / "c", "--prefix", "my_").exit_code == 0
+    [row] = read(tmp_path / "c")
+    assert row["tokens"] == [1, {"a": None}]
+    assert len(row["my_embedding"]) == 3
+
+
+CELL = st.text(
+    st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=8
+) | st.sampled_from(['"', "a\nb", ",", '","', "\n\n", "  "])
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(st.tuples(CELL, CELL), max_size=12), shard_rows=st.integers(1, 5))
+def test_the_shards_of_a_csv_file_are_its_rows(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], shard_rows: int
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "in.csv"
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("a", "b"), *rows])
+    shards, header = text_files.scan(path, FileFormat.CSV, shard_rows, ColumnTypes())
+    assert header == ["a", "b"]
+    assert all(shard.rows == shard_rows for shard in shards[:-1])
+    parts = [list(text_files.read(path, FileFormat.CSV, shard, header)) for shard in shards]
+    assert [len(part) for part in parts] == [shard.rows for shard in shards]
+    assert [row for part in parts for row in part] == [({"a": a, "b": b}, None) for a, b in rows]
+
+
+def test_a_large_row_group_is_not_read_at_once(tmp_path: Path) -> None:
+    path, rows = tmp_path / "in.parquet", 200_000
+    texts = pa.array([f"{i:0200d}" for i in range(rows)])
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=rows, use_dictionary=False)
+    size = texts.nbytes
+    del texts
+    pool = pa.default_memory_pool()
+    pool.release_unused()
+    before, most, read = pool.bytes_allocated(), 0, 0
+    for batch in ParquetReader().read(path, ["text"], 0, rows):
+        read += len(batch)
+        most = max(most, pool.bytes_allocated() - before)
+    assert read == rows
+    assert most < size / 4
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with running_server(store) as server:
+        yield server
+
+
+def asked(server: Server, route: str, inputs: object, **parameters: object) -> Any:
+    answer = httpx.post(f"{server.url}{route}", json={"inputs": inputs, "parameters": parameters})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_answers_are_the_server_s(store: Path, server: Server, tmp_path: Path) -> None:
+    texts = [row["text"] for row in numbered(100)]
+    source = write(tmp_path / "in.parquet", [{"text": text} for text in texts])
+    assert bulk(store, "embed", source, "--output", tmp_path / "e").exit_code == 0
+    vectors = [row["embedding"] for row in read(tmp_path / "e")]
+    expected = httpx.post(f"{server.url}/embed", json={"inputs": texts}).json()
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+    assert bulk(store, "classify", source, "--output", tmp_path / "c").exit_code == 0
+    labels = [row["labels"] for row in read(tmp_path / "c")]
+    assert_close(labels, asked(server, "/classify", texts))
+
+    masked = ["the [MASK] was old", "a [MASK] and a [MASK]"]
+    source = write(tmp_path / "masked.jsonl", [{"text": text} for text in masked])
+    arguments = ("--top-k", 2, "--target", "king", "--target", "moon", "--target", "sun")
+    done = bulk(store, "fill-mask", source, "--output", tmp_path / "f", *arguments)
+    assert done.exit_code == 0
+    one, two = asked(server, "/fill-mask", masked, top_k=2, targets=["king", "moon", "sun"])
+    assert_close([row["predictions"] for row in read(tmp_path / "f")], [[one], two])
+
+    pairs = [
+        {"question": "who can see", "context": "the king can see the moon over paris"},
+        {"question": "what is red", "context": "the old tree " * 200 + "the house is red"},
+    ]
+    source = write(tmp_path / "pairs.csv", pairs)
+    assert bulk(store, "qa", source, "--output", tmp_path / "q", "--top-k", 3).exit_code == 0
+    assert_close(
+        [row["answers"] for row in read(tmp_path / "q")], asked(server, "/qa", pairs, top_k=3)
+    )
+
+
+def assert_close(answers: Any, expected: Any) -> None:
+    """Compare nested answers; numbers may differ by rounding."""
+    assert type(answers) is type(expected)
+    if isinstance(expected, dict):
+        assert answers.keys() == expected.keys()
+        for key in expected:
+            assert_close(answers[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(answers) == len(expected)
+        for answer, other in zip(answers, expected, strict=True):
+            assert_close(answer, other)
+    elif isinstance(expected, float):
+        assert answers == pytest.approx(expected, abs=1e-5)
+    else:
+        assert answers == expected
+
+
+def test_long_texts_are_cut_divided_or_refused(store: Path, tmp_path: Path) -> None:
+    rows = [{"text": "the king " * 200}, {"text": "the king"}]
+    source = write(tmp_path / "in.jsonl", rows)
+    common = (store, "embed", source, "--json", "--output")
+    cut = bulk(*common, tmp_path / "cut")
+    assert (cut.exit_code, json.loads(cut.stdout)["truncated"]) == (0, 1)
+    assert [(row["tokens"], row["truncated"]) for row in read(tmp_path / "cut")] == [
+        (160, True),
+        (4, False),
+    ]
+    divided = bulk(*common, tmp_path / "divided", "--long-text", "window")
+    assert (divided.exit_code, json.loads(divided.stdout)["truncated"]) == (0, 0)
+    assert read(tmp_path / "divided")[0]["tokens"] == 402
+    refused = bulk(*common, tmp_path / "refused", "--long-text", "error")
+    assert (refused.exit_code, json.loads(refused.stdout)["errors"]) == (3, 1)
+    long, short = read(tmp_path / "refused")
+    assert long["error"] == "text has 402 tokens; the model reads 160, and long_text is error"
+    assert long["embedding"] is long["tokens"] is long["truncated"] is None
+    assert short["error"] is None
+
+
+def test_a_wrong_row_has_an_error_and_its_neighbours_have_results(
+    store: Path, tmp_path: Path
+) -> None:
+    good = [{"id": i, "text": f"the [MASK] {i}"} for i in range(100)]
+    lines = [json.dumps(row).encode() for row in good]
+    wrong = {
+        5: (b'{"id": 5, "text": "no mask"}', "text holds no mask token; put [MASK] where a word"),
+        20: (b'{"id": 20, "text": null}', "text is missing"),
+        21: (b'{"id": 21}', "text is missing"),
+        40: (b'{"id": 40, "text": ""}', "text is empty"),
+        41: (b'{"id": 41, "text": ["[MASK]"]}', "text is not a string"),
+        60: (b'{"id": 60, "te', "the line is not JSON: "),
+        61: (b'{"id": 61, "text": "\xff"}', "the line is not JSON: "),
+        99: (b"[1]", "the line is not a JSON object"),
+    }
+    for index, (line, _) in wrong.items():
+        lines[index] = line
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n\n".join(lines))
+    done = bulk(store, "fill-mask", source, "--output", tmp_path / "o", "--shard-rows", 30)
+    assert done.exit_code == 3
+    assert "8 rows with an error" in done.stdout
+    first = f"cloze: 8 of 100 rows have an error, the first of them {source}, row 6: text holds no"
+    assert done.stderr.startswith(first)
+    rows = read(tmp_path / "o")
+    assert len(rows) == 100
+    for index, row in enumerate(rows):
+        if index in wrong:
+            assert row["predictions"] is None
+            assert row["error"].startswith(wrong[index][1])
+        else:
+            assert (row["id"], row["error"], len(row["predictions"][0])) == (index, None, 5)
+
+
+def test_wrong_rows_of_csv_and_parquet(store: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_bytes(b'question,context\n"a, ""b""\nc",the king\nwho\nx,\xff\nwho,\nwho,a,b\n')
+    done = bulk(store, "qa", source, "--output", tmp_path / "c", "--output-format", "jsonl")
+    assert done.exit_code == 3
+    rows = read(tmp_path / "c")
+    assert rows[0]["question"] == 'a, "b"\nc'
+    assert [row["error"] for row in rows] == [
+        None,
+        "the row has 1 fields, and the header has 2",
+        "context is not UTF-8",
+        "context is empty",
+        "the row has 3 fields, and the header has 2",
+    ]
+    assert rows[2]["context"] == "\ufffd"
+    binary = pa.array([b"the king", b"\xff", None], pa.binary())
+    damaged = pa.StringArray.from_buffers(3, *binary.buffers()[1:], binary.buffers()[0], 1)
+    pq.write_table(pa.table({"text": damaged}), tmp_path / "in.parquet")
+    for output_format in ("parquet", "jsonl"):
+        output = tmp_path / output_format
+        done = bulk(
+            store, "embed", tmp_path / "in.parquet", "--output", output,
+            "--output-format", output_format, "--id-column", "text",
+        )  # fmt: skip
+        assert done.exit_code == 3, done.output
+        parts = [*output.glob("part-*")]
+        if output_format == "parquet":
+            errors = pq.read_table(parts[0], columns=["error"])["error"].to_pylist()
+        else:
+            errors = [row["error"] for row in read(output)]
+        assert errors == [None, "text is not UTF-8", "text is missing"]
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("part-*")}
+
+
+def test_a_killed_run_continues_and_writes_each_row_once(store: Path, tmp_path: Path) -> None:
+    count = 12_000
+    source, output = write(tmp_path / "in.parquet", numbered(count)), tmp_path / "out"
+    arguments = ("embed", source, "--output", output, "--shard-rows", 300)
+    command = [sys.executable, "-m", "cloze", "bulk", *map(str, arguments), "--model-store"]
+    process = subprocess.Popen([*command, str(store)], env=bare_environment())
+    wait_until(lambda: len([*output.glob("part-*")]) >= 3, longest_s=60)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    before = stamps(output)
+    assert 3 <= len(before) < 40, "the run was killed in its middle"
+    (output / "_part-00039-stale").touch()  # as a run leaves it that is killed in a file
+
+    done = bulk(store, *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert (summary["rows"], summary["files"]) == (count, 40)
+    assert summary["resumed_files"] == len(before)
+    assert stamps(output).items() >= before.items(), "complete files are not written again"
+    assert not [*output.glob("_part-*")]
+    rows = read(output)
+    assert Counter(row["id"] for row in rows) == dict.fromkeys(range(count), 1)
+    assert [row["id"] for row in rows] == list(range(count))
+    assert all(row["error"] is None for row in rows)
+
+    after = stamps(output)
+    again = bulk(store, *arguments, "--json")
+    assert json.loads(again.stdout)["resumed_files"] == 40
+    assert stamps(output) == after
+
+
+# ---- wrong arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("embed", ["{}/nowhere.csv"], "no file or folder {}/nowhere.csv"),
+        ("qa", ["{}/in.jsonl"], "the input has no column 'question' (columns: id, text)"),
+        ("embed", ["{}/in.jsonl", "--model", "gpt"], "no bundle named 'gpt' in {store} (available:"),
+        (
+            "embed",
+            ["{}/in.jsonl", "--model", "bert-qa"],
+            "model bert-qa cannot do embed; it does qa",
+        ),
+        ("embed", ["{}/in.jsonl", "--dimensions", "65"], "dimensions must be between 1 and 64, got"),
+        ("embed", ["{}/in.jsonl", "--prompt-name", "x"], "prompt_name 'x' is not one of the model's"),
+        ("fill-mask", ["{}/in.jsonl", "--top-k", "9999"], "top_k must be between 1 and"),
+        ("embed", ["{}/broken.csv"], "{}/broken.csv is not a CSV file: before byte "),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line(
+    store: Path, tmp_path: Path, command: str, arguments: list[str], message: str
+) -> None:
+    write(tmp_path / "in.jsonl", numbered(2))
+    (tmp_path / "broken.csv").write_text('text\n"the king\nthe moon\n')
+    words = [word.replace("{}", str(tmp_path)) for word in arguments]
+    done = bulk(store, command, *words, "--output", tmp_path / "out")
+    expected = message.replace("{}", str(tmp_path)).replace("{store}", str(store))
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"cloze: {expected}"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+class _ComparedPath(type(Path())):  # type: ignore[misc]
+    """A path that counts comparisons."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        _ComparedPath.comparisons += 1
+        return bool(super().__eq__(other))
+
+    __hash__ = Path.__hash__
+
+
+def test_an_unknown_task_for_all_models_and_an_empty_store(store: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"question": "a", "context": "b"}])
+    empty = tmp_path / "store"
+    done = bulk(empty, "qa", source, "--output", tmp_path / "out")
+    assert (done.exit_code, done.stderr) == (1, f"cloze: the model store {empty} has no bundle\n")
+    environment = {"CLOZE_MODEL": "bert,classifier", "CLOZE_MODEL_STORE": str(store)}
+    words = ["bulk", "qa", str(source), "--output", str(tmp_path / "out")]
+    result = CliRunner(env=environment).invoke(cli, words)
+    assert result.stderr == f"cloze: no model in {store} can do qa\n"
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['pyarrow'] = None; from cloze.cli import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "bulk",
+        "embed",
+        "x.csv",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=bare_environment())
+    assert done.returncode == 2
+    assert done.stderr.startswith("cloze: bulk needs pyarrow; install it with: ")
+    assert "[cpu,bulk]" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['ray'] = None; from cloze.cli import main; main()"
+    source = write(tmp_path / "in.jsonl", numbered(1))
+    arguments = ["bulk", "embed", str(source), "--output", str(tmp_path / "o"), "--ray"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=bare_environment(),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("cloze: --ray needs ray; install it with: ")
+    assert "[cpu,ray]" in done.stderr

@@ -1,0 +1,433 @@
+"""`cloze fetch`: a model from a hub, an object store or an archive, once, checked, all or nothing."""
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+from cloze import archives
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.fetch import fetch_model
+from cloze.model_store import Store
+from cloze.model_store.manifest import BundleSpec
+from cloze.model_store.plain_files import sha256_of
+from cloze.model_store.store import StoreError
+from tests.export.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
+from tests.export.test_sentence import saved as sentence_transformer
+from tests.support.object_store import ObjectStore, running_object_store
+from tests.support.ports import free_port
+from tests.support.serving import bare_environment, failed_start, running_server
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def objects() -> Iterator[ObjectStore]:
+    with running_object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def bundle(tiny_store: Path) -> Path:
+    return tiny_store / "bert/1"
+
+
+def fetch(store: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "cloze", "fetch", *arguments, "--model-store", str(store)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=bare_environment(HOME=str(store.parent)) | environment,
+    )
+
+
+def archive_of(folder: Path, inside: str = "") -> bytes:
+    """Return a .tar.gz of the files of a folder."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        archive.add(folder, arcname=inside or ".")
+    return buffer.getvalue()
+
+
+def archive_with(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for info, data in members:
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def assert_nothing_is_left(store: Path) -> None:
+    assert not store.exists() or not list(store.iterdir())
+
+
+def last_line(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+# ---- where a model comes from ----------------------------------------------------------------------
+
+
+def test_an_archive_is_fetched_once_and_served_from_the_store(
+    objects: ObjectStore, bundle: Path, tmp_path: Path
+) -> None:
+    data = archive_of(bundle, "my-model/bert/1")
+    objects.objects["/my-model.tar.gz"] = data
+    address = f"{objects.url}/my-model.tar.gz#sha256={hashlib.sha256(data).hexdigest()}"
+    store = tmp_path / "store"
+    first = fetch(store, address)
+    assert first.stdout == "bert@1\n", first.stderr
+    assert Store(store).open("bert@1").manifest == Store(bundle.parents[1]).manifest("bert@1")
+    asked = len(objects.asked)
+    second = fetch(store, CLOZE_MODEL=address)
+    assert (second.stdout, second.stderr) == ("bert@1\n", "")
+    # The server has no export side: it must find the bundle, and ask nobody.
+    with running_server(store, "--model", address) as server:
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"})
+        assert answer.headers["x-model"] == "bert@1"
+    assert len(objects.asked) == asked
+    assert not list(store.glob(".staging-*"))
+
+
+def test_with_a_hash_a_new_signature_fetches_nothing(
+    objects: ObjectStore, bundle: Path, tmp_path: Path
+) -> None:
+    data = archive_of(bundle, "bert/1")
+    objects.objects["/bert.tgz"] = data
+    address, digest = f"{objects.url}/bert.tgz?signature=", hashlib.sha256(data).hexdigest()
+    store = tmp_path / "store"
+    assert fetch(store, f"{address}1#sha256={digest}").returncode == 0
+    asked = len(objects.asked)
+    assert fetch(store, f"{address}2#sha256={digest}").stdout == "bert@1\n"
+    assert len(objects.asked) == asked
+    assert fetch(store, f"{address}2").returncode == 0
+    assert len(objects.asked) > asked
+
+
+@pytest.mark.parametrize("ending", ["tar.zst", "tgz"])
+def test_other_archives_and_a_checkpoint_in_one(
+    objects: ObjectStore, checkpoints: dict[str, Path], tmp_path: Path, ending: str
+) -> None:
+    data = archive_of(checkpoints["bert"], "checkpoint")
+    if ending == "tar.zst":
+        with tarfile.open(fileobj=io.BytesIO(data)) as plain:
+            assert plain.fileobj is not None
+            plain.fileobj.seek(0)
+            data = zstandard.compress(plain.fileobj.read())
+    objects.objects[f"/my model.{ending}"] = data
+    done = fetch(tmp_path / "store", f"{objects.url}/my%20model.{ending}?signature=s3cret")
+    assert done.stdout == "my-20model@1\n", done.stderr
+    assert hashlib.sha256(data).hexdigest() in done.stderr
+    assert "s3cret" not in done.stderr
+    assert "fill-mask" in Store(tmp_path / "store").open("my-20model").manifest.tasks
+
+
+@pytest.mark.parametrize("kind", ["bundle", "checkpoint"])
+def test_a_folder_of_an_object_store_is_fetched_once(
+    objects: ObjectStore,
+    bundle: Path,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    folder = bundle if kind == "bundle" else checkpoints["bert"]
+    for file in folder.iterdir():
+        objects.objects[f"/bucket/models/mine/{file.name}"] = file.read_bytes()
+    objects.objects["/bucket/models/mine-too/config.json"] = b"of another model"
+    listed = "find . -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    digest = subprocess.run(
+        ["sh", "-c", listed], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.split()[0]
+    store, model = tmp_path / "store", "s3://bucket/models/mine"
+    done = fetch(store, model, "--sha256", digest, **objects.s3)
+    expected = "bert@1" if kind == "bundle" else "mine@1"
+    assert done.stdout == f"{expected}\n", done.stderr
+    asked = len(objects.asked)
+    again = fetch(store, f"{model}#sha256={digest}", **objects.s3)
+    assert (again.stdout, again.stderr) == (f"{expected}\n", "")
+    assert len(objects.asked) == asked
+    other = fetch(store, f"{model}#sha256={'0' * 64}", **objects.s3)
+    assert last_line(other) == (
+        f"cloze: model {model}: its sha256 is {digest}, but {'0' * 64} was asked for"
+    )
+
+
+def test_a_sentence_transformer_without_a_root_config_is_what_its_modules_say(
+    tmp_path: Path,
+) -> None:
+    """Old releases put the encoder into a folder, beside the folder of the pooling."""
+    saved = sentence_transformer(tmp_path / "saved", "bert-plain", Pooling(64, "cls"))
+    (saved / "0_Transformer").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (saved / name).rename(saved / "0_Transformer" / name)
+    modules = json.loads((saved / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (saved / "modules.json").write_text(json.dumps(modules))
+    shutil.copytree(saved / "0_Transformer", saved / "00_other")
+    (tmp_path / "fetched").mkdir()
+    fetched = fetch_model(saved.as_uri(), None, tmp_path / "fetched")
+    checkpoint = load_checkpoint(str(fetched.folder))
+    assert not fetched.is_bundle
+    assert checkpoint.recipe.pooling == "cls"
+    assert checkpoint.source.weights_sha256 == sha256_of(saved / "0_Transformer/model.safetensors")
+
+
+def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path) -> None:
+    done = fetch(tmp_path / "store", f"file://{bundle}")
+    assert done.stdout == "bert@1\n", done.stderr
+
+
+def test_a_repository_is_fetched_once(
+    hub: FakeHub,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_HUB_DISABLE_XET": "1",
+        "CLOZE_MODEL": f"hub:tiny/bert@{COMMIT}",
+    }
+    store = tmp_path / "store"
+    assert fetch(store, **environment).stdout == "bert@1\n"
+    assert Store(store).manifest("bert").source.revision == COMMIT
+    asked = len(hub.asked)
+    shutil.rmtree(tmp_path / "hub")
+    assert fetch(store, **environment).stdout == "bert@1\n"
+    assert len(hub.asked) == asked
+
+
+def test_a_bundle_keeps_its_version_and_is_no_other_bundle(
+    bundle: Path, tiny_store: Path, tmp_path: Path
+) -> None:
+    first, second = Store(tmp_path / "first"), Store(tmp_path / "second")
+    for store in (first, second):
+        for _ in range(2):  # an equal bundle is taken as it is
+            with store.staging() as folder:
+                shutil.copytree(bundle, folder / "new")
+                (folder / "new/more").write_text("not of the bundle")
+                assert store.adopt(folder / "new").manifest.reference == "bert@1"
+    assert not (first.root / "bert/1/more").exists()
+    other = Store(tmp_path / "other")
+    answers = Store(tiny_store).open("bert-qa")
+    spec = {name: getattr(answers.manifest, name) for name in BundleSpec.model_fields}
+    with other.staging() as folder:
+        for name in answers.manifest.files:
+            shutil.copy2(answers.file(name), folder)
+        other.publish(folder, BundleSpec(**spec | {"name": "bert"}))
+    with second.staging() as folder:
+        shutil.copytree(other.root / "bert/1", folder / "new")
+        with pytest.raises(StoreError, match="has another bert@1; remove it first"):
+            second.adopt(folder / "new")
+    assert second.open("bert@1").manifest == first.open("bert@1").manifest
+    assert not list(second.root.glob(".staging-*"))
+
+
+# ---- what is refused -------------------------------------------------------------------------------
+
+
+def test_another_hash_leaves_nothing(objects: ObjectStore, bundle: Path, tmp_path: Path) -> None:
+    objects.objects["/m.tar.gz"] = data = archive_of(bundle)
+    done = fetch(tmp_path / "store", f"{objects.url}/m.tar.gz", "--sha256", "0" * 64)
+    actual = hashlib.sha256(data).hexdigest()
+    assert last_line(done) == (
+        f"cloze: model {objects.url}/m.tar.gz: its sha256 is {actual}, but {'0' * 64} was asked for"
+    )
+    assert_nothing_is_left(tmp_path / "store")
+
+
+def free_address() -> str:
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def test_what_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    nobody, store = free_address(), tmp_path / "store"
+    archive = last_line(fetch(store, f"{nobody}/m.tar.gz"))
+    assert archive.startswith(f"cloze: model {nobody}/m.tar.gz: cannot be read: ")
+    with running_object_store() as objects:
+        environment = objects.s3 | {"AWS_ENDPOINT_URL": nobody}
+    line = last_line(fetch(store, "s3://bucket/mine", **environment))
+    assert line.startswith("cloze: model s3://bucket/mine: cannot be read: ")
+    line = last_line(fetch(store, "hub:tiny/bert", HF_ENDPOINT=nobody))
+    assert line.startswith("cloze: model hub:tiny/bert: cannot load tiny/bert from the hub")
+    assert_nothing_is_left(store)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/missing.tar.gz", "cannot be read: HTTP Error 404: Not Found"),
+        ("/folder", "an address of http must be that of an archive (.tar.gz, .tgz, .tar.zst)"),
+        (
+            "/empty.tar.gz",
+            "it has neither a bundle (manifest.json) nor a checkpoint (config.json or modules.json)",
+        ),
+        ("/noise.tar.gz", "the archive is damaged: Not a gzipped file"),
+        ("/noise.tar.zst", "the archive is damaged: "),
+        ("/two.tar.gz", "it has 2 bundles; an address names one model"),
+        ("/changed.tar.gz", "bundle bert@1: "),
+        ("/manifest.tar.gz", "the manifest of "),
+    ],
+)
+def test_what_is_no_model_is_one_line(
+    objects: ObjectStore, bundle: Path, tmp_path: Path, path: str, message: str
+) -> None:
+    changed = Path(shutil.copytree(bundle, tmp_path / "changed"))
+    (changed / "tokenizer.json").write_text("{}")
+    objects.objects |= {
+        "/empty.tar.gz": archive_with((tarfile.TarInfo("a/readme"), b"")),
+        "/noise.tar.gz": b"noise",
+        "/noise.tar.zst": b"noise",
+        "/two.tar.gz": archive_of(bundle.parents[1]),
+        "/changed.tar.gz": archive_of(changed),
+        "/manifest.tar.gz": archive_with((tarfile.TarInfo("manifest.json"), b"{}")),
+    }
+    objects.objects["/two.tar.gz"] = archive_with(
+        (tarfile.TarInfo("a/manifest.json"), b"{}"), (tarfile.TarInfo("b/manifest.json"), b"{}")
+    )
+    line = last_line(fetch(tmp_path / "store", objects.url + path))
+    assert line.startswith(f"cloze: model {objects.url}{path}: {message}"), line
+    assert_nothing_is_left(tmp_path / "store")
+
+
+def test_a_connection_that_ends_early_leaves_nothing(
+    objects: ObjectStore, bundle: Path, tmp_path: Path
+) -> None:
+    objects.objects["/m.tar.gz"] = archive_of(bundle)
+    objects.truncates = True
+    done = fetch(tmp_path / "store", f"{objects.url}/m.tar.gz")
+    assert "Traceback" not in done.stderr
+    assert last_line(done).startswith(f"cloze: model {objects.url}/m.tar.gz: ")
+    assert_nothing_is_left(tmp_path / "store")
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (member("../../escaped"), "leads out of the archive"),
+        (member("a/../../escaped"), "leads out of the archive"),
+        (member("/tmp/escaped"), "leads out of the archive"),
+        (member("link", tarfile.SYMTYPE, "/etc"), "is neither a file nor a folder"),
+        (member("link", tarfile.LNKTYPE, "config.json"), "is neither a file nor a folder"),
+        (member("pipe", tarfile.FIFOTYPE), "is neither a file nor a folder"),
+        (member("config.json"), "is there twice"),
+        (member("config.json/x"), "is there twice"),
+    ],
+)
+def test_an_archive_cannot_write_elsewhere(
+    tmp_path: Path, info: tarfile.TarInfo, message: str
+) -> None:
+    archive, folder = tmp_path / "a.tar.gz", tmp_path / "inside/folder"
+    archive.write_bytes(archive_with((member("config.json"), b"{}"), (info, b"")))
+    folder.mkdir(parents=True)
+    with pytest.raises(archives.ExportError, match=message):
+        archives.unpack(archive, ".tar.gz", folder)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
+        "a.tar.gz",
+        "config.json",
+    ]
+
+
+def test_an_archive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(archive_with((member("a"), b"0" * 600), (member("b"), b"0" * 600)))
+    for name, limit, message in (
+        ("_MAX_BYTES", 1000, "more than 1000 bytes"),
+        ("_MAX_MEMBERS", 1, "more than 1 members"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(archives, name, limit)
+            folder = tmp_path / name
+            folder.mkdir()
+            with pytest.raises(archives.ExportError, match=message):
+                archives.unpack(archive, ".tar.gz", folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name a model to fetch, or set CLOZE_MODEL"),
+        (("hub:a/b", "--sha256", "0" * 64), "--sha256 needs exactly one address"),
+        (("s3://a/b#sha256=" + "0" * 64, "--sha256", "0" * 64), "the address has a hash already"),
+        (
+            ("s3://a/b", "--sha256", "12"),
+            "model s3://a/b: write #sha256= and 64 hexadecimal digits",
+        ),
+        (("s3://a/b#v2",), "model s3://a/b: write #sha256= and 64 hexadecimal digits"),
+        (("nothing",), "no bundle named 'nothing'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = fetch(tmp_path / "store", *arguments)
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"cloze: {message}")
+
+
+def test_a_server_without_the_export_side_says_what_to_do(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['cloze.export'] = None; from cloze.cli import main; "
+        f"main(['serve', '--model', 's3://a/b', '--model-store', {str(tmp_path)!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"cloze: model s3://a/b is not in {tmp_path}, and to fetch it ")
+    assert "run `cloze fetch` where the extra export is installed" in done.stderr
+
+
+def test_a_server_reports_an_address_that_cannot_be_read(tmp_path: Path) -> None:
+    address = f"{free_address()}/m.tar.gz"
+    log = failed_start(
+        "--model", address, "--model-store", str(tmp_path), env=bare_environment(), cwd=ROOT
+    )
+    assert log.splitlines()[-1].startswith(f"cloze: model {address}: cannot be read: ")
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def test_two_processes_add_one_checkpoint_once(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """As two pods do that share a volume."""
+    store = tmp_path / "store"
+    command = [sys.executable, "-m", "cloze", "fetch", str(checkpoints["bert"])]
+    processes = [
+        subprocess.Popen(
+            [*command, "--model-store", str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=bare_environment(HOME=str(tmp_path)),
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert len({answer for answer, _ in outputs}) == 1
+    assert [answer.strip() for answer, _ in outputs[:1]] == Store(store).references()
+    assert sum("waits until another process" in messages for _, messages in outputs) == 1

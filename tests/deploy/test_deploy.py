@@ -1,0 +1,355 @@
+"""What is deployed agrees with what runs: Dockerfile, docker-compose.yml, monitoring/, k8s/base.
+
+No engine is needed; test_image builds and runs the images.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import yaml
+from kubernetes_validate import utils as kubernetes
+
+from cloze.service.server.process import _DRAIN_MARGIN_S
+from cloze.service.settings import ENV_PREFIX, Settings, load_settings
+from tests.support.certificates import make_certificate
+from tests.support.serving import Server, bare_environment, running_server
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def instructions(name: str) -> list[str]:
+    """Return what follows an instruction of the Dockerfile, of all stages; continued lines are joined."""
+    joined = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    return re.findall(rf"^{name} +(.+)$", joined, re.MULTILINE)
+
+
+COMPOSE = load("docker-compose.yml")
+DEPLOYMENT = load("k8s/base/deployment.yaml")
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+SERVICE = load("k8s/base/service.yaml")
+(SCRAPE,) = load("monitoring/prometheus.yml")["scrape_configs"]
+(SCRAPE_TARGET,) = SCRAPE["static_configs"][0]["targets"]
+ANNOTATIONS = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
+PROBES = {kind: CONTAINER[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+
+
+def image_environment() -> dict[str, str]:
+    words = [word for value in instructions("ENV") for word in shlex.split(value)]
+    return dict(word.split("=", 1) for word in words)
+
+
+ENVIRONMENTS = {
+    "image": image_environment(),
+    "compose": image_environment() | COMPOSE["services"]["cloze"]["environment"],
+    "kubernetes": image_environment()
+    | dict(line.split("=", 1) for line in (ROOT / "k8s/base/settings.env").read_text().split()),
+}
+
+
+def settings_in(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """What the service would make of it."""
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        if name.startswith(ENV_PREFIX):
+            monkeypatch.setenv(name, value)
+    return load_settings()
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not on PATH")
+    return path
+
+
+# ---- tools' own checks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rendered() -> list[dict[str, Any]]:
+    command = [tool("kubectl"), "kustomize", str(ROOT / "k8s/base")]
+    return list(
+        yaml.safe_load_all(
+            subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+        )
+    )
+
+
+def test_every_script_is_executable() -> None:
+    scripts = [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]
+    assert [script.name for script in scripts if not os.access(script, os.X_OK)] == []
+
+
+# The first version that has the sleep of preStop without a feature gate, and the newest known.
+@pytest.mark.parametrize("version", ["1.30", kubernetes.latest_version()])
+def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version: str) -> None:
+    assert sorted(each["kind"] for each in rendered) == [
+        "ConfigMap",
+        "Deployment",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceAccount",
+    ]
+    for each in rendered:
+        kubernetes.validate(each, version, strict=True)
+
+
+def test_the_documented_overlay_names_registry_and_tag(tmp_path: Path) -> None:
+    block = re.search(
+        r"^    # k8s/mine/kustomization.yaml\n((?:    .*\n)+)",
+        (ROOT / "docs/deployment.md").read_text(),
+        re.MULTILINE,
+    )
+    assert block
+    shutil.copytree(ROOT / "k8s/base", tmp_path / "base")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kustomization.yaml").write_text(textwrap.dedent(block[1]))
+    command = [tool("kubectl"), "kustomize", str(tmp_path / "mine")]
+    rendered = yaml.safe_load_all(
+        subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    )
+    (deployment,) = [each for each in rendered if each["kind"] == "Deployment"]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "REGISTRY/cloze:TAG"
+
+
+def test_hadolint_accepts_the_dockerfile() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), ROOT / "Dockerfile"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_accepts_its_configuration() -> None:
+    command = [tool("promtool"), "check", "config", str(ROOT / "monitoring/prometheus.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# ---- agreement with the service ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "Dockerfile",
+        "docker-compose.yml",
+        "k8s/base/deployment.yaml",
+        "k8s/base/kustomization.yaml",
+        "docs/deployment.md",
+    ],
+)
+def test_every_variable_is_a_setting(file: str) -> None:
+    named = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+\b", (ROOT / file).read_text()))
+    assert named <= {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+
+
+@pytest.mark.parametrize("place", ENVIRONMENTS)
+def test_the_service_accepts_its_variables(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_in(ENVIRONMENTS[place], monkeypatch)
+    assert settings.host == "0.0.0.0"
+    assert settings.model_store == Path("/bundles")
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        {probe["httpGet"]["path"] for probe in PROBES.values()}
+        | {SCRAPE["metrics_path"], ANNOTATIONS["prometheus.io/path"]}
+    ),
+)
+def test_every_path_asked_for_is_answered(server: Server, path: str) -> None:
+    assert httpx.get(server.url + path).status_code == 200
+
+
+def health(**environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the image's health check with settings."""
+    (check,) = instructions("HEALTHCHECK")
+    program, *arguments = json.loads(check.split("CMD", 1)[1])
+    assert program == "python"
+    # A proxy that the container inherits must not be asked for loopback.
+    env = bare_environment(http_proxy="http://127.0.0.1:9", no_proxy="", **environment)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=env | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_the_health_check_asks_the_server_as_it_is_configured(
+    server: Server, tiny_store: Path, tmp_path: Path
+) -> None:
+    """Another port, an address that means all of them, TLS, and names that clients must use."""
+    port = str(urlsplit(server.url).port)
+    done = health(CLOZE_HOST="0.0.0.0", CLOZE_PORT=port)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    files = make_certificate(tmp_path)
+    tls = {
+        "CLOZE_TLS_CERTIFICATE": str(files.public),
+        "CLOZE_TLS_KEY": str(files.private),
+        "CLOZE_HOST": "0.0.0.0",
+        "CLOZE_ALLOWED_HOSTS": "embed.example",
+    }
+    with running_server(tiny_store, "--model", "bert", **tls) as secured:
+        tls["CLOZE_PORT"] = str(urlsplit(secured.url).port)
+        done = health(**tls)
+        assert done.returncode == 0, done
+        plain = health(CLOZE_PORT=tls["CLOZE_PORT"])
+        assert plain.returncode == 1
+        assert "does not answer" in plain.stderr
+    assert health(**tls).returncode == 1, "it has ended"
+
+
+def test_the_health_check_tells_ready_from_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+
+        refusing = pool.submit(refuse)
+        done = health(CLOZE_PORT=str(listener.getsockname()[1]))
+        refusing.result()
+    assert done.returncode == 1
+    assert "status 503" in done.stderr
+
+
+def test_the_health_check_has_the_defaults_of_the_settings() -> None:
+    text = (ROOT / "cloze/health.py").read_text()
+    for name, default in re.findall(r'environ.get\("CLOZE_(\w+)", "([^"]*)"\)', text):
+        assert str(Settings.model_fields[name.lower()].default) == default
+    named = set(re.findall(rf"{ENV_PREFIX}([A-Z_]+)", text))
+    assert named == {"HOST", "PORT", "TLS_CERTIFICATE"}
+
+
+def test_probes_ask_what_they_are_for() -> None:
+    paths = {kind: probe["httpGet"]["path"] for kind, probe in PROBES.items()}
+    assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}
+
+
+@pytest.mark.parametrize("place", ENVIRONMENTS)
+def test_ports_agree(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = settings_in(ENVIRONMENTS[place], monkeypatch).port
+    (container_port,) = CONTAINER["ports"]
+    (service_port,) = SERVICE["spec"]["ports"]
+    (published,) = COMPOSE["services"]["cloze"]["ports"]
+    by_name = {container_port["name"]: container_port["containerPort"]}
+    assert {
+        int(instructions("EXPOSE")[0]),
+        int(published.split(":")[-1]),
+        urlsplit(f"//{SCRAPE_TARGET}").port,
+        int(ANNOTATIONS["prometheus.io/port"]),
+        service_port["port"],
+        by_name[service_port["targetPort"]],
+        *(by_name[probe["httpGet"]["port"]] for probe in PROBES.values()),
+    } == {port}
+
+
+def test_the_scraped_host_is_the_compose_service() -> None:
+    assert urlsplit(f"//{SCRAPE_TARGET}").hostname in COMPOSE["services"]
+
+
+def test_the_service_selects_the_pods() -> None:
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_no_service_link_becomes_a_setting() -> None:
+    assert f"{SERVICE['metadata']['name']}_PORT".upper() in {
+        f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields
+    }
+    assert POD["enableServiceLinks"] is False
+    kserve = yaml.safe_load((ROOT / "k8s/kserve/inferenceservice.yaml").read_text())
+    assert kserve["spec"]["predictor"]["enableServiceLinks"] is False
+
+
+def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drain_s(place: str) -> float:
+        settings = settings_in(ENVIRONMENTS[place], monkeypatch)
+        return settings.drain_s + settings.shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
+
+    pre_stop_s = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pre_stop_s + drain_s("kubernetes") < POD["terminationGracePeriodSeconds"]
+    assert drain_s("compose") < int(
+        COMPOSE["services"]["cloze"]["stop_grace_period"].removesuffix("s")
+    )
+
+
+def test_mounts_lie_on_the_bundles_folder_or_tmp() -> None:
+    """Never on ``model_store/``: that would hide the package."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert ":/bundles:ro" in text
+    assert not re.search(r":/\S*model_store", text)
+    assert [mount["mountPath"] for mount in CONTAINER["volumeMounts"]] == ["/tmp"]
+
+
+# ---- least privilege ---------------------------------------------------------------------------------------------------
+
+
+def test_the_user_is_the_same_number_and_not_root() -> None:
+    (user,) = instructions("USER")
+    security = POD["securityContext"]
+    assert user == f"{security['runAsUser']}:{security['runAsGroup']}"
+    assert security["runAsUser"] > 0
+    assert security["runAsNonRoot"]
+
+
+def test_the_pod_may_do_nothing_it_need_not() -> None:
+    security = CONTAINER["securityContext"]
+    assert security["readOnlyRootFilesystem"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert POD["automountServiceAccountToken"] is False
+    assert (
+        set(CONTAINER["resources"]["limits"])
+        == set(CONTAINER["resources"]["requests"])
+        == {"cpu", "memory"}
+    )
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_compose_services_may_do_nothing_they_need_not(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+@pytest.mark.parametrize(
+    ("service", "image"), [("prometheus", "prom/prometheus:v"), ("grafana", "grafana/grafana:")]
+)
+def test_foreign_images_are_pinned(service: str, image: str) -> None:
+    default = rf"\$\{{{service.upper()}_IMAGE:-{image}\d+\.\d+\.\d+\}}"
+    assert re.fullmatch(default, COMPOSE["services"][service]["image"])
+
+
+def test_the_server_calls_nobody(tmp_path: Path, tiny_store: Path) -> None:
+    """Onnxruntime's telemetry keeps an identity and a queue under HOME before it sends anything."""
+    with running_server(tiny_store, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)):
+        assert list(tmp_path.iterdir()) == []

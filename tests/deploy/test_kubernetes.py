@@ -1,0 +1,530 @@
+"""Every sensible combination of overlays and components renders, is valid, and fits together."""
+
+import itertools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+import click
+import httpx
+import jsonschema
+import pytest
+import yaml
+from kubernetes_validate import utils as kubernetes
+
+from cloze.bulk_command import bulk
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Manifest
+from cloze.service.server.process import _DRAIN_MARGIN_S
+from cloze.service.settings import ENV_PREFIX, load_settings
+from tests.support.kustomize import Object, of_kind, rendered
+from tests.support.serving import Server, running_server
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ("cpu", "gpu", "local")
+SCALING = ((), ("autoscaling",), ("keda",))
+FURTHER = (
+    (),
+    ("monitoring",),
+    ("keys",),
+    ("keys", "ingress"),
+    ("keys", "route"),
+    ("models",),
+    ("store",),
+    ("bundle-image",),
+    ("tls", "monitoring"),
+    ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls"),
+)
+COMBINATIONS = [
+    (overlay, (*scaling, *further))
+    for overlay, scaling, further in itertools.product(OVERLAYS, SCALING, FURTHER)
+    if not (overlay == "local" and scaling)  # one pod with a host port cannot be scaled
+]
+SCHEMAS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "tests/schemas").iterdir()}
+
+# The first version that has the sleep of preStop without a feature gate, and the newest known.
+VERSIONS = ("1.30", kubernetes.latest_version())
+
+
+@pytest.fixture(scope="module")
+def renders(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, tuple[str, ...]], list[Object]]:
+    """The objects of every combination."""
+    root = tmp_path_factory.mktemp("k8s")
+    return {
+        (overlay, components): rendered(root, overlay, components)
+        for overlay, components in COMBINATIONS
+    }
+
+
+@pytest.fixture(params=COMBINATIONS, ids=lambda c: "+".join((c[0], *c[1])))
+def objects(
+    request: pytest.FixtureRequest,
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> list[Object]:
+    """The objects of one combination."""
+    return renders[request.param]
+
+
+def pod_of(objects: list[Object]) -> Object:
+    spec: Object = of_kind(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
+VOLUMES |= {"persistentVolumeClaim", "projected", "secret"}
+
+
+def check_restricted(pod: Object) -> None:
+    """Check the specification of a pod against the profile restricted of Pod Security."""
+    context = pod.get("securityContext", {})
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        own = container.get("securityContext", {})
+        assert own["allowPrivilegeEscalation"] is False
+        assert "ALL" in own["capabilities"]["drop"]
+        assert set(own["capabilities"].get("add", ())) <= {"NET_BIND_SERVICE"}
+        assert not own.get("privileged", False)
+        assert own.get("runAsNonRoot", context.get("runAsNonRoot")) is True
+        # Without it, the kubelet refuses an image whose user has a name.
+        assert own.get("runAsUser", context.get("runAsUser")) > 0
+        seccomp = own.get("seccompProfile", context.get("seccompProfile"))
+        assert seccomp["type"] in ("RuntimeDefault", "Localhost")
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+    assert not any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
+    for volume in pod.get("volumes", ()):
+        assert volume.keys() - {"name"} <= VOLUMES
+
+
+def test_every_pod_passes_pod_security_restricted(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], bulk_objects: list[Object]
+) -> None:
+    """All but those of the overlay local, which publish a port of the node."""
+    for (overlay, _), objects in renders.items():
+        if overlay != "local":
+            check_restricted(pod_of(objects))
+    job = of_kind(bulk_objects, "RayJob")
+    for pod in ray_pods(job):
+        check_restricted(pod)
+    assert job["spec"]["submissionMode"] == "HTTPMode", "the operator's pod for a submission fails"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid(objects: list[Object], version: str) -> None:
+    images = any("image" in volume for volume in pod_of(objects)["volumes"])
+    if images and version == VERSIONS[0]:
+        pytest.skip("this version mounts no images")
+    for each in objects:
+        if each["kind"] in SCHEMAS:
+            jsonschema.validate(each, SCHEMAS[each["kind"]])
+        else:
+            kubernetes.validate(each, version, strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+
+
+def test_the_settings_are_settings(objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods refer to the ConfigMap by its name with a hash, and the service accepts it."""
+    settings = of_kind(objects, "ConfigMap")
+    (container,) = pod_of(objects)["containers"]
+    (source,) = container["envFrom"]
+    assert source["configMapRef"]["name"] == settings["metadata"]["name"] != "cloze-settings"
+    for name, value in settings["data"].items():
+        assert name.startswith(ENV_PREFIX)
+        monkeypatch.setenv(name, value)
+    loaded = load_settings()
+    grace_s = pod_of(objects)["terminationGracePeriodSeconds"]
+    sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain_s = loaded.drain_s + loaded.shutdown_grace_ms / 1000
+    assert loaded.drain_s > 0, "preStop ends no open connection"
+    assert sleep_s + drain_s + _DRAIN_MARGIN_S < grace_s
+
+
+def test_ports_and_selectors_fit(objects: list[Object]) -> None:
+    deployment = of_kind(objects, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    (container,) = pod_of(objects)["containers"]
+    (port,) = container["ports"]
+    policy = of_kind(objects, "NetworkPolicy")["spec"]
+    selectors = [
+        of_kind(objects, "Service")["spec"]["selector"],
+        of_kind(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        policy["podSelector"]["matchLabels"],
+        deployment["spec"]["selector"]["matchLabels"],
+    ]
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+    assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == {port["name"]}
+    out = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+    fetches = "initContainers" in pod_of(objects)
+    collector = of_kind(objects, "ConfigMap")["data"].get("CLOZE_TRACES_ENDPOINT")
+    wanted = {53} if fetches or collector else set()
+    wanted |= {443} if fetches else set()
+    wanted |= {urlsplit(collector).port} if collector else set()
+    assert out == wanted, "names, what is fetched, and spans"
+    monitors = [each for each in objects if each["kind"] == "ServiceMonitor"]
+    service = of_kind(objects, "Service")
+    for monitor in monitors:
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= service["metadata"]["labels"].items()
+        assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    port = service["spec"]["ports"][0]
+    for each in objects:
+        if each["kind"] == "Ingress":
+            (rule,) = each["spec"]["rules"]
+            assert {p["backend"]["service"]["port"]["name"] for p in rule["http"]["paths"]} == {
+                port["name"]
+            }
+            backends = [path["backend"]["service"] for path in rule["http"]["paths"]]
+        elif each["kind"] == "HTTPRoute":
+            (rule,) = each["spec"]["rules"]
+            backends = rule["backendRefs"]
+            assert backends[0]["port"] == port["port"]
+        else:
+            continue
+        assert {backend["name"] for backend in backends} == {service["metadata"]["name"]}
+
+
+# ---- KServe --------------------------------------------------------------------------------------
+
+
+def kserve_pod() -> Object:
+    """Check both objects of KServe; return the pod that KServe makes of them."""
+    service, runtime = (
+        yaml.safe_load((ROOT / f"k8s/kserve/{name}.yaml").read_text())
+        for name in ("inferenceservice", "servingruntime")
+    )
+    for each in (service, runtime):
+        jsonschema.validate(each, SCHEMAS[each["kind"]])
+    predictor = service["spec"]["predictor"]
+    assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
+    (form,) = runtime["spec"]["supportedModelFormats"]
+    assert predictor["model"]["modelFormat"]["name"] == form["name"]
+    own = SCHEMAS["InferenceService"]["properties"]["spec"]["properties"]["predictor"]["properties"]
+    spec = {name: value for name, value in predictor.items() if name not in own}
+    return spec | {name: runtime["spec"][name] for name in ("containers", "volumes")}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_pod_of_kserve_is_valid(version: str) -> None:
+    spec = kserve_pod()
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cloze"}, "spec": spec}
+    kubernetes.validate(pod, version, strict=True)
+    check_restricted(spec)
+
+
+def test_the_pod_of_kserve_is_that_of_the_base(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drains as the other pods do, and serves the bundles that KServe has fetched."""
+    pod, base = kserve_pod(), pod_of(renders["cpu", ()])
+    (container,), (own) = pod["containers"], base["containers"][0]
+    for field in ("lifecycle", "resources", "securityContext", "volumeMounts"):
+        assert container[field] == own[field], field
+    for field in ("terminationGracePeriodSeconds", "volumes", "enableServiceLinks"):
+        assert pod[field] == base[field], field
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    settings = of_kind(renders["cpu", ()], "ConfigMap")["data"]
+    assert environment == settings | {"CLOZE_MODEL_STORE": "/mnt/models"}
+    assert "CLOZE_ALLOW_ANONYMOUS" not in environment, "nothing here keeps others out"
+
+
+def test_a_folder_of_bundles_anywhere_is_served(tiny_store: Path, tmp_path: Path) -> None:
+    """As KServe's storage initializer leaves it."""
+    fetched = tmp_path / "mnt/models"
+    shutil.copytree(tiny_store, fetched)
+    with running_server(None, CLOZE_MODEL_STORE=str(fetched)) as server:
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+        assert httpx.get(f"{server.url}/v2/models").status_code == 200
+
+
+# ---- from outside --------------------------------------------------------------------------------
+
+
+def admitted(component: str) -> dict[str, bool]:
+    """Return the paths that a component lets in, each with whether it is a prefix."""
+    if component == "ingress":
+        spec = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())["spec"]
+        paths = spec["rules"][0]["http"]["paths"]
+        return {path["path"]: path["pathType"] == "Prefix" for path in paths}
+    spec = yaml.safe_load((ROOT / "k8s/components/route/route.yaml").read_text())["spec"]
+    matches = [match["path"] for match in spec["rules"][0]["matches"]]
+    return {match["value"]: match["type"] == "PathPrefix" for match in matches}
+
+
+@pytest.mark.parametrize("component", ["route", "ingress"])
+def test_clients_from_outside_reach_all_that_is_for_them(server: Server, component: str) -> None:
+    """Every route of clients, the page with its parts, and what the page asks."""
+    paths = admitted(component)
+
+    def is_admitted(path: str) -> bool:
+        folders = ("/" + path.split("/")[1], path)
+        return path in paths or any(paths.get(folder, False) for folder in folders)
+
+    documented = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    for route, methods in documented.items():
+        if "post" in methods and not route.startswith("/admin/"):
+            assert is_admitted(route), route
+    assert not is_admitted("/metrics")
+    assert not is_admitted("/admin/reload")
+    own = {"/", "/docs", "/openapi.json"}
+    exact = {path for path, is_prefix in paths.items() if not is_prefix}
+    assert exact <= documented.keys() | own, "a path that the server does not have"
+
+    wanted, parts = ["/"], set()
+    while wanted:
+        part = wanted.pop()
+        answer = httpx.get(server.url + part)
+        assert answer.status_code == 200, part
+        assert is_admitted(part), part
+        parts.add(part)
+        named = re.findall(r'(?:href|src|from|url)[=:]? ?"([\w./-]+)"', answer.text)
+        found = {urljoin(part, name) for name in named} - {"/metrics"}
+        wanted += sorted(found - parts - set(wanted))
+    assert {"/page/page.js", "/page/live.js", "/page/style.css", "/docs"} <= parts
+
+
+def test_ingresses_depend_on_no_controller_but_repeat_on_nginx() -> None:
+    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
+    (retry,) = ingress["metadata"]["annotations"].items()
+    assert "ingressClassName" not in ingress["spec"]
+    documented = re.search(r"proxy_next_upstream (.+);", (ROOT / "docs/nginx.conf").read_text())
+    assert documented is not None
+    assert retry == ("nginx.ingress.kubernetes.io/proxy-next-upstream", documented[1])
+
+
+def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
+    deployment = of_kind(objects, "Deployment")
+    scalers = [
+        each for each in objects if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
+    ]
+    assert ("replicas" in deployment["spec"]) == (not scalers)
+    for scaler in scalers:
+        assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+def test_both_autoscalers_change_the_replicas_alike(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> None:
+    """Five minutes after the last demand, one pod per minute ends."""
+    hpa = of_kind(renders["cpu", ("autoscaling",)], "HorizontalPodAutoscaler")["spec"]
+    scaled = of_kind(renders["cpu", ("keda",)], "ScaledObject")["spec"]
+    behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == hpa["behavior"]
+    assert hpa["behavior"]["scaleDown"] == {
+        "stabilizationWindowSeconds": 300,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
+    }
+    assert scaled["minReplicaCount"] == hpa["minReplicas"]
+    assert scaled["maxReplicaCount"] == hpa["maxReplicas"]
+    # The cluster's own check of the behavior that KEDA passes on.
+    spec = {**hpa, "behavior": behavior}
+    owned = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "spec": spec}
+    kubernetes.validate({**owned, "metadata": {"name": "cloze"}}, VERSIONS[0], strict=True)
+
+
+def test_packed_weights_fit_the_volume_twice(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]], tmp_path: Path
+) -> None:
+    """While a reload replaces the models, the old ones still have their files, without a name."""
+    manifests = [
+        json.loads(file.read_text()) for file in DEFAULT_ROOT.glob("cloze-*/*/manifest.json")
+    ]
+    for each in manifests:
+        del each["digest"]
+    parameters = sum(Manifest.model_validate(m).architecture.parameters for m in manifests)
+    names = ",".join(each["name"] for each in manifests)
+    environment = {"TMPDIR": str(tmp_path), "CLOZE_PRECISION": "fp32", "CLOZE_MODEL": names}
+    with running_server(DEFAULT_ROOT, **environment) as server:
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text().splitlines()
+    ends: dict[str, int] = {}
+    for line in (each for each in maps if str(tmp_path) in each):
+        addresses, _, offset, _, inode, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        ends[inode] = max(ends.get(inode, 0), int(offset, 16) + end - start)
+    assert len(ends) == len(manifests), "a file per model"
+    assert sum(ends.values()) <= 8 * parameters
+    (volume,) = [each for each in pod_of(renders["cpu", ()])["volumes"] if each["name"] == "tmp"]
+    assert volume["emptyDir"]["sizeLimit"] == "2Gi"
+    assert 2 * 8 * parameters < 130e6 * 16 < 2 * 2**30
+
+
+def test_secrets_are_mounted_where_the_settings_say(objects: list[Object]) -> None:
+    """The keys, and the certificate; the files of a Secret of type TLS have fixed names."""
+    settings = of_kind(objects, "ConfigMap")["data"]
+    (container,) = pod_of(objects)["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    secrets = {v["name"]: v["secret"] for v in pod_of(objects)["volumes"] if "secret" in v}
+    files = {"keys": {"KEYS_FILE": "keys.toml"}}
+    files["tls"] = {"TLS_CERTIFICATE": "tls.crt", "TLS_KEY": "tls.key"}
+    for name, by_setting in files.items():
+        for setting, file in by_setting.items():
+            assert settings.get(f"CLOZE_{setting}") == (
+                f"{mounts[name]}/{file}" if name in secrets else None
+            )
+    assert secrets.keys() <= files.keys()
+    for secret in secrets.values():
+        assert secret["defaultMode"] == 0o440
+        assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
+
+
+def test_all_ask_by_the_scheme_that_the_server_speaks(objects: list[Object]) -> None:
+    speaks_tls = "CLOZE_TLS_KEY" in of_kind(objects, "ConfigMap")["data"]
+    (container,) = pod_of(objects)["containers"]
+    for kind in ("startup", "readiness", "liveness"):
+        scheme = container[f"{kind}Probe"]["httpGet"].get("scheme", "HTTP")
+        assert scheme == ("HTTPS" if speaks_tls else "HTTP")
+    scheme = "https" if speaks_tls else "http"
+    template = of_kind(objects, "Deployment")["spec"]["template"]
+    assert template["metadata"]["annotations"]["prometheus.io/scheme"] == scheme
+    assert of_kind(objects, "Service")["spec"]["ports"][0]["appProtocol"] == scheme
+    for ingress in (each for each in objects if each["kind"] == "Ingress"):
+        backend = "nginx.ingress.kubernetes.io/backend-protocol"
+        assert ingress["metadata"]["annotations"].get(backend) == ("HTTPS" if speaks_tls else None)
+
+
+def test_prometheus_has_a_key_where_the_server_has_keys(objects: list[Object]) -> None:
+    has_keys = "CLOZE_KEYS_FILE" in of_kind(objects, "ConfigMap")["data"]
+    for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert ("authorization" in endpoint) == has_keys
+
+
+def test_models_are_fetched_to_where_they_are_served_from(objects: list[Object]) -> None:
+    settings = of_kind(objects, "ConfigMap")
+    claims = [each for each in objects if each["kind"] == "PersistentVolumeClaim"]
+    if not pod_of(objects).get("initContainers"):
+        assert not claims
+        assert "CLOZE_MODEL_STORE" not in settings["data"]
+        return
+    (fetch,), (container,) = pod_of(objects)["initContainers"], pod_of(objects)["containers"]
+    assert fetch["args"] == ["fetch"]
+    assert fetch["envFrom"][0] == container["envFrom"][0], "the same CLOZE_MODEL"
+    assert fetch["envFrom"][1]["secretRef"]["optional"]
+    assert fetch["securityContext"] == container["securityContext"]
+    store = settings["data"]["CLOZE_MODEL_STORE"]
+    for each, read_only in ((fetch, False), (container, True)):
+        (mount,) = [mount for mount in each["volumeMounts"] if mount["mountPath"] == store]
+        assert mount.get("readOnly", False) == read_only
+        (volume,) = [v for v in pod_of(objects)["volumes"] if v["name"] == mount["name"]]
+        (claim,) = claims
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
+
+
+def test_a_gpu_pod_gets_a_gpu_and_refuses_to_run_without(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> None:
+    objects = renders["gpu", ()]
+    (container,) = pod_of(objects)["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert of_kind(objects, "ConfigMap")["data"]["CLOZE_DEVICE"] == "cuda"
+    assert pod_of(objects)["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_the_prometheus_rule_has_the_rules() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/make-prometheusrule", "--check"], timeout=60
+    )
+    assert done.returncode == 0, "run scripts/make-prometheusrule"
+    rule = yaml.safe_load((ROOT / "k8s/components/monitoring/prometheusrule.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())
+    assert rule["spec"] == rules
+
+
+def test_an_operator_sets_the_address_of_the_runbooks(tmp_path: Path) -> None:
+    for folder in ("scripts", "monitoring", "k8s/components/monitoring"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    script, address = tmp_path / "scripts/make-prometheusrule", "https://wiki.example/cloze"
+    for wrong in ("docs/runbooks.md", "https://wiki.example/#x"):
+        done = subprocess.run(
+            [sys.executable, script, "--runbooks", wrong], capture_output=True, timeout=60
+        )
+        assert done.returncode == 2, wrong
+    subprocess.run([sys.executable, script, "--runbooks", address], check=True, timeout=60)
+    for file in ("monitoring/rules.yml", "monitoring/rules.test.yml"):
+        addresses = re.findall(r"runbook_url: ([^#\s]+)#\w", (tmp_path / file).read_text())
+        assert set(addresses) == {address}
+    text = (tmp_path / "k8s/components/monitoring/prometheusrule.yaml").read_text()
+    assert text.count(address) == text.count("- alert:") == text.count("runbook_url")
+    assert subprocess.run([sys.executable, script, "--check"], timeout=60).returncode == 0
+
+
+# ---- a bulk run on Ray ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bulk_objects() -> list[Object]:
+    """The objects of k8s/bulk."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(ROOT / "k8s/bulk")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def ray_pods(job: Object) -> list[Object]:
+    """The specifications of the pods of a RayJob: of its head, and of its workers."""
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_bulk_run_is_valid(bulk_objects: list[Object], version: str) -> None:
+    job = of_kind(bulk_objects, "RayJob")
+    jsonschema.validate(job, SCHEMAS["RayJob"])
+    claim = of_kind(bulk_objects, "PersistentVolumeClaim")
+    kubernetes.validate(claim, version, strict=True)
+    pods = ray_pods(job)
+    assert len(pods) == 2
+    for spec in pods:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": spec}
+        kubernetes.validate(pod, version, strict=True)
+        (container,) = spec["containers"]
+        assert container["image"] == "registry.example/cloze:bulk"
+        (volume,), (mount,) = spec["volumes"], container["volumeMounts"]
+        assert volume["name"] == mount["name"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "the workers of all machines write"
+
+
+def test_a_wrong_ray_job_is_refused(bulk_objects: list[Object]) -> None:
+    job = json.loads(json.dumps(of_kind(bulk_objects, "RayJob")))
+    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="replica"):
+        jsonschema.validate(job, SCHEMAS["RayJob"])
+
+
+def test_the_bulk_run_s_command_is_one(bulk_objects: list[Object]) -> None:
+    """The command takes its arguments, reads and writes the volume, and its workers have room."""
+    spec = of_kind(bulk_objects, "RayJob")["spec"]
+    shell, flag, script = shlex.split(spec["entrypoint"])
+    assert (shell, flag) == ("sh", "-c")
+    name, group, task, *arguments = shlex.split(script.split("||")[0])
+    assert (name, group) == ("cloze", "bulk")
+    command = bulk.commands[task]
+    values = command.make_context(task, arguments).params
+    assert values["on_ray"]
+    cluster = spec["rayClusterSpec"]
+    _, *workers = ray_pods({"spec": spec})
+    (container,) = workers[0]["containers"]
+    mount = Path(container["volumeMounts"][0]["mountPath"])
+    for path in (*values["paths"], values["output"]):
+        assert path.is_relative_to(mount)
+    cores = int(container["resources"]["limits"]["cpu"])
+    room = cluster["workerGroupSpecs"][0]["minReplicas"] * (cores // values["ray_worker_cpus"])
+    assert values["ray_workers"] == room
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    pinned = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert cluster["rayVersion"] == pinned[1]
+    with pytest.raises(click.NoSuchOption):
+        command.make_context(task, [*arguments, "--ray-actors", "3"])

@@ -1,0 +1,384 @@
+"""Rules, alerts, runbooks and the dashboard: on what a real Prometheus reads from real servers."""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from cloze.bench.result import Load, LoadKind, Result, Turn
+from cloze.cli import cli
+from tests.support.certificates import make_certificate
+from tests.support.kustomize import Object, of_kind, rendered
+from tests.support.ports import free_port
+from tests.support.prometheus import MONITORING, query, running_prometheus, running_with
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+RULES = [
+    rule
+    for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+DASHBOARD = json.loads((MONITORING / "grafana/dashboards/cloze.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus)")
+    for command in (("check", "rules", "rules.yml"), ("test", "rules", "rules.test.yml")):
+        done = subprocess.run(
+            ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_its_tests_and_a_runbook() -> None:
+    """In a test it fires, and in the test of a healthy server it does not."""
+    cases = yaml.safe_load((MONITORING / "rules.test.yml").read_text())["tests"]
+    fires = {
+        test["alertname"]
+        for case in cases
+        for test in case.get("alert_rule_test", ())
+        if test["exp_alerts"]
+    }
+    assert fires == ALERTS.keys()
+    healthy = cases[0]["alert_rule_test"]
+    assert [test["alertname"] for test in healthy] == list(ALERTS)
+    assert not any(test["exp_alerts"] for test in healthy)
+    text = (ROOT / "docs/runbooks.md").read_text()
+    sections = dict(
+        zip(*[iter(re.split(r"^## (\w+)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True)
+    )
+    addresses = set()
+    for name, rule in ALERTS.items():
+        address, section = rule["annotations"]["runbook_url"].split("#")
+        assert f"`{name}`" in sections[section], name
+        addresses.add(address)
+    (address,) = addresses
+    assert urlsplit(address).scheme == "https", "a pager knows no folder"
+    assert address.endswith("/docs/runbooks.html"), "where the site has the page"
+
+
+def test_nothing_is_selected_by_the_name_of_a_job() -> None:
+    files = [MONITORING / "rules.yml", *(ROOT / "k8s").rglob("*.yaml")]
+    assert [
+        file for file in files if re.search(r"\bjob\s*(=|!=|=~|!~)\s*\"", file.read_text())
+    ] == []
+
+
+def test_the_dashboard_is_what_its_script_writes() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/make-dashboard", "--check"], timeout=60)
+    assert done.returncode == 0, "run scripts/make-dashboard"
+
+
+KEY = "cloze_metrics"
+KEYS = f"""
+[prometheus]
+sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"
+scopes = ["metrics", "inference"]
+"""
+
+
+@dataclass
+class Scraped:
+    """A Prometheus, and the addresses of the servers that it scrapes, by their shape."""
+
+    url: str
+    instances: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def prometheus(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    """A Prometheus that has scraped a server of each shape, with keys and TLS, under load."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    (folder / "keys.toml").write_text(KEYS)
+    files = make_certificate(folder)
+    settings = {
+        "CLOZE_MAX_QUEUE_WAIT_MS": "1",
+        "CLOZE_KEYS_FILE": str(folder / "keys.toml"),
+        "CLOZE_TLS_CERTIFICATE": str(files.public),
+        "CLOZE_TLS_KEY": str(files.private),
+    }
+    with (
+        running_server(tiny_store, **settings) as single,
+        running_server(tiny_store, "--frontends", "1", **settings) as several,
+        running_prometheus(folder, [single.url, several.url], KEY) as url,
+        httpx.Client(verify=False, headers={"authorization": f"Bearer {KEY}"}) as client,
+    ):
+        servers = {"one process": single, "front ends": several}
+        for server in servers.values():
+            load(client, server)  # answered also on a busy machine
+        ended = time.monotonic() + 8
+        with ThreadPoolExecutor(8) as pool:
+            while time.monotonic() < ended:
+                list(pool.map(lambda server: load(client, server), [*servers.values()] * 8))
+        yield Scraped(url, {shape: urlsplit(each.url).netloc for shape, each in servers.items()})
+
+
+def load(client: httpx.Client, server: Server) -> None:
+    """Send requests of all kinds, of which some are refused."""
+    post = client.post
+    post(f"{server.url}/embed", json={"inputs": ["walk " * 400] * 16})
+    post(f"{server.url}/fill-mask", json={"inputs": "the [MASK] king"})
+    post(f"{server.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}})
+    post(f"{server.url}/embed", json={"inputs": 1})
+
+
+def is_number(result: list[Any]) -> bool:
+    return any(not math.isnan(float(series["value"][1])) for series in result)
+
+
+def test_every_panel_shows_something(prometheus: Scraped) -> None:
+    missing = []
+    for panel in PANELS:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$__rate_interval", "5s").replace("$job", ".*")
+            result = query(prometheus.url, expression)
+            labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+            if not is_number(result):
+                missing.append((panel["title"], expression))
+            elif labels:
+                assert any(set(labels) <= series["metric"].keys() for series in result), expression
+            if "instance" in labels:  # a curve per server, of each shape
+                shown = {series["metric"]["instance"] for series in result}
+                assert shown == set(prometheus.instances.values()), expression
+    assert not missing
+
+
+ONLY = {"cloze_process_restarts_total": "front ends"}
+"""Metrics that only servers of one shape have."""
+
+
+def named_metrics() -> dict[str, str]:
+    """Return the series that rules, the dashboard and manifests name, with the text that does."""
+    texts = [rule["expr"] for rule in RULES]
+    texts += [target["expr"] for panel in PANELS for target in panel["targets"]]
+    texts += [file.read_text() for file in (ROOT / "k8s").rglob("*.yaml")]
+    return {
+        name: text
+        for text in texts
+        for name in re.findall(r"\b(?:cloze|process)_[a-z0-9_]+\b", text)
+        if not name.endswith("_max")  # the adapter's own name of a metric
+    }
+
+
+@pytest.mark.parametrize("shape", ["one process", "front ends"])
+def test_every_named_metric_exists_in_every_shape(prometheus: Scraped, shape: str) -> None:
+    """A name that is misspelt, or that a shape of server lacks, would never ring."""
+    instance, names = prometheus.instances[shape], named_metrics()
+    assert len(names) > 20
+    missing = {
+        name: text
+        for name, text in names.items()
+        if ONLY.get(name, shape) == shape
+        and not query(prometheus.url, f'{name}{{instance="{instance}"}}')
+    }
+    assert not missing
+
+
+def test_the_rules_name_labels_that_exist(prometheus: Scraped) -> None:
+    for rule in RULES:
+        for name, matchers in re.findall(r"\b((?:cloze_\w+|up))(\{[^}]*\})?", rule["expr"]):
+            known = re.findall(r"(\w+)=~?\"", matchers)
+            series = query(prometheus.url, name)
+            assert any(set(known) <= one["metric"].keys() for one in series), (name, matchers)
+    for bound in re.findall(r'le="([^"]+)"', (MONITORING / "rules.yml").read_text()):
+        name = f'cloze_request_duration_seconds_bucket{{le="{bound}"}}'
+        assert query(prometheus.url, name), bound
+
+
+def test_the_queries_of_the_documents_find_something(prometheus: Scraped) -> None:
+    texts = [(ROOT / f"docs/{name}.md").read_text() for name in ("runbooks", "scale")]
+    queries = re.findall(
+        r"(?:`|^    )([a-z0-9_ (),.]*\((?:cloze|process)_[^`\n]*)", "\n".join(texts), re.M
+    )
+    assert len(queries) >= 7
+    for each in queries:
+        assert query(prometheus.url, each), each
+
+
+def test_the_example_of_how_many_pods_is_what_was_measured() -> None:
+    text = (ROOT / "docs/scale.md").read_text()
+    rows = re.findall(r"^\| (questions|passages) \| ([\d.]+) \| ([\d.]+) \|", text, re.M)
+    measured = (ROOT / "bench/results/mix-cpu.md").read_text().splitlines()
+    costs_ms = {
+        line.split("|")[1].strip(): float(line.split("|")[8])
+        for line in measured
+        if line.startswith("| closed 32") and "server |" in line and line.count("|") > 10
+    }
+    total_ms = 0.0
+    for kind, share, cost_ms in rows:
+        assert costs_ms[f"closed 32 {kind[0]}"] == float(cost_ms)
+        total_ms += float(share) * float(cost_ms)
+    assert f"| {total_ms:.2f} |" in text
+    assert f"took {costs_ms['closed 32 m']} ms" in text
+    cores = 2000 * total_ms / 1000
+    assert f"= {cores:.1f} cores" in text
+    pods = math.ceil(cores / (2 * 0.7))
+    assert f"so {pods} pods, and one more: {pods + 1}" in text
+    assert said_by_the_command({kind: (share, cost) for kind, share, cost in rows}) == (
+        f"2,000 x {total_ms:.2f} ms = {cores:.1f} cores; "
+        f"pods of 2 cores at 70%: {pods}, and one more: {pods + 1}"
+    )
+
+
+def said_by_the_command(kinds: dict[str, tuple[str, str]]) -> str:
+    """Return the last line of `cloze bench pods` for measured kinds: (share, CPU ms) by name."""
+    turns = [
+        Turn("bert server", f"closed {clients} {kind}", 0, 1.0, answered=1000, cpu_s=cpu_s,
+             engine="bert engine", arrivals=Load(LoadKind.CLOSED, clients, kind))
+        for kind, (_, cost_ms) in kinds.items()
+        for clients, cpu_s in ((1, 99.0), (32, float(cost_ms)))
+    ]  # fmt: skip
+    result = Result("", "", {"cores": "2"}, {}, "bert", dict.fromkeys(kinds, ""), turns, [])
+    with TemporaryDirectory() as folder:
+        measured, mix = Path(folder) / "measured.json", Path(folder) / "mix.csv"
+        measured.write_text(result.to_json())
+        rows = "".join(f"{kind}.txt,{share}\n" for kind, (share, _) in kinds.items())
+        mix.write_text(f"texts,share\n{rows}")
+        command = ["bench", "pods", str(mix), "--rate", "2000", "--pod-cores", "2"]
+        done = CliRunner().invoke(cli, [*command, "--measured", str(measured)])
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()[-1]
+
+
+def test_keda_finds_one_number(prometheus: Scraped) -> None:
+    scaler = yaml.safe_load((ROOT / "k8s/components/keda/scaledobject.yaml").read_text())
+    trigger = scaler["spec"]["triggers"][0]["metadata"]
+    (result,) = query(prometheus.url, trigger["query"])
+    assert float(result["value"][1]) >= 0
+    assert trigger["ignoreNullValues"] == "false", "a query that finds nothing must not say 0"
+
+
+def test_the_panels_are_drawn(prometheus: Scraped, tmp_path: Path) -> None:
+    file = tmp_path / "dashboard.png"
+    script = ROOT / "scripts/draw-dashboard"
+    command = [sys.executable, script, prometheus.url, file, "--minutes", "0.2"]
+    done = subprocess.run([*command, "--rate-interval", "5s"], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert 20_000 < file.stat().st_size < 300_000
+
+
+# ---- stories on a real Prometheus ----------------------------------------------------------------
+
+
+def firing(url: str) -> set[str]:
+    """Return the names of the alerts that fire."""
+    alerts = httpx.get(f"{url}/api/v1/alerts").json()["data"]["alerts"]
+    return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
+
+
+def test_restarts_of_a_single_process_ring(tiny_store: Path, tmp_path: Path) -> None:
+    """A process that is killed and started again, as by an orchestrator."""
+    port = str(free_port())
+    seen: set[str] = set()
+    with running_prometheus(tmp_path, [f"http://127.0.0.1:{port}"]) as url:
+
+        def is_seen() -> bool:
+            now = query(url, "process_start_time_seconds and on (instance) cloze_ready == 1")
+            new = {each["value"][1] for each in now} - seen
+            seen.update(new)
+            return bool(new)
+
+        for start in range(4):
+            with running_server(tiny_store, "--model", "bert", "--port", port) as server:
+                wait_until(is_seen)
+                if start < 3:
+                    assert "ClozeServerRestarts" not in firing(url)
+                    server.stop(signal.SIGKILL)
+                else:
+                    wait_until(lambda: "ClozeServerRestarts" in firing(url))
+
+
+def scrape_job(monitor: Object, annotations: dict[str, str], secrets: dict[str, str]) -> Object:
+    """Return the scrape configuration that the Prometheus operator makes of a ServiceMonitor.
+
+    Args:
+        monitor: the ServiceMonitor.
+        annotations: of the pods.
+        secrets: values of Secrets, by NAME/KEY.
+    """
+    (endpoint,) = monitor["spec"]["endpoints"]
+    labels = {
+        f"__meta_kubernetes_pod_annotation_{re.sub('[^a-zA-Z0-9]', '_', name)}": value
+        for name, value in annotations.items()
+    }
+    job: Object = {
+        "job_name": "serviceMonitor/default/cloze/0",
+        "metrics_path": endpoint["path"],
+        "tls_config": {"insecure_skip_verify": endpoint["tlsConfig"]["insecureSkipVerify"]},
+        "relabel_configs": [
+            {
+                "source_labels": rule["sourceLabels"],
+                "regex": rule["regex"],
+                "target_label": rule["targetLabel"],
+            }
+            for rule in endpoint["relabelings"]
+        ],
+        "static_configs": [{"labels": labels}],
+    }
+    if (authorization := endpoint.get("authorization")) is not None:
+        secret = authorization["credentials"]
+        credentials = secrets[f"{secret['name']}/{secret['key']}"]
+        job["authorization"] = {"type": authorization["type"], "credentials": credentials}
+    return job
+
+
+@pytest.mark.parametrize(
+    ("components", "is_up"),
+    [
+        (("monitoring",), "1"),
+        (("keys", "monitoring-with-key"), "1"),
+        (("tls", "keys", "monitoring-with-key"), "1"),
+        (("keys", "monitoring"), "0"),
+    ],
+)
+def test_a_rendered_overlay_is_scraped(
+    components: tuple[str, ...], is_up: str, tiny_store: Path, tmp_path: Path
+) -> None:
+    """Under the pod's address, though clients have to use a name."""
+    objects = rendered(tmp_path, "cpu", components)
+    (tmp_path / "keys.toml").write_text(KEYS)
+    files = make_certificate(tmp_path)
+    mounted = {
+        "/keys/keys.toml": tmp_path / "keys.toml",
+        "/tls/tls.crt": files.public,
+        "/tls/tls.key": files.private,
+    }
+    settings = {
+        name: str(mounted.get(value, value))
+        for name, value in of_kind(objects, "ConfigMap")["data"].items()
+    }
+    settings |= {"CLOZE_HOST": "0.0.0.0", "CLOZE_ALLOWED_HOSTS": "embed.example"}
+    template = of_kind(objects, "Deployment")["spec"]["template"]
+    secrets = {"cloze-metrics-key/key": KEY}
+    job = scrape_job(
+        of_kind(objects, "ServiceMonitor"), template["metadata"]["annotations"], secrets
+    )
+    with running_server(tiny_store, "--model", "bert", **settings) as server:
+        # Another address than those that are always accepted, as that of a pod.
+        job["static_configs"][0]["targets"] = [f"127.0.0.2:{urlsplit(server.url).port}"]
+        with running_with(tmp_path, {"scrape_configs": [job]}) as url:
+            wait_until(lambda: [each["value"][1] for each in query(url, "up")] == [is_up])
+            ready = [each["value"][1] for each in query(url, "cloze_ready")]
+            assert ready == (["1"] if is_up == "1" else [])

@@ -1,0 +1,401 @@
+"""An installed wheel works away from the checkout: it serves what it ships and writes to the user's
+data folder.
+"""
+
+import json
+import os
+import pwd
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+
+import httpx
+import pytest
+from packaging.requirements import Requirement
+
+from cloze.model_store.installation import install_command
+from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
+from tests.support.serving import bare_environment, running_server
+
+ROOT = Path(__file__).parents[2]
+NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+SHIPPED = ["cloze-bert", "cloze-bert-tasks", "cloze-distilbert"]
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """A wheel unpacked by pip, and the home of a user."""
+
+    target: Path
+    home: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(self.target), "HOME": str(self.home)}
+
+    @property
+    def user_root(self) -> Path:
+        return self.home / ".local/share/cloze/bundles"
+
+    def cloze(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.python("-m", "cloze", *arguments, **environment)
+
+    def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.home,
+            env=bare_environment(COLUMNS="200", **self.environment) | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def listed(self, **environment: str) -> list[str]:
+        done = self.cloze("store", "list", **environment)
+        assert done.returncode == 0, done.stderr
+        return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def build(source: Path, folder: Path) -> Path:
+    offline = ("--no-deps", "--no-index", "--no-build-isolation")
+    pip("wheel", *offline, "--wheel-dir", str(folder), str(source))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy, where no earlier build left files."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=NOT_SOURCE)
+    return build(folder / "source", folder)
+
+
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of the client alone."""
+    folder = tmp_path_factory.mktemp("client-wheel")
+    for part in ("packaging/client", "cloze/client"):
+        shutil.copytree(ROOT / part, folder / "source" / part, ignore=NOT_SOURCE)
+    return build(folder / "source/packaging/client", folder)
+
+
+@pytest.fixture(scope="module")
+def target(wheel: Path) -> Path:
+    """Unpack the wheel."""
+    folder = wheel.parent / "target"
+    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    return folder
+
+
+@pytest.fixture
+def install(target: Path, tmp_path: Path) -> Install:
+    return Install(target, tmp_path)
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_every_package_ships_its_types(target: Path) -> None:
+    packages = [folder.parent for folder in target.glob("cloze/**/__init__.py")]
+    assert packages
+    assert (target / "cloze/py.typed").is_file()
+
+
+def test_the_wheel_is_what_runs(install: Install) -> None:
+    done = install.python("-c", "import cloze; print(cloze.__file__)")
+    assert Path(done.stdout.strip()).is_relative_to(install.target), done.stderr
+
+
+def test_a_wheel_has_a_version_and_no_revision(install: Install) -> None:
+    version = install.cloze("--version").stdout
+    assert re.fullmatch(r"cloze, version [\d.]+, revision unknown\n", version), version
+
+
+def test_its_bundles_are_listed_and_whole_and_nothing_is_written(install: Install) -> None:
+    assert install.listed() == [f"{name}@1" for name in SHIPPED]
+    verified = install.cloze("store", "verify").stdout.splitlines()
+    assert [line.split() for line in verified] == [[f"{name}@1", "ok"] for name in SHIPPED]
+    assert list(install.home.iterdir()) == []
+
+
+def test_a_named_store_stands_alone(install: Install) -> None:
+    assert install.listed(CLOZE_MODEL_STORE=str(install.home / "mine")) == []
+    done = install.cloze("store", "show", "cloze-bert", "--model-store", str(install.home / "mine"))
+    assert done.returncode == 1
+    assert "no bundle named 'cloze-bert'" in done.stderr
+
+
+@pytest.mark.parametrize("processes", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
+def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
+    install: Install, checkpoints: dict[str, Path], processes: tuple[str, ...]
+) -> None:
+    before = files_in(install.target)
+    done = install.cloze("export", str(checkpoints["distilbert"]), "--name", "mine")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(f"in {install.user_root / 'mine' / '1'}")
+    assert files_in(install.target) == before, "the package is not for writing"
+    assert install.listed() == [*(f"{name}@1" for name in SHIPPED), "mine@1"]
+
+    with running_server(None, *processes, cwd=install.home, **install.environment) as server:
+        models = httpx.get(f"{server.url}/v1/models").raise_for_status().json()["data"]
+        assert {"mine@1", "cloze-bert@1"} <= {model["id"] for model in models}
+        for model in ("mine", "cloze-bert"):
+            httpx.post(
+                f"{server.url}/embed", json={"inputs": "a city", "model": model}
+            ).raise_for_status()
+
+
+def test_a_name_that_ships_gets_its_next_version_and_only_this_one_is_removed(
+    install: Install, checkpoints: dict[str, Path]
+) -> None:
+    data = install.home / "elsewhere"
+    exported = install.cloze(
+        "export", str(checkpoints["bert"]), "--name", "cloze-bert", XDG_DATA_HOME=str(data)
+    )
+    assert exported.stdout.startswith("cloze-bert@2: "), exported.stderr
+    assert (data / "cloze/bundles/cloze-bert/2/manifest.json").is_file()
+    assert install.listed(XDG_DATA_HOME=str(data))[:2] == ["cloze-bert@1", "cloze-bert@2"]
+
+    assert (
+        install.cloze("store", "remove", "cloze-bert", "--yes", XDG_DATA_HOME=str(data)).stdout
+        == "removed cloze-bert@2; a running server has it in memory until it reloads or stops\n"
+    )
+    assert install.listed(XDG_DATA_HOME=str(data)) == [f"{name}@1" for name in SHIPPED]
+    for reference in ("cloze-bert", "cloze-bert@1"):
+        refused = install.cloze("store", "remove", reference, XDG_DATA_HOME=str(data))
+        assert refused.returncode == 1
+        assert refused.stderr.endswith("; a bundle that comes with the package is not removed\n")
+
+
+def test_a_checkout_keeps_its_bundles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert DEFAULT_ROOT == SHIPPED_ROOT == ROOT / "model_store/bundles" == default_root(ROOT)
+
+
+def test_another_project_s_pyproject_makes_no_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    for text in ('[project]\nname = "other"\n', "[tool.other]\n", "not toml"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert default_root(tmp_path) == tmp_path / "cloze/bundles"
+
+
+@pytest.mark.parametrize("value", [None, "", "relative/data"])
+def test_the_data_folder_is_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    if value is not None:
+        monkeypatch.setenv("XDG_DATA_HOME", value)
+    assert default_root(tmp_path) == tmp_path / ".local/share/cloze/bundles"
+
+
+def test_a_user_without_a_home_reads_what_ships(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container's user may be a number without an entry in /etc/passwd."""
+
+    def no_entry(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    assert default_root(tmp_path) == SHIPPED_ROOT
+
+
+def test_the_wheel_claims_one_top_level_name(target: Path) -> None:
+    names = {
+        path.name
+        for path in target.iterdir()
+        if not path.name.endswith(".dist-info") and path.name != "bin"
+    }
+    assert names == {"cloze"}
+
+
+# ---- the client alone ----------------------------------------------------------------------------
+
+CLIENT = ["httpx", "numpy", "tqdm"]
+"""What the client needs."""
+
+ASK = """
+import json, sys
+from cloze.client import Client
+with Client(sys.argv[1]) as client:
+    print(client.embed(["a", "b"]).shape, client.info()["models"] != [])
+print(*sorted(name for name in sys.modules if name.startswith("cloze.")))
+"""
+
+
+def installed(*wheels: Path, folder: Path) -> Install:
+    for built in wheels:
+        pip("install", "--no-deps", "--no-index", "--upgrade", "--target", str(folder), str(built))
+    return Install(folder, folder.parent)
+
+
+def isolated(folder: Path) -> Path:
+    """Return the Python of a new environment, which has what the client needs and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in _with_requirements(CLIENT):
+        for file in distribution(name).files or ():
+            top = file.parts[0]
+            if top != ".." and not (site / top).exists():
+                (site / top).symlink_to(distribution(name).locate_file(top))
+    return python
+
+
+def _with_requirements(names: list[str]) -> set[str]:
+    """Return the names of distributions, and of all that they require."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            required = map(Requirement, distribution(name).requires or ())
+            waiting += [r.name for r in required if not r.marker or r.marker.evaluate()]
+    return found
+
+
+def test_the_client_alone_is_small_and_asks_a_server(
+    client_wheel: Path, tmp_path: Path, tiny_store: Path
+) -> None:
+    assert client_wheel.stat().st_size < 100_000
+    python = isolated(tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(client_wheel) as archive:
+        archive.extractall(site)
+    lacks = subprocess.run([python, "-c", "import pydantic"], capture_output=True, text=True)
+    assert "ModuleNotFoundError" in lacks.stderr
+    with running_server(tiny_store) as server:
+        done = subprocess.run(
+            [python, "-I", "-c", ASK, server.url],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    shape, modules = done.stdout.splitlines() or [done.stderr, ""]
+    assert shape == "(2, 64) True"
+    assert all(name.startswith("cloze.client") for name in modules.split())
+
+
+def test_both_distributions_go_together_and_have_the_same_client(
+    wheel: Path, client_wheel: Path, tmp_path: Path
+) -> None:
+    """Whichever is installed last: the files are the same, and the server's `cloze` wins."""
+    program = "import cloze.client.calls as c, cloze.model_store as m; print(c.__file__)"
+    for name, wheels in {"first": (wheel, client_wheel), "last": (client_wheel, wheel)}.items():
+        both = installed(*wheels, folder=tmp_path / name / "site")
+        for command in (["-c", program], ["-m", "cloze", "ask", "--help"]):
+            done = both.python(*command)
+            assert done.returncode == 0, done.stderr
+        assert "Send TEXTS to TASK" in done.stdout
+    with zipfile.ZipFile(wheel) as server, zipfile.ZipFile(client_wheel) as client:
+        modules = [name for name in client.namelist() if name.startswith("cloze/")]
+        assert [server.read(name) for name in modules] == [client.read(name) for name in modules]
+        assert modules == [n for n in server.namelist() if n.startswith("cloze/client/")]
+
+
+def test_both_distributions_say_the_same() -> None:
+    server, client = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        for folder in (".", "packaging/client")
+    )
+    for field in ("version", "license", "requires-python"):
+        assert client[field] == server[field]
+    extra = server["optional-dependencies"]["client"]
+    numpy = [needed for needed in server["dependencies"] if needed.startswith("numpy")]
+    assert client["dependencies"] == sorted([*extra, *numpy])
+    assert [re.match(r"\w+", needed)[0] for needed in client["dependencies"]] == CLIENT  # type: ignore[index]
+
+
+# ---- how to install more -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("file://{}/a%20checkout", "--editable '{}/a checkout[cpu,export]'"),
+        (
+            "file://{}/cloze_server-1.whl",
+            "'cloze-server[cpu,export] @ file://{}/cloze_server-1.whl'",
+        ),
+        ("file://{}/deleted.whl", "'cloze-server[cpu,export]'"),
+        ("https://example.org/cloze_server-1.whl", "'cloze-server[cpu,export]'"),
+        (None, "'cloze-server[cpu,export]'"),
+    ],
+    ids=["checkout", "wheel", "deleted wheel", "address", "index"],
+)
+def test_the_command_to_install_more_names_the_origin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str | None, target: str
+) -> None:
+    (tmp_path / "a checkout").mkdir()
+    (tmp_path / "cloze_server-1.whl").touch()
+    info = tmp_path / "site" / "cloze_server-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cloze-server\nVersion: 1\n")
+    if url is not None:
+        (info / "direct_url.json").write_text(json.dumps({"url": url.format(tmp_path)}))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    command = install_command("cpu", "export")
+    assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_fresh_environment_serves_and_what_it_lacks_is_a_command_away(
+    wheel: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The way of a user who has the wheel: serve, read what export needs, install it, export."""
+    python = tmp_path / "venv" / "bin" / "python"
+    command = python.with_name("cloze")
+    environment = bare_environment(HOME=str(tmp_path), PATH=os.environ["PATH"])
+    constraints = str(ROOT / "constraints.txt")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    pip_install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", constraints]
+    subprocess.run([*pip_install, f"cloze-server[cpu] @ {wheel.as_uri()}"], check=True)
+    serve = (str(command), "serve")
+    with running_server(None, command=serve, cwd=tmp_path, HOME=str(tmp_path)) as server:
+        assert httpx.post(f"{server.url}/embed", json={"inputs": "a"}).status_code == 200
+    export = (str(command), "export", str(checkpoints["bert"]), "--name", "mine")
+    refused = run(*export)
+    assert refused.returncode == 1
+    install = refused.stderr.strip().splitlines()[-1].split("install it with: ")[1]
+    subprocess.run(
+        shlex.split(install), env=environment | {"PIP_CONSTRAINT": constraints}, check=True
+    )
+    exported = run(*export)
+    assert exported.returncode == 0, exported.stderr
+    assert (tmp_path / ".local/share/cloze/bundles/mine/1").is_dir()
+    assert "mine@1" in run(str(command), "store", "list").stdout

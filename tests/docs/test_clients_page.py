@@ -1,0 +1,75 @@
+"""The examples of docs/clients.md run, against the models that come with the project."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cloze.model_store.locations import DEFAULT_ROOT
+from tests.cli.test_client import cloze_ask
+from tests.support.serving import Server, running_server
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "clients.md").read_text()
+PROGRAMS = re.findall(
+    r"^## (.+)$(?:(?!^## )[\s\S])*?^```python\n([\s\S]*?)^```", PAGE, re.MULTILINE
+)
+
+EXPECTED = {
+    "Python client of Cloze": "(2, 384) ['door', 'room']\nTrue Hamburg\n422: inputs[0] holds no mask",
+    "huggingface_hub": "door\n(1, 384)\n[0.8",
+    "openai": "384 ['cloze-bert",
+}
+
+
+@pytest.fixture(scope="module")
+def default_server() -> Iterator[Server]:
+    models = ",".join(sorted(folder.name for folder in DEFAULT_ROOT.glob("cloze-*")))
+    with running_server(DEFAULT_ROOT, "--precision", "fp32", CLOZE_MODEL=models) as server:
+        yield server
+
+
+def test_every_program_is_checked() -> None:
+    assert [title for title, _ in PROGRAMS] == list(EXPECTED)
+
+
+@pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])
+def test_the_programs(default_server: Server, title: str, program: str) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program.replace("http://localhost:8000", default_server.url), {})
+    assert printed.getvalue().startswith(EXPECTED[title])
+
+
+def test_the_commands(default_server: Server) -> None:
+    commands = re.findall(r"^    cloze ask (\S+) (.+)$", PAGE, re.MULTILINE)
+    assert commands
+    for task, rest in commands:
+        texts = re.findall(r'"([^"]+)"', rest)
+        done = cloze_ask(task, *texts, "--url", default_server.url)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_recogniser_of_presidio_is_that_of_the_tested_program() -> None:
+    [shown] = re.findall(r"^ENTITIES = [\s\S]*?(?=^```)", PAGE, re.MULTILINE)
+    assert shown.rstrip() in (ROOT / "tests/clients/presidio_recognizer.py").read_text()
+    assert len(shown.splitlines()) <= 30
+
+
+def test_the_table_of_routes_is_the_generated_one() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/route-reference", "--check"], timeout=60)
+    assert done.returncode == 0, "run scripts/route-reference"
+
+
+def test_the_api_page_has_every_route() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    routes = re.findall(
+        r"^\| `([A-Z]+ /.*?)` \|", (ROOT / "docs/routes.md").read_text(), re.MULTILINE
+    )
+    assert len(routes) > 20
+    assert [route for route in routes if route not in page] == []

@@ -1,0 +1,163 @@
+"""The command blocks of README and docs: calls are sent to a server that has every task, and the
+README's commands run in order in a fresh clone (slow). What is not run is printed with its reason.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import DOCUMENTS, ROOT, Block, blocks
+from tests.support.serving import Server, bare_environment
+from tests.support.waiting import wait_until
+
+ALL = [block for document in DOCUMENTS for block in blocks(document)]
+CALLS = [block for block in ALL if "curl localhost:8000" in block.text and not block.not_run]
+
+
+def named(block: Block) -> str:
+    return f"{block.document}:{block.line}"
+
+
+def test_every_block_is_a_call_or_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(CALLS) > 30
+    marked = [block for block in ALL if block.not_run or block.slow]
+    unmarked = [named(block) for block in ALL if block not in CALLS and block not in marked]
+    assert unmarked == [], (
+        "run these blocks, or mark them: <!-- not run: reason --> or <!-- slow -->"
+    )
+    with capsys.disabled():
+        for block in marked:
+            if block.not_run:
+                first = block.text.strip().splitlines()[0]
+                print(f"\nnot run: {named(block)}: {first[:60]}: {block.not_run}", end="")
+
+
+DESCRIPTIONS = [
+    "docs/architecture.md",
+    "CONTRIBUTING.md",
+    *(f"docs/images/{kind}-path.svg" for kind in ("request", "checkpoint")),
+]
+
+
+@pytest.mark.parametrize("document", DESCRIPTIONS)
+def test_the_modules_that_a_description_names_exist(document: str) -> None:
+    """A module by its path, or by its name below one of the packages of its section."""
+    text = (ROOT / document).read_text()
+    paths = re.findall(r"\b(?:service|export|model_store|cloze|bench|tests)/[\w/]+\.py\b", text)
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    names = set(re.findall(r"`(\w+\.py)`", text))
+    files = {
+        file.name
+        for package in ("service", "export", "cloze")
+        for file in (ROOT / package).rglob("*.py")
+    }
+    assert names - files == set()
+
+
+@pytest.mark.parametrize("block", CALLS, ids=named)
+def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
+    """The models are small and random, so only the README's answers are compared, elsewhere."""
+    server = every_task.url.removeprefix("http://")
+    for command in commands(block.text):
+        curl = command.replace("curl localhost:8000", f"curl -s -w '\\n%{{http_code}}' {server}")
+        done = subprocess.run(
+            ["bash", "-c", curl], cwd=tmp_path, capture_output=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        status = int(done.stdout.splitlines()[-1])
+        assert status == block.status, done.stdout[-300:]
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of a block: a command goes on after a backslash or within quotes."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if found and (found[-1].endswith("\\") or found[-1].count("'") % 2):
+            found[-1] = (
+                f"{found[-1].removesuffix(chr(92))}\n{line}"
+                if found[-1].count("'") % 2
+                else (f"{found[-1][:-1]} {line.strip()}")
+            )
+        elif line.strip():
+            found.append(line.strip())
+    return [re.sub(r"\s+#.*$", "", command) for command in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Run the README's commands, literally and in order; a server runs until the next starts."""
+    if listens():
+        pytest.skip("the README's port 8000 is in use")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    shutil.copytree(checkpoints["bert"], clone / "my-bert")
+    (clone / "my.txt").write_text(random_text())
+    environment = bare_environment(HOME=str(tmp_path), PATH=os.environ["PATH"])
+    server: subprocess.Popen[bytes] | None = None
+    try:
+        installed = False
+        for block in (block for block in blocks(ROOT / "README.md") if not block.not_run):
+            for command in commands(block.text):
+                if ".venv/bin/" in command and not installed:
+                    subprocess.run(["make", "install"], cwd=clone, env=environment, check=True)
+                    installed = True
+                if re.search(r"(^make| )serve\b", command):
+                    stop(server)
+                    server = start(command, clone, environment)
+                    continue
+                done = subprocess.run(
+                    ["bash", "-c", command.replace("curl ", "curl -sf ")],
+                    cwd=clone,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 0, f"{command}\n{done.stderr}"
+    finally:
+        stop(server)
+
+
+def random_text() -> str:
+    """Return documents of made-up words, enough for the default vocabulary."""
+    rng = random.Random(0)
+    syllables = [a + b for a in "bdfghklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(8000)]
+    return "\n\n".join(" ".join(rng.choices(words, k=150)) + "." for _ in range(600))
+
+
+def listens() -> bool:
+    """Return whether something listens on the README's port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", 8000)) == 0
+
+
+def start(command: str, clone: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a server, and wait until it is ready on port 8000."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], cwd=clone, env=environment, start_new_session=True
+    )
+
+    def is_ready() -> bool:
+        assert process.poll() is None, command
+        return listens()
+
+    wait_until(is_ready, longest_s=600)
+    return process
+
+
+def stop(server: "subprocess.Popen[bytes] | None") -> None:
+    """Stop a server with the shell and the make that started it."""
+    if server is not None and server.poll() is None:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+        wait_until(lambda: not listens(), longest_s=60)  # make ends before its server

@@ -1,0 +1,548 @@
+"""Loading: every form a checkpoint comes in gives the same model, and every damage gives one clear
+line.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+
+from cloze.export.errors import ExportError
+from cloze.export.heads import NEXT_SENTENCE
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.heads import Head, HeadRequest
+from cloze.service.core import Device
+from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.source_records import files_to_export
+from tests.support import tiny
+from tests.support.tiny import make_model, save_checkpoint
+from tests.support.vocabulary import vocabulary
+
+IDS = torch.arange(5, 25)[None]
+
+
+def tasks(heads: tuple[Head, ...]) -> list[str]:
+    return [head.task for head in heads]
+
+
+def hidden(checkpoint: Checkpoint) -> torch.Tensor:
+    with torch.no_grad():
+        return checkpoint.model(IDS)
+
+
+@pytest.fixture
+def folder(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the tiny BERT that a test may damage."""
+    return Path(shutil.copytree(checkpoints["bert"], tmp_path / "bert"))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rename(tensors: dict[str, torch.Tensor], change: Callable[[str], str]) -> None:
+    renamed = {change(name): tensor for name, tensor in tensors.items()}
+    tensors.clear()
+    tensors.update(renamed)
+
+
+# ---- forms ---------------------------------------------------------------------------------------------------------
+
+
+def as_pytorch(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def as_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def as_pytorch_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.bin": names[:10], "b.bin": names[10:]}
+    for file, part in parts.items():
+        torch.save({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def without_prefix(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: rename(tensors, lambda name: name.removeprefix("bert.")))
+
+
+def with_old_names(folder: Path) -> None:
+    edit_tensors(
+        folder,
+        lambda tensors: rename(
+            tensors,
+            lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            ),
+        ),
+    )
+
+
+def with_buffers_and_tied_copies(folder: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["bert.embeddings.position_ids"] = torch.arange(160)[None]
+        tensors["cls.predictions.decoder.weight"] = tensors[
+            "bert.embeddings.word_embeddings.weight"
+        ].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+
+    edit_tensors(folder, edit)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        as_pytorch,
+        as_shards,
+        as_pytorch_shards,
+        without_prefix,
+        with_old_names,
+        with_buffers_and_tied_copies,
+    ],
+)
+def test_every_form_gives_the_same_model(
+    checkpoints: dict[str, Path], folder: Path, transform: Callable[[Path], None]
+) -> None:
+    expected = load_checkpoint(str(checkpoints["bert"]))
+    transform(folder)
+    loaded = load_checkpoint(str(folder))
+    assert (
+        tasks(loaded.default_heads)
+        == tasks(expected.default_heads)
+        == ["fill-mask", "nsp", "embed", "embed-all"]
+    )
+    assert torch.equal(hidden(loaded), hidden(expected))
+    assert not [note for note in loaded.notes if "ignored" in note]
+
+
+def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder: Path) -> None:
+    edit_tensors(
+        folder,
+        lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}),
+    )
+    loaded = load_checkpoint(str(folder))
+    assert loaded.model.encoder.embeddings.word.weight.dtype is torch.float32
+    torch.testing.assert_close(
+        hidden(loaded), hidden(load_checkpoint(str(checkpoints["bert"]))), atol=0.02, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "offered", "default", "note"),
+    [
+        (
+            "bert",
+            "fill-mask nsp embed embed-all sparse embed-layers",
+            "fill-mask nsp embed embed-all",
+            "qa is not offered",
+        ),
+        (
+            "bert-plain",
+            "embed embed-all embed-layers",
+            "embed embed-all",
+            "nsp is not offered: the checkpoint has a pooler but no",
+        ),
+        ("bert-qa", "qa embed embed-all embed-layers", "qa", "fill-mask is not offered"),
+        (
+            "distilbert",
+            "fill-mask embed embed-all sparse embed-layers",
+            "fill-mask embed embed-all",
+            "nsp is not offered",
+        ),
+        ("distilbert-qa", "qa embed embed-all embed-layers", "qa", "fill-mask is not offered"),
+    ],
+)
+def test_a_checkpoint_offers_what_it_has_heads_for(
+    checkpoints: dict[str, Path], kind: str, offered: str, default: str, note: str
+) -> None:
+    loaded = load_checkpoint(str(checkpoints[kind]))
+    assert tasks(loaded.heads) == offered.split()
+    assert tasks(loaded.default_heads) == default.split()
+    assert any(line.startswith(note) for line in loaded.notes)
+
+
+def test_a_missing_pooler_takes_nsp_away_and_says_so(folder: Path) -> None:
+    edit_tensors(
+        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "pooler" in name]
+    )
+    loaded = load_checkpoint(str(folder))
+    assert NEXT_SENTENCE not in {head.name for head in loaded.heads}
+    assert any("classifier but no pooler" in note for note in loaded.notes)
+
+
+def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
+    size = len(vocabulary())
+    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=size + 20)
+    model = load_checkpoint(str(folder)).model
+    with torch.no_grad():
+        assert model.masked_lm is not None
+        logits = model.masked_lm(torch.randn(50, 64))
+    assert logits.argmax(1).max() < size
+    torch.testing.assert_close(logits.logsumexp(1), logits[:, :size].logsumexp(1))
+
+
+@pytest.mark.parametrize("spare", [127, 128, len(vocabulary()) - 1])
+def test_rows_beyond_the_vocabulary_are_never_read(spare: int, tmp_path: Path) -> None:
+    """As a checkpoint with 32,102 rows for 31,102 tokens."""
+    rows = len(vocabulary()) + spare
+    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=rows)
+    checkpoint = load_checkpoint(str(folder))
+    noted = f"{spare} of the {rows} rows of the embeddings belong to no token" in str(
+        checkpoint.notes
+    )
+    assert noted == (spare >= 128)
+    network = BertForPreTraining.from_pretrained(folder)
+    with torch.no_grad():
+        expected = network(IDS).prediction_logits
+        assert checkpoint.model.masked_lm is not None
+        logits = checkpoint.model.masked_lm(checkpoint.model(IDS))
+    torch.testing.assert_close(logits[..., :-spare], expected[..., :-spare], atol=1e-4, rtol=1e-4)
+    assert (logits[..., -spare:] < -1e30).all()
+
+
+def test_twice_as_many_rows_as_tokens_are_those_of_another_vocabulary(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "other", "bert", vocab_size=2 * len(vocabulary()))
+    with pytest.raises(ExportError, match="do not belong together"):
+        load_checkpoint(str(folder))
+
+
+def test_one_token_type_is_enough(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
+    bundle = export(str(folder), "one", Store(tmp_path / "store"))
+    encoding = Tokenizer(bundle).pair([5, 6], [7], 20)
+    assert not encoding.token_type_ids.any()
+    asking = replace(encoding, requests={NEXT_SENTENCE: HeadRequest()})
+    OnnxEngine(bundle, Device.CPU).run([asking])
+
+
+def test_a_pad_id_beyond_the_vocabulary_does_not_matter(folder: Path) -> None:
+    edit_config(folder, pad_token_id=10**6)
+    assert load_checkpoint(str(folder)).heads
+
+
+def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"classifier.weight": torch.zeros(3, 64)}))
+    edit_tensors(folder, lambda tensors: tensors.update({"projector.weight": torch.zeros(3, 64)}))
+    notes = load_checkpoint(str(folder)).notes
+    assert "ignored tensors of no known head: projector" in notes
+    assert (
+        "text-classification is not offered: the checkpoint has classifier.weight, but "
+        "config.json's architectures names BertForPreTraining, not BertForSequenceClassification"
+    ) in notes
+    with pytest.raises(ExportError, match=r"cannot do text-classification: .* has classifier.weig"):
+        export(str(folder), "x", Store(folder / "store"), ExportOptions(("text-classification",)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        (BertForSequenceClassification, "text-classification"),
+        (BertForTokenClassification, "token-classification"),
+    ],
+)
+def test_without_a_class_the_task_says_which_head_the_tensors_are(
+    kind: Any, task: str, tmp_path: Path
+) -> None:
+    tiny.CLASSES["bert-unnamed"] = kind
+    folder = save_checkpoint(tmp_path / "unnamed", "bert-unnamed", num_labels=3)
+    edit_config(folder, architectures=None)
+    loaded = load_checkpoint(str(folder))
+    assert tasks(loaded.heads) == ["embed", "embed-all", "embed-layers"]
+    assert f"names no class, not {kind.__name__}; --task {task} takes them" in str(loaded.notes)
+    bundle = export(str(folder), "x", Store(tmp_path / "store"), ExportOptions(tasks=(task,)))
+    name = task.replace("text-", "sequence-").replace("-", "_")
+    assert bundle.manifest.heads[name].labels == ("LABEL_0", "LABEL_1", "LABEL_2")  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = kind.from_pretrained(folder)(IDS).logits
+        model = load_checkpoint(str(folder), tasks=(task,)).model
+        states = model(IDS)
+        logits = getattr(model, name)(states[:, 0] if name.startswith("sequence") else states)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["id2label"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        ExportError, match=r"classifier.weight has shape \[3, 64\], but config.json's"
+    ):
+        load_checkpoint(str(folder), tasks=(task,))
+
+
+# ---- links -------------------------------------------------------------------------------------------------------
+
+
+def in_a_cache(folder: Path, root: Path) -> Path:
+    """Move a folder to a snapshot of the hub's cache, which has links, also to folders."""
+    blobs, snapshot = root / "models--tiny--bert/blobs", root / "models--tiny--bert/snapshots/86b5"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.move(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+def with_modules(folder: Path) -> None:
+    """Add the files of sentence-transformers."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "cls"}')
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"x.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def test_links_of_a_snapshot_are_followed(folder: Path, tmp_path: Path) -> None:
+    with_modules(folder)
+    expected = load_checkpoint(str(folder))
+    snapshot = in_a_cache(folder, tmp_path / "cache")
+    for source in (snapshot, snapshot.parent.parent):
+        loaded = load_checkpoint(str(source))
+        assert loaded.recipe == expected.recipe
+        assert loaded.source.weights_sha256 == expected.source.weights_sha256
+        assert torch.equal(hidden(loaded), hidden(expected))
+    assert snapshot / "model.safetensors" in files_to_export(snapshot.parent.parent)
+    bundle = export(str(snapshot), "linked", Store(tmp_path / "store"))
+    assert not any(file.is_symlink() for file in bundle.path.iterdir())
+    (snapshot.parent / "86b6").mkdir()
+    with pytest.raises(ExportError, match=r"give one of its snapshots: .*86b5, .*86b6"):
+        load_checkpoint(str(snapshot.parent.parent))
+    shutil.rmtree(snapshot.parent)
+    snapshot.parent.mkdir()
+    with pytest.raises(ExportError, match="give one of its snapshots: it has none"):
+        load_checkpoint(str(snapshot.parent.parent))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "1_Pooling", "1_Pooling/config.json"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_link_leads_out_of_a_checkpoint(
+    folder: Path, tmp_path: Path, name: str, cached: bool
+) -> None:
+    with_modules(folder)
+    outside = tmp_path / "outside"
+    shutil.move(folder / name, outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ExportError, match=r"leads to .*outside, outside the checkpoint's folder"):
+        load_checkpoint(str(in_a_cache(folder, tmp_path / "cache") if cached else folder))
+
+
+def test_links_within_a_checkpoint_are_followed(folder: Path) -> None:
+    expected = load_checkpoint(str(folder))
+    (folder / "weights").mkdir()
+    shutil.move(folder / "model.safetensors", folder / "weights/best")
+    (folder / "model.safetensors").symlink_to("weights/best")
+    linked = folder.parent / "linked"
+    linked.symlink_to(folder)
+    assert torch.equal(hidden(load_checkpoint(str(linked))), hidden(expected))
+
+
+def test_the_model_cards_license_is_read(folder: Path) -> None:
+    (folder / "README.md").write_text(
+        "---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n"
+    )
+    assert load_checkpoint(str(folder)).license == "mit"
+
+
+@pytest.mark.parametrize(
+    "front", ["license:\n- mit\n- other", "license:\ntags: x", "license: [mit]", "lang: en"]
+)
+def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str) -> None:
+    (folder / "README.md").write_bytes(f"---\n{front}\n---\n".encode() + b"\xff")
+    assert load_checkpoint(str(folder)).license is None
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:size] if size > 0 else data[: len(data) + size])
+
+    return damage
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, edit)
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def evil_pickle(folder: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (folder / "executed",)  # type: ignore[return-value]
+
+    torch.save({"x": Evil()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def numbers_in_a_pickle(folder: Path) -> None:
+    torch.save({WORD: [1.0, 2.0]}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def with_file(name: str, text: str, remove: str = "model.safetensors") -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(text)
+        (folder / remove).unlink(missing_ok=True)
+
+    return damage
+
+
+WORD = "bert.embeddings.word_embeddings.weight"
+DOWN = "bert.encoder.layer.1.output.dense.weight"
+UNTIED = "cls.predictions.decoder.weight"
+
+DAMAGES = {
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "config is not JSON": (with_file("config.json", "{", remove="x"), "config.json is not JSON"),
+    "refused architecture": (config(model_type="xlnet"), r"architecture 'xlnet' is not supported: .*use instead: transformers"),
+    "unknown architecture": (config(model_type="nobody"), r"architecture 'nobody' is not supported: .*bert, distilbert, roberta"),
+    "missing size": (lambda f: (f / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}'), "does not give 'hidden_size'"),
+    "relative positions": (config(position_embedding_type="relative_key"), "'relative_key' is not supported"),
+    "decoder": (config(is_decoder=True), "only encoders"),
+    "activation": (config(hidden_act="mish"), "config.json: hidden_act 'mish' is not supported"),
+    "heads do not divide": (config(num_attention_heads=5), "not a multiple of the 5 attention heads"),
+    "number for a map": (config(auto_map=5), "config.json: auto_map cannot be 5"),
+    "word for a size": (config(model_type="roberta", pad_token_id=1, max_position_embeddings="x"), "max_position_embeddings cannot be 'x'"),
+    "null for a size": (config(model_type="roberta", pad_token_id=1, max_position_embeddings=None), "max_position_embeddings cannot be None"),
+    "no heads of a DeBERTa": (config(model_type="deberta-v2", num_attention_heads=0, relative_attention=True, pos_att_type=["c2p"]), "num_attention_heads cannot be 0"),
+    "list for the rotation": (config(model_type="gte", architectures=["GteModel"], rope_theta=[]), r"rope_theta and factor must be numbers, got \[\]"),
+    "activation of a head": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, classifier_activation="x"), "classifier_activation 'x' is not supported"),
+    "no activation of a head": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, classifier_activation=None), "classifier_activation must be an activation, got None"),
+    "activation of a convolution": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], conv_kernel_size=3, conv_act="mish"), "conv_act 'mish' is not supported"),
+    "kernel of a convolution": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], conv_kernel_size="x"), "conv_kernel_size cannot be 'x'"),
+    "list for a word": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], norm_rel_ebd=["layer_norm"]), "norm_rel_ebd must be a word, got .'layer_norm'"),
+    "number for the rotation": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, rope_parameters=5), "rope_parameters must have an object for full_attention, got 5"),
+    "base of a rotation": (config(model_type="gte", architectures=["GteModel"], rope_parameters={"rope_theta": -1}), "rope_theta: Input should be greater than 1, got -1"),
+    "layers without number": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, num_hidden_layers=10**12), "num_hidden_layers: Input should be less than or equal to 128, got 1000000000000"),
+    "no bottleneck": (config(model_type="mobilebert", embedding_size=16, intra_bottleneck_size=None), "intra_bottleneck_size must be a number, got None"),
+    "wide embeddings": (config(model_type="mobilebert", embedding_size=512, intra_bottleneck_size=16), "embedding_size 512 is more than hidden_size 64"),
+    "number for the classes": (config(architectures=5), "architectures must be a list of names of classes, got 5"),
+    "word for the classes": (config(architectures="BertForMaskedLM"), "architectures must be a list of names of classes, got 'BertForMaskedLM'"),
+    "no token types": (config(type_vocab_size=0), "has bert.embeddings.token_type_embeddings.weight, but config.json's type_vocab_size is 0"),
+    "quantised": (config(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "null size": (config(layer_norm_eps=None), "layer_norm_eps: Input should be a valid number, got None"),
+    "no heads": (config(num_attention_heads=0), "json: num_attention_heads: Input should be greater than 0, got 0"),
+    "no layers of an ALBERT": (config(model_type="albert", num_hidden_layers=-3, num_hidden_groups=-3, embedding_size=8), "num_hidden_layers: Input should be greater than 0, got -3"),
+    "no positions": (config(max_position_embeddings=2), "json: max_position_embeddings: Input should be greater than 2, got 2"),
+    "no positions of a RoBERTa": (config(model_type="roberta", pad_token_id=1, max_position_embeddings=3), "max_position_embeddings: Input should be greater than 2, got 1 of 3"),
+    "dropout": (config(hidden_dropout_prob=1), "hidden_dropout_prob: Input should be less than 1, got 1"),
+    "adapter": (tensors(lambda t: t.update({"bert.encoder.layer.0.adapter.weight": torch.zeros(1)})), "adapter.weight is part of the encoder"),
+    "scales": (tensors(lambda t: t.update({DOWN + "_scale": torch.ones(1)})), "weight_scale is part of the encoder"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
+    "truncated file": (cut("model.safetensors", -1000), "model.safetensors is damaged"),
+    "tiny file": (cut("model.safetensors", 5), "model.safetensors is damaged"),
+    "renamed tensor": (tensors(lambda t: t.update({"bert.encoder.layer.1.out.weight": t.pop(DOWN)})), r"lacks encoder.layers.1.down.weight.*bert.encoder.layer.1.out.weight"),
+    "missing tensor": (tensors(lambda t: t.pop(DOWN)), "lacks encoder.layers.1.down.weight: a tensor is missing"),
+    "truncated tensor": (tensors(lambda t: t.update({DOWN: t[DOWN][:5].clone()})), r"has shape \[5, 128\], but config.json's sizes ask for \[64, 128\]"),
+    "integer tensor": (tensors(lambda t: t.update({DOWN: t[DOWN].int()})), "not floating-point"),
+    "NaN": (tensors(lambda t: t[DOWN].fill_(float("nan"))), "holds NaN"),
+    "infinity": (tensors(lambda t: t[DOWN][2].fill_(float("-inf"))), "holds NaN or infinity"),
+    "half a head": (tensors(lambda t: t.pop("cls.predictions.transform.dense.bias")), "fill-mask head lacks transform.bias"),
+    "more layers than the config": (config(num_hidden_layers=1), "config.json names only 1 layers"),
+    "untied decoder": (tensors(lambda t: t.update({UNTIED: t[WORD] + 1})), "only tied decoders"),
+    "larger vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join([*vocabulary(), "extra"])), r"tokenizer has \d+ tokens, but the embedding has \d+ rows"),
+    "other vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()[:20])), "do not belong together"),
+    "no mask token": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()).replace("[MASK]", "[NONE]")), "no mask token"),
+    "code in a pickle": (evil_pickle, "more than tensors"),
+    "rubbish in a pickle": (with_file("pytorch_model.bin", "rubbish"), "pytorch_model.bin"),
+    "numbers in a pickle": (numbers_in_a_pickle, "pytorch_model.bin is not a table of tensors"),
+    "index names nothing": (with_file("model.safetensors.index.json", '{"weight_map": {}}'), "names no shard"),
+    "index names no file": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors, which is missing"),
+    "index climbs out": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "../model.safetensors"}}'), "not a file beside it"),
+    "index is no index": (with_file("model.safetensors.index.json", "[]"), "not an index of shards"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damage_gets_one_clear_line(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ExportError, match=message) as caught:
+        load_checkpoint(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not (folder / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "message"),
+    [
+        ("./nowhere", None, "no directory ./nowhere"),
+        ("/a/b/c", None, "no directory"),
+        (".", "main", "names a hub revision"),
+    ],
+)
+def test_a_source_that_is_not_there(source: str, revision: str | None, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        load_checkpoint(source, revision)
+
+
+def test_the_oracle_itself_varies(tmp_path: Path) -> None:
+    """Guards the tests above: a random checkpoint must tell texts, seeds and layers apart."""
+    first, second = (make_model("bert-plain", seed) for seed in (0, 1))
+    with torch.no_grad():
+        one, other = first(IDS).last_hidden_state, second(IDS).last_hidden_state
+    assert (one - other).abs().mean() > 0.1
+    assert one.std(1).mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "promised", "task"),
+    [
+        ("bert-plain", "BertForMaskedLM", "fill-mask"),
+        ("bert-mlm", "BertForPreTraining", "nsp"),
+        ("distilbert", "DistilBertForQuestionAnswering", "qa"),
+    ],
+)
+def test_a_head_that_the_config_promises_must_be_there(
+    tmp_path: Path, kind: str, promised: str, task: str
+) -> None:
+    folder = save_checkpoint(tmp_path / "checkpoint", kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [promised]}))
+    with pytest.raises(ExportError) as refused:
+        export(str(folder), "x", Store(tmp_path / "store"))
+    assert str(refused.value) == (
+        f"config.json names {promised}, but the checkpoint has no {task}; "
+        "choose what to export with --task"
+    )
+    options = ExportOptions(tasks=("embed",))
+    assert export(str(folder), "x", Store(tmp_path / "store"), options).manifest.tasks == ("embed",)

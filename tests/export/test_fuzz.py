@@ -1,0 +1,121 @@
+"""What reads bytes from elsewhere, on the kept inputs and on generated ones; see `tests/fuzz`.
+
+`pytest -m slow tests/export/test_fuzz.py` searches for minutes, and keeps each input that fails in the
+corpus. `--fuzz-seconds` is the time per target.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloze.service.errors import ServiceError
+from tests.fuzz import frames_target, manifest_target, onnx_target, request_target
+from tests.fuzz.search import MAX_SECONDS, Failure, Target, search, search_for
+
+TARGETS = {
+    module.TARGET.name: module.TARGET
+    for module in (manifest_target, frames_target, request_target, onnx_target)
+}
+MAX_CORPUS_BYTES = 50_000
+CORPUS = [file for target in TARGETS.values() for file in sorted(target.corpus.iterdir())]
+
+each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+
+
+@pytest.mark.parametrize("file", CORPUS, ids=lambda file: f"{file.parent.name}-{file.name}")
+def test_a_kept_input_is_handled(file: Path, tmp_path: Path) -> None:
+    is_accepted = TARGETS[file.parent.name].run(file.read_bytes(), tmp_path)
+    if file.suffix:  # what a search keeps has none
+        assert file.suffix == (".accepted" if is_accepted else ".refused")
+
+
+def test_the_corpus_is_small() -> None:
+    assert {file.parent.name for file in CORPUS} == TARGETS.keys()
+    assert sum(file.stat().st_size for file in CORPUS) <= MAX_CORPUS_BYTES
+
+
+@each_target
+def test_valid_inputs_are_accepted(target: Target, tmp_path: Path) -> None:
+    """Else the damaged ones would be refused for the wrong reason."""
+    assert all(target.run(data, tmp_path) for data in target.valid)
+
+
+@each_target
+def test_generated_inputs_are_handled(target: Target, tmp_path: Path) -> None:
+    fail_with(search(target, tmp_path, target.examples), "not kept")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@each_target
+def test_a_long_search_finds_nothing(
+    target: Target, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    failures = search_for(target, tmp_path, request.config.getoption("--fuzz-seconds"))
+    fail_with(failures, "kept as " + " ".join(str(each.save(target.corpus)) for each in failures))
+
+
+def fail_with(failures: Sequence[Failure], kept: str) -> None:
+    """Fail with the first of the failures, and say where the inputs are."""
+    for failure in failures:
+        pytest.fail(f"{failure.error!r} on {failure.data!r} ({kept})", pytrace=False)
+
+
+def test_a_search_finds_the_smallest_input_of_each_failure_and_keeps_it(tmp_path: Path) -> None:
+    def check(data: bytes, _: Path) -> bool:
+        if len(data) > 3:
+            raise KeyError
+        assert b"x" not in data
+        return True
+
+    inputs = st.text("xy", max_size=9).map(str.encode)
+    target = Target("test", valid=[], inputs=inputs, check=check, examples=200)
+    failures = search(target, tmp_path, examples=200)
+    assert {type(each.error): len(each.data) for each in failures} == {
+        KeyError: 4,
+        AssertionError: 1,
+    }
+    assert {each.save(tmp_path).read_bytes() for each in failures} == {
+        each.data for each in failures
+    }
+
+
+def test_an_input_that_takes_long_is_a_failure(tmp_path: Path) -> None:
+    def check(_: bytes, __: Path) -> bool:
+        started = time.process_time()
+        while time.process_time() < started + MAX_SECONDS:
+            pass
+        return True
+
+    target = dataclasses.replace(TARGETS["frames"], check=check)
+    with pytest.raises(AssertionError, match="of processor time"):
+        target.run(b"", tmp_path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(frames_target.messages)
+def test_a_message_arrives_as_it_was_sent(message: frames_target.Message) -> None:
+    arrived = frames_target.decode(frames_target.encode(message))
+    assert plain(arrived) == plain(message)
+
+
+def plain(value: Any) -> Any:
+    """Return a message as values that compare by their content."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape, value.tobytes()
+    if isinstance(value, ServiceError):
+        return type(value), str(value), vars(value)
+    if dataclasses.is_dataclass(value):
+        return type(value), [plain(getattr(value, each.name)) for each in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value

@@ -1,0 +1,222 @@
+"""Loading from a hub, against a small one of our own on loopback that speaks the routes
+huggingface_hub uses.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cloze.export.load.source import _choose_files
+from cloze.model_store import Store
+from tests.support.serving import bare_environment
+
+COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves one repository, ``tiny/bert``, at one commit, also named ``main`` and ``v1``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        path = self.path.split("?")[0]
+        for revision in ("main", "v1", COMMIT):
+            if path == f"/api/models/tiny/bert/revision/{revision}" or (
+                path == "/api/models/tiny/bert" and revision == "main"
+            ):
+                files = [{"rfilename": name} for name in self.server.files]
+                return self._answer(
+                    200, json.dumps({"id": "tiny/bert", "sha": COMMIT, "siblings": files}).encode()
+                )
+            if path.startswith(f"/api/models/tiny/bert/tree/{revision}"):
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                    for name, data in self.server.files.items()
+                ]
+                return self._answer(200, json.dumps(tree).encode())
+            if (name := path.removeprefix(f"/tiny/bert/resolve/{revision}/")) in self.server.files:
+                data = self.server.files[name]
+                return self._answer(200, data, etag=hashlib.sha256(data).hexdigest())
+        missing = "RevisionNotFound" if "/tiny/bert" in path else "RepoNotFound"
+        return self._answer(404, b'{"error": "not found"}', error=missing)
+
+    def _answer(self, status: int, data: bytes, etag: str = "x", error: str = "") -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.send_header("etag", f'"{etag}"')
+        self.send_header("x-repo-commit", COMMIT)
+        if error:
+            self.send_header("x-error-code", error)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
+    with FakeHub(checkpoints["bert"]) as hub:
+        hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n"
+        hub.files["pytorch_model.bin"] = b"must not be downloaded: there is a safer form"
+        hub.files["tf_model.h5"] = b"neither"
+        hub.files["adapter_model.safetensors"] = b"nor this"
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join()
+
+
+def export(
+    endpoint: str, tmp_path: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cloze",
+            "export",
+            *arguments,
+            "--name",
+            "x",
+            "--model-store",
+            str(tmp_path / "store"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=bare_environment(
+            HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
+        )
+        | environment,
+    )
+
+
+@pytest.mark.parametrize("revision", [(), ("--revision", "v1"), ("--revision", COMMIT)])
+def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(
+    hub: FakeHub, tmp_path: Path, revision: tuple[str, ...]
+) -> None:
+    done = export(hub.url, tmp_path, "tiny/bert", *revision)
+    assert done.returncode == 0, done.stderr
+    manifest = Store(tmp_path / "store").open("x").manifest
+    assert manifest.source.kind == "hub"
+    assert manifest.source.location == "tiny/bert"
+    assert manifest.source.revision == COMMIT
+    assert manifest.license == "apache-2.0"
+    assert not [
+        path
+        for path in hub.asked
+        if "pytorch_model.bin" in path or "tf_model" in path or "adapter" in path
+    ]
+    assert "%" in done.stderr, "a progress bar"
+
+
+def test_what_was_downloaded_before_needs_no_hub(hub: FakeHub, tmp_path: Path) -> None:
+    assert export(hub.url, tmp_path, "tiny/bert", "--revision", COMMIT).returncode == 0
+    asked = len(hub.asked)
+    again = ("--revision", COMMIT, "--again")
+    done = export(hub.url, tmp_path, "tiny/bert", *again, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert Store(tmp_path / "store").manifest("x@2").source.revision == COMMIT
+    assert len(hub.asked) == asked
+
+
+@pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spm.model", "spiece.model"])
+def test_a_sentencepiece_model_is_downloaded_and_found_offline(
+    hub: FakeHub, tmp_path: Path, name: str
+) -> None:
+    """microsoft/deberta-v3-base, for example, has no other file of a tokenizer."""
+    hub.files = {"config.json": b"{}", name: b"pieces", "tf_model.h5": b"not needed"}
+    script = (
+        "from cloze.export.load.source import locate; "
+        f"files = locate('tiny/bert', '{COMMIT}').folder.iterdir(); "
+        "print(*sorted(file.name for file in files))"
+    )
+    environment = bare_environment(
+        HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
+    )
+    for offline in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=environment | {"HF_HUB_OFFLINE": offline},
+        )
+        assert done.stdout.split() == ["config.json", name], done.stderr
+
+
+def test_weights_are_chosen_folder_by_folder() -> None:
+    names = [
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "2_Dense/config.json",
+        "2_Dense/pytorch_model.bin",
+        "onnx/model.safetensors",
+    ]
+    shards = [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ]
+    assert sorted(_choose_files(names)) == [
+        "2_Dense/config.json",
+        "2_Dense/pytorch_model.bin",
+        "config.json",
+        "model.safetensors",
+    ]
+    assert sorted(
+        _choose_files([*shards, "adapter_model.safetensors", "training_args.bin"])
+    ) == sorted(shards)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tiny/nothing",), "cannot load tiny/nothing from the hub"),
+        (("tiny/bert", "--revision", "v9"), "cannot load tiny/bert at revision v9 from the hub"),
+        (("not a name!",), "cannot load not a name! from the hub"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_one_clear_line(
+    hub: FakeHub, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = export(hub.url, tmp_path, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"cloze: {message}")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_line(tmp_path: Path) -> None:
+    done = export("http://127.0.0.1:9", tmp_path, "tiny/bert")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "cloze: cannot load tiny/bert from the hub (and no directory has that name): "
+    )

@@ -1,0 +1,508 @@
+"""int8: exact in its integers, never depends on the batch, loses little, and is refused if it loses
+more.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from cloze.export.blocks.layer import ACTIVATIONS
+from cloze.export.check.rounding import _random_tokens, input_scales
+from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
+from cloze.export.errors import ExportError
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.linear_ops import InputScale, Int8, quantise
+from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.measure.pairs import ScoredPair
+from cloze.export.measure.texts import SENTENCES, GateTexts
+from cloze.export.model import GraphWriter, Model, TorchScorer
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Bundle, Store, processor, tensors
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import HEADS, ArrayResult, embedding
+from cloze.model_store.manifest import Graph, Precision
+from cloze.model_store.processor import int8_instructions, int8_settings
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.engine.session import Session, cpu_session, is_aligned
+from cloze.service.errors import StartupError
+from tests.conftest import minilm_checkpoint
+from tests.support.serving import running_server
+
+
+def open_session(file: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    for name, value in int8_settings(int8_instructions()).items():
+        options.add_session_config_entry(name, value)
+    return ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def test_the_scales_see_the_special_tokens_that_a_text_has(checkpoints: dict[str, Path]) -> None:
+    tokenizer = load_checkpoint(str(checkpoints["bert"])).tokenizer
+    ids = _random_tokens(tokenizer, 64, torch.Generator().manual_seed(0))
+    assert set(ids[:, 0].tolist()) == {tokenizer.special.cls}
+    assert set(ids[:, -1].tolist()) == {tokenizer.special.sep}
+    assert 0.1 < float((ids == tokenizer.mask_id).float().mean()) < 0.2
+    without = replace(tokenizer, special=replace(tokenizer.special, mask=None))
+    unmasked = _random_tokens(without, 64, torch.Generator().manual_seed(0))
+    assert float((unmasked == tokenizer.mask_id).float().mean()) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["bert", "bert-qa", "distilbert"])
+def test_the_graph_is_int8_and_near_torch(
+    kind: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Over the whole grid, all heads; and the encoder has no other product left."""
+    checkpoint = load_checkpoint(str(checkpoints[kind]))
+    scales = input_scales(checkpoint.model, checkpoint.tokenizer)
+    heads = checkpoint.default_heads
+    writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, scales=scales)
+    writer.write()
+    graph = writer.write(Precision.INT8)
+    layers = checkpoint.model.config.layers
+    has_masked_lm = MASKED_LM in {head.name for head in heads}
+    assert graph.operators["MatMulIntegerToFloat"] == 6 * layers + has_masked_lm
+    verify(tmp_path, GraphUnderTest(graph, checkpoint, heads, 64))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.integers(1, 9),
+    inner=st.integers(1, 40),
+    seed=st.integers(0, 99),
+    fixed=st.booleans(),
+    bounded=st.booleans(),
+    smoothed=st.booleans(),
+)
+def test_a_product_is_exact_in_its_integers(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    inner: int,
+    seed: int,
+    fixed: bool,
+    bounded: bool,
+    smoothed: bool,
+) -> None:
+    torch.manual_seed(seed)
+    linear, smooth = torch.nn.Linear(inner, 7), torch.rand(inner) + 0.5
+    x = torch.randn(rows, inner) * torch.logspace(-3, 3, rows)[:, None]
+    if seed % 5 == 0:
+        x[0] = 0
+    least = -0.171 if bounded else None
+    if bounded:
+        x = torch.nn.functional.gelu(x)
+    g = GraphBuilder()
+    scale = InputScale(0.02, smooth if smoothed else None)
+    linear_ops = Int8(g, {"w": scale} if fixed else {})
+    x_name = g.input("x", TensorProto.FLOAT, ["T", inner])
+    entering = linear_ops.prepare_input(x_name, "w", least)
+    with torch.no_grad():
+        g.output(linear_ops.matmul(entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
+    folder = tmp_path_factory.mktemp("product")
+    g.save(folder / "g.onnx", folder / "w.bin")
+    actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]
+
+    is_smoothed = fixed and smoothed
+    divided, weight = (
+        (x * smooth.reciprocal(), linear.weight * smooth) if is_smoothed else (x, linear.weight)
+    )
+    integers, steps = quantise(weight.detach())
+    step = (divided.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+    if bounded:
+        step = (divided.amax(1, keepdim=True) / 127).clamp_min(0.171 / 127)
+    if fixed:
+        step = torch.tensor(scale.step)
+    rounded = (divided / step).round().clamp(-128, 127)
+    expected = (rounded.double() @ integers.double().T) * steps * step
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
+def test_no_activation_is_below_its_bound(activation: str) -> None:
+    from transformers.activations import ACT2FN
+
+    lowest = ACT2FN[activation](torch.linspace(-10, 10, 200_001)).min()
+    least = ACTIVATIONS[activation].least
+    assert least is not None
+    assert least <= lowest <= least + 0.002
+
+
+@given(
+    rows=st.integers(1, 8),
+    columns=st.integers(1, 8),
+    seed=st.integers(0, 99),
+    scale=st.floats(1e-6, 1e6),
+)
+def test_weights_are_at_most_half_a_step_off(
+    rows: int, columns: int, seed: int, scale: float
+) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * scale
+    integers, steps = quantise(weight)
+    assert integers.abs().max() <= 127
+    assert ((integers * steps[:, None] - weight).abs() <= steps[:, None] * 0.5001).all()
+
+
+@pytest.fixture(scope="module")
+def minilm_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("int8")
+    words = [set(sentence.lower().split()) for sentence in SENTENCES]
+    pairs = [
+        ScoredPair(SENTENCES[i], SENTENCES[j], len(words[i] & words[j]) / len(words[i] | words[j]))
+        for i in range(len(SENTENCES))
+        for j in range(i)
+    ]
+    options = ExportOptions(tasks=("embed",), precisions=(Precision.INT8,), pairs=tuple(pairs))
+    export(str(minilm_checkpoint()), "minilm", Store(root), options)
+    return root
+
+
+@pytest.fixture(scope="module")
+def session(minilm_int8: Path) -> ort.InferenceSession:
+    bundle = Store(minilm_int8).open("minilm")
+    assert bundle.manifest.int8 is not None
+    return open_session(bundle.file(bundle.manifest.int8.graph.file))
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(2, 12), length=st.integers(3, 40), seed=st.integers(0, 1000))
+def test_a_text_alone_is_what_it_is_in_any_batch(
+    session: ort.InferenceSession, batch: int, length: int, seed: int
+) -> None:
+    ids = np.random.default_rng(seed).integers(1000, 30000, (batch, length)).astype(np.int32)
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        feeds = {
+            tensors.INPUT_IDS.name: rows,
+            tensors.TOKEN_TYPE_IDS.name: np.zeros_like(rows),
+            embedding.EMBED_SEQUENCES.name: np.arange(len(rows), dtype=np.int32),
+        }
+        return session.run([embedding.EMBEDDINGS.name], feeds)[0]
+
+    together = run(ids)
+    for row in range(batch):
+        np.testing.assert_allclose(run(ids[row : row + 1])[0], together[row], atol=1e-5)
+
+
+def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(
+    minilm_int8: Path,
+) -> None:
+    bundle = Store(minilm_int8).open("minilm")
+    int8 = bundle.manifest.int8
+    assert int8 is not None
+    assert int8.gate.limits == EXPORT_HEADS[EMBEDDING].limits
+    assert int8.gate.measured.keys() == int8.gate.limits.keys()
+    assert int8.gate.measured["embedding_cosine_mean"] > 0.998
+    assert -0.003 <= int8.gate.measured["sts_spearman_change"] < 0.01
+    added = sum(bundle.manifest.files[name].size for name in (int8.graph.file, "weights-int8.bin"))
+    matrices = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
+    assert matrices <= added < 1.1 * matrices, "the embeddings are those of the fp32 graph"
+
+
+def test_it_loses_next_to_nothing_on_sts(
+    minilm_int8: Path, external_data: Path, tmp_path: Path
+) -> None:
+    data = EvaluationData([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
+    found = {
+        precision: evaluate(
+            open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision),
+            data,
+            tmp_path,
+            lambda _: None,
+        )["sts_spearman"]
+        for precision in (Precision.FP32, Precision.INT8)
+    }
+    assert found[Precision.INT8] > found[Precision.FP32] - 0.003
+
+
+def test_a_checkpoint_that_loses_too_much_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """One weight of each row dwarfs the others, so that 127 steps leave these none."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "spoilt"
+    folder.mkdir()
+    for file in checkpoints["distilbert"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "lin" in name and name.endswith("weight"):
+            tensor[:, 0] = 8.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ExportError,
+        match=r"differs from torch by \S+, more than 2e-01|loses too much of this checkpoint",
+    ):
+        export(
+            str(folder),
+            "spoilt",
+            Store(tmp_path / "store"),
+            ExportOptions(precisions=(Precision.INT8,)),
+        )
+    assert not Store(tmp_path / "store").references()
+
+
+@torch.no_grad()
+def test_smoothing_factors_are_those_of_the_formula(checkpoints: dict[str, Path]) -> None:
+    """Xiao et al. 2023, equation 4, with alpha 0.75: at one product of two tensors."""
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    layer = checkpoint.model.encoder.layers[0]
+    inputs = []
+    hook = layer.up.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    scale = input_scales(checkpoint.model, checkpoint.tokenizer)["layers.0.up"]
+    hook.remove()
+    (hidden,) = inputs
+    of_inputs = hidden.abs().amax((0, 1)).numpy()  # [H]
+    of_weights = layer.up.weight.abs().amax(0).numpy()
+    expected = of_inputs**0.75 / of_weights**0.25
+    assert scale.factors is not None
+    np.testing.assert_allclose(scale.factors.numpy(), expected, rtol=1e-5)
+    assert scale.step == pytest.approx((of_inputs / expected).max() / 127, rel=1e-5)
+
+
+class OneBadText(TorchScorer):
+    """A scorer whose third embedding is turned by a few degrees."""
+
+    calls = 0
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        """Return the results; the embedding of the third call has a cosine of 0.97 to its own."""
+        self.calls += 1
+        results = super().run(batch)
+        if self.calls == 3:
+            vector = results[0][EMBEDDING].array
+            other = np.roll(vector, 1)
+            other -= (other @ vector) / (vector @ vector) * vector
+            other *= np.linalg.norm(vector) / np.linalg.norm(other)
+            results = [{EMBEDDING: ArrayResult(0.97 * vector + (1 - 0.97**2) ** 0.5 * other)}]
+        return results
+
+
+def test_one_bad_text_among_good_ones_does_not_pass(checkpoints: dict[str, Path]) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    good, bad = (
+        kind(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+        for kind in (TorchScorer, OneBadText)
+    )
+    with pytest.raises(ExportError, match=r"embedding_cosine_least is 0\.9700 and must be"):
+        pass_gate(good, bad, "graph", [HEADS[EMBEDDING]], gate_texts(checkpoint, 64))
+
+
+class Spoilt(TorchScorer):
+    """A scorer whose third embedding is not a number."""
+
+    calls = 0
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        """Return the results; embeddings of the third call are NaN."""
+        self.calls += 1
+        results = super().run(batch)
+        if self.calls != 3:
+            return results
+        return [
+            {EMBEDDING: ArrayResult(result[EMBEDDING].array * np.float32(np.nan))}
+            for result in results
+        ]
+
+
+def gate_texts(checkpoint: Checkpoint, max_tokens: int) -> GateTexts:
+    return GateTexts(
+        checkpoint.tokenizer.tokenizer,
+        type_vocab_size=checkpoint.model.config.type_vocab_size,
+        mask_id=checkpoint.tokenizer.mask_id,
+        max_tokens=max_tokens,
+    )
+
+
+def test_what_is_no_number_does_not_pass(checkpoints: dict[str, Path]) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    good = TorchScorer(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+    spoilt = Spoilt(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+    heads, texts = [HEADS[EMBEDDING]], gate_texts(checkpoint, 64)
+    same = pass_gate(good, good, "same", heads, texts).measured
+    assert same["embedding_cosine_mean"] == pytest.approx(1.0)
+    with pytest.raises(
+        ExportError,
+        match="the spoilt graph loses too much of this checkpoint: embedding_cosine_mean is nan",
+    ):
+        pass_gate(good, spoilt, "spoilt graph", heads, texts)
+
+
+def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> None:
+    """The gate's own texts are longer than a tiny model may allow, and one token type is all that
+    it may have.
+    """
+    checkpoint = load_checkpoint(str(checkpoints["bert-qa"]))
+    short = replace(checkpoint.model.config, max_positions=12, type_vocab_size=1)
+    checkpoint = replace(checkpoint, model=Model(short, [SPAN]).eval())
+    scorer = TorchScorer(checkpoint.model, torch.device("cpu"))
+    gate = pass_gate(scorer, scorer, "same", [HEADS[SPAN]], gate_texts(checkpoint, 12))
+    assert gate.measured == {"qa_span_agreement": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "tasks", "line"),
+    [
+        (Precision.FP32, ("embed",), "scored pairs say what a lower precision loses"),
+        (
+            Precision.INT8,
+            ("fill-mask",),
+            "scored pairs are ranked by embeddings, which this export has not",
+        ),
+    ],
+)
+def test_pairs_that_nothing_would_rank_are_refused(
+    precision: Precision,
+    tasks: tuple[str, ...],
+    line: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    pairs = (ScoredPair("a", "b", 1.0),)
+    options = ExportOptions(tasks=tasks, precisions=(precision,), pairs=pairs)
+    with pytest.raises(ExportError, match=line):
+        export(str(checkpoints["bert"]), "bert", Store(tmp_path), options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags", "expected"),
+    [
+        (
+            "auto",
+            "sse avx512_vnni",
+            "int8: since the processor has avx512_vnni and the bundle's gate was passed",
+        ),
+        (
+            "auto",
+            "sse avx2",
+            "int8: since the processor has avx2, where exact int8 is faster than fp32, and the "
+            "bundle's gate was passed",
+        ),
+        (
+            "auto",
+            "avx2 avx512f",
+            "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm, nor avx2 "
+            "without avx512f",
+        ),
+        ("auto", "avx2 avx512f avx512_vnni", "int8: since the processor has avx512_vnni and the "),
+        (Precision.INT8, "avx2", "int8: as asked"),
+        (Precision.INT8, "sse", "int8: as asked, though the processor has none of"),
+        (Precision.FP32, "avx512_vnni", "fp32: as asked"),
+    ],
+)
+def test_the_engine_says_what_it_chose_and_why(
+    asked: RequestedPrecision,
+    flags: str,
+    expected: str,
+    minilm_int8: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "cpuinfo").write_text(
+        f"processor\t: 0\nmodel name\t: avx_vnni in a name\nflags\t\t: {flags}\n"
+    )
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, asked)
+    found = f"{engine.precision}: {engine.reason}"
+    assert found.startswith(expected)
+    assert ("though" in found) == ("though" in expected)
+
+
+def test_an_older_int8_graph_that_does_not_load_gives_way_to_fp32(
+    minilm_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two products of older graphs read one weight, which onnxruntime's rewrite cannot replace."""
+
+    def open_session(bundle: Bundle, graph: Graph) -> Session:
+        if graph.precision is Precision.INT8:
+            raise RuntimeError("Attempt to replace the existing tensor")
+        return cpu_session(bundle.file(graph.file))
+
+    def engine(flags: str, asked: RequestedPrecision) -> OnnxEngine:
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+        bundle = Store(minilm_int8).open("minilm")
+        return OnnxEngine(bundle, Device.CPU, asked, open_session=open_session)
+
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    chosen = engine("avx2", "auto")
+    reason = "since its graph does not load: Attempt to replace the existing tensor; export the"
+    assert (chosen.precision, chosen.reason[: len(reason)]) == (Precision.FP32, reason)
+    with pytest.raises(StartupError, match="export the model again if an older version"):
+        engine("avx2", Precision.INT8)
+    with pytest.raises(StartupError, match=r"its graph does not load: Attempt .* tensor$"):
+        engine("avx512_vnni", "auto")
+
+
+def test_a_bundle_without_int8(tiny_store: Path) -> None:
+    bundle = Store(tiny_store).open("bert")
+    assert OnnxEngine(bundle, Device.CPU, "auto").reason == "since the bundle has nothing else"
+    with pytest.raises(
+        StartupError, match="bundle bert@1 has no int8 graph; export it with --precision int8"
+    ):
+        OnnxEngine(bundle, Device.CPU, Precision.INT8)
+
+
+def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(minilm_int8: Path) -> None:
+    def embedded(*texts: str) -> np.ndarray:
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": texts})
+        return np.array(answer.json(), np.float32)
+
+    with running_server(minilm_int8, "--precision", "int8") as server:
+        short, long = "A cat sat on the mat.", "Networks, 7 % and ROME! " * 30
+        alone = embedded(short)[0]
+        beside = embedded(*[long] * 7, short, *[f"A dog {n} on the mat." for n in range(8)])[7]
+        np.testing.assert_allclose(beside, alone, atol=1e-5)
+        assert np.linalg.norm(alone - embedded("A cat sat on the hat.")[0]) > 0.01
+        assert any(
+            "serving minilm@1 for embed on cpu in int8, as asked" in line for line in server.log
+        )
+        assert httpx.get(f"{server.url}/info").json()["model_dtype"] == "int8"
+        assert (
+            json.loads((minilm_int8 / "minilm/1/manifest.json").read_text())["int8"]["graph"][
+                "precision"
+            ]
+            == "int8"
+        )
+
+
+# ---- packed weights that two sessions share ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("graph", "aligned"),
+    [
+        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|256;99;0", True),
+        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|296;99;0", False),
+        (b"\x12 DynamicQuantizeMatMul+7|40;1;0", False),
+        (b"\x12 FusedGemm+7|40;1;0", False),
+        (b"", True),
+    ],
+)
+def test_weights_are_shared_only_where_the_kernels_can_read_them(
+    graph: bytes, aligned: bool
+) -> None:
+    """From other addresses the process ended: a BERT of 30,522 tokens, in int8 and in fp32."""
+    assert is_aligned(graph) is aligned
+
+
+def test_weights_of_odd_sizes_are_last_in_a_graph(tmp_path: Path) -> None:
+    g = GraphBuilder()
+    for name, size in (("odd", 300), ("even", 384), ("small", 2), ("also_even", 256)):
+        g.weight(name, np.zeros(size, np.float32))
+    g.save(tmp_path / "graph.onnx", tmp_path / "weights.bin")
+    graph = onnx.load(str(tmp_path / "graph.onnx"), load_external_data=False).graph
+    names = [tensor.name for tensor in graph.initializer]
+    assert names == ["even", "also_even", "odd", "small"]

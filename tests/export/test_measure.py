@@ -1,0 +1,176 @@
+"""What evaluation measures of checkpoints and of bundles, with scores that are known."""
+
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cloze.export.errors import DataError
+from cloze.export.measure.audit import SentencePair, preferences
+from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.measure.masked_words import (
+    Sentence,
+    complete,
+    read_sentences,
+)
+from cloze.export.measure.scorer import (
+    MaskedRow,
+    head_arrays,
+    score_masks,
+)
+from cloze.export.publish import ExportOptions, export
+from cloze.export.train.pretrain import pretrain
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision, Weights
+from tests.support.training import PLACES, quietly, run_options, tiny_recipe, write_pairs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a run long enough to know the stories."""
+    return pretrain([stories], tiny_recipe(steps=250), run_options(tmp_path_factory.mktemp("run")))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.csv")
+
+
+def figures(
+    source: str, stories: Path, pairs: Path | None, store: Path = Path()
+) -> dict[str, float]:
+    subject = open_subject(source, Store(store), CPU)
+    data = EvaluationData(
+        [stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        return evaluate(subject, data, Path(folder), quietly)
+
+
+def test_bundle_and_checkpoint_are_measured_alike(
+    trained: Path, stories: Path, pairs: Path, tmp_path: Path
+) -> None:
+    export(str(trained), "trained", Store(tmp_path))
+    checkpoint = figures(str(trained), stories, pairs)
+    bundle = figures("bundle:trained", stories, pairs, tmp_path)
+    assert len(checkpoint) == 9
+    assert bundle == pytest.approx(checkpoint, abs=1e-3, rel=1e-3)
+
+
+# ---- distillation
+
+
+def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path) -> None:
+    """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the
+    first nearly always.
+    """
+    rng = np.random.default_rng(0)
+    places = rng.choice(PLACES, 40)
+    pairs = [
+        SentencePair(f"The old king saw the moon {place}.", f"The old king saw a moon {place}.")
+        for place in places
+    ]
+    subject = open_subject(str(trained), Store(Path()), CPU)
+    share = preferences(subject, pairs).mean()
+    assert share > 0.8
+    swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
+    assert preferences(subject, swapped).mean() == pytest.approx(1 - share)
+    assert preferences(subject, [SentencePair("The owl.", "The owl.")]).tolist() == [0.5]
+
+
+def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:
+    subject = open_subject(str(trained), Store(Path()), CPU)
+    masked = "The old [MASK] saw the moon ."
+    (likeliest,) = complete([Sentence(masked, ("x",))], subject.tokenizer, subject.scorer)
+    file = tmp_path / "first-words.tsv"
+    file.write_text(f"{masked}\tnothing, {likeliest.upper()}\n{masked}\tnothing\n")
+    said: list[str] = []
+    data = EvaluationData([], [], [], 1.0, sentences=(file,))
+    measured = evaluate(subject, data, tmp_path, said.append)
+    assert measured == {"first_words": 0.5, "first_words_repeats": 0}
+    assert said == [f"right: {masked} {likeliest}", f"wrong: {masked} {likeliest}"]
+
+
+def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
+    sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
+    found = {word: sentence.is_repeated_by(word) for word in ("moon", "not", "sea")}
+    assert found == {"moon": True, "not": False, "sea": False}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no mask here\tword", "line 1: a sentence with one"),
+        ("[MASK] and [MASK]\tword", "line 1: a sentence with one"),
+        ("a [MASK] without words", "line 1: a sentence with one"),
+        ("", "holds no sentences"),
+    ],
+)
+def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> None:
+    file = tmp_path / "bad.tsv"
+    file.write_text(line)
+    with pytest.raises(DataError, match=reason):
+        read_sentences(file)
+    with pytest.raises(DataError, match="no such file"):
+        read_sentences(tmp_path / "nowhere.tsv")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
+)
+def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
+    assert len(read_sentences(ROOT / "export" / "measure" / f"{name}.tsv")) == count
+
+
+@pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])
+def test_a_bundle_becomes_a_checkpoint_again(
+    weights: Weights, trained: Path, tmp_path: Path
+) -> None:
+    """scripts/checkpoint-from-bundle writes the numbers that the bundle's graph computes with."""
+    store, folder = Store(tmp_path / "store"), tmp_path / "checkpoint"
+    options = ExportOptions(precisions=(Precision.INT8,), weights=weights)
+    export(str(trained), "known", store, options)
+    script = ROOT / "scripts" / "checkpoint-from-bundle"
+    subprocess.run(
+        [sys.executable, script, "known", folder, tmp_path / "store"],
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    bundle, checkpoint = (open_subject(name, store, CPU) for name in ("bundle:known", str(folder)))
+    assert checkpoint.heads >= bundle.heads
+    tokenizer = bundle.tokenizer.tokenizer
+    ids = np.array([tokenizer.encode("The old owl saw the [MASK] .").ids])
+    zeros, position = np.zeros_like(ids), np.array([6])
+    label = np.array([tokenizer.token_to_id("moon")])
+    row = MaskedRow(ids[0], zeros[0], position, label)
+    [(_, expected)], [(_, found)] = (
+        list(score_masks(subject.scorer, [row], k=1)) for subject in (bundle, checkpoint)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(
+        head_arrays(checkpoint.scorer, "next_sentence", ids, zeros),
+        head_arrays(bundle.scorer, "next_sentence", ids, zeros),
+        atol=1e-4,
+    )
+
+
+def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:
+    """A model that knew nothing would have the vocabulary's size; this one is far below, and not
+    below 1.
+    """
+    measured = figures(str(trained), stories, None)
+    assert 1 < measured["fill_mask_token_perplexity"] < 20
+    assert measured["fill_mask_token_top1"] <= measured["fill_mask_token_top5"] <= 1
+    assert math.isfinite(measured["fill_mask_whole_word_perplexity"])

@@ -1,0 +1,236 @@
+"""SQuAD files and measures: the official evaluation is the oracle."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
+from cloze.export.measure.documents import Document
+from cloze.export.measure.metrics import best_threshold, squad_answers
+from cloze.export.measure.squad import Question, read_questions
+from cloze.export.measure.windows import (
+    Window,
+    answers_of,
+    best_guesses,
+    best_span,
+    make_windows,
+)
+from cloze.export.train.vocabulary import train_tokenizer
+from tests.oracles.squad_v4 import GOLDEN, as_squad
+from tests.support.training import STORIES
+
+CASES = json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=["version 2.0", "version 1.1"])
+def test_scores_equal_the_official_evaluation(case: dict, tmp_path: Path) -> None:
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps(as_squad(case["rows"])))
+    figures = squad_answers(
+        {f"q{n}": text for n, (_, text) in enumerate(case["rows"])}, read_questions([file])
+    )
+    official = case["figures"]
+    assert figures["exact_match"] == pytest.approx(official["exact"])
+    assert figures["f1"] == pytest.approx(official["f1"])
+    if not all(accepted for accepted, _ in case["rows"]):
+        assert figures["answerable_f1"] == pytest.approx(official["HasAns_f1"])
+        assert figures["answerable_exact_match"] == pytest.approx(official["HasAns_exact"])
+        assert figures["unanswerable_exact_match"] == pytest.approx(official["NoAns_exact"])
+    else:
+        assert set(figures) == {"exact_match", "f1"}
+
+
+def test_a_question_without_a_prediction_counts_as_wrong() -> None:
+    questions = [
+        Question("a", "t", "?", "yes", ((0, "yes"),)),
+        Question("b", "t", "?", "yes", ((0, "yes"),)),
+    ]
+    assert squad_answers({"a": "yes"}, questions) == {"exact_match": 50.0, "f1": 50.0}
+
+
+@pytest.mark.parametrize(("answer", "right"), [("", 0.0), ("red", 100.0), ("the", 0.0)])
+def test_an_accepted_answer_that_is_only_an_article_does_not_count(
+    answer: str, right: float
+) -> None:
+    """The official script drops it, so "no answer" is wrong if another answer remains."""
+    question = Question("a", "t", "?", "the red", ((0, "the"), (4, "red")))
+    assert squad_answers({"a": answer}, [question]) == {"exact_match": right, "f1": right}
+
+
+@given(st.text(alphabet="abc the.!", max_size=20), st.text(alphabet="abc the.!", max_size=20))
+def test_f1_is_symmetric_and_above_exact_match(one: str, other: str) -> None:
+    figures, mirrored = (
+        squad_answers({"a": answer}, [Question("a", "t", "?", "", ((0, accepted),))])
+        for answer, accepted in ((one, other), (other, one))
+    )
+    assert figures == mirrored
+    assert figures["exact_match"] <= figures["f1"] <= 100
+
+
+def test_an_answer_is_found_where_it_stands_nearest(tmp_path: Path) -> None:
+    """Published files hold starts that are off by some characters."""
+    context = "A red door. A red house. A red door."
+    entry = {
+        "id": "1",
+        "question": "Which?",
+        "answers": [{"text": "red door", "answer_start": 24}, {"text": "blue", "answer_start": 3}],
+    }
+    file = tmp_path / "squad.json"
+    file.write_text(
+        json.dumps({"data": [{"title": "t", "paragraphs": [{"context": context, "qas": [entry]}]}]})
+    )
+    (question,) = read_questions([file])
+    assert question.answers == ((27, "red door"), (None, "blue"))
+    assert (
+        squad_answers({"1": "blue"}, [question])["exact_match"] == 100
+    )  # it is accepted, though nothing can be learnt from it
+
+
+CONTEXT = " ".join(
+    f"In {1700 + n} the Café of Müller no. {n} sold {3 * n} cakes." for n in range(12)
+)
+QUESTIONS = [
+    Question(
+        str(n),
+        "t",
+        f"How many cakes did no. {n} sell?",
+        CONTEXT,
+        ((CONTEXT.index(f"{3 * n} cakes"), f"{3 * n} cakes"),),
+    )
+    for n in range(1, 12)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CheckpointTokenizer:
+    documents = [*STORIES, Document(CONTEXT, "cakes")]
+    learnt = train_tokenizer(lambda: documents, size=170, lowercase=True)
+    return describe_tokenizer(learnt.backend_tokenizer)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens=st.integers(40, 120), stride=st.integers(1, 15), cut=st.integers(4, 16))
+def test_windows_cover_the_paragraph_and_point_at_the_answer(
+    tokenizer: CheckpointTokenizer, tokens: int, stride: int, cut: int
+) -> None:
+    windows = make_windows(
+        QUESTIONS,
+        tokenizer.tokenizer,
+        tokens=tokens,
+        stride=stride,
+        question_tokens=cut,
+    )
+    for number, question in enumerate(QUESTIONS):
+        mine = [window for window in windows if window.question == number]
+        assert all(len(window.input_ids) <= tokens for window in mine)
+        covered = np.zeros(len(CONTEXT), bool)
+        for window in mine:
+            for first, end in window.offsets[window.offsets[:, 0] >= 0]:
+                covered[first:end] = True
+            if window.start:
+                text = CONTEXT[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
+                assert text == question.answers[0][1]
+        assert all(covered[at] for at, character in enumerate(CONTEXT) if not character.isspace())
+        # An answer of fewer tokens than neighbours share lies wholly in one of them.
+        answer_tokens = len(
+            tokenizer.tokenizer.encode(question.answers[0][1], add_special_tokens=False).ids
+        )
+        if answer_tokens <= stride:
+            assert any(window.start for window in mine)
+
+
+def right_logits(windows: list[Window]) -> list[np.ndarray]:
+    """Score the right tokens highest, and ``[CLS]`` where the window has no answer."""
+    rows = []
+    for window in windows:
+        logits = np.full((len(window.input_ids), 2), -5, np.float32)
+        logits[window.start, 0] = logits[window.end, 1] = 5
+        rows.append(logits)
+    return rows
+
+
+def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> None:
+    nothing = Question("none", "t", "Who was king?", CONTEXT, ())
+    questions = [*QUESTIONS, nothing]
+    windows = make_windows(
+        questions, tokenizer.tokenizer, tokens=110, stride=20, question_tokens=40
+    )
+    answers = answers_of(questions, best_guesses(questions, windows, right_logits(windows)))
+    assert squad_answers(answers, questions)["exact_match"] == 100
+    assert answers["none"] == ""
+
+
+@pytest.mark.parametrize("nulls", [(1, 5), (5, 1)])
+def test_no_answer_scores_as_in_the_window_that_doubts_it_most(nulls: tuple[int, int]) -> None:
+    offsets = np.array([[-1, -1], [0, 1], [1, 2], [-1, -1]])
+    ids = np.zeros(4, np.int64)
+    windows = [Window(0, ids, ids, offsets, 0, 0) for _ in nulls]
+    logits = np.zeros((2, 4, 2), np.float32)
+    logits[:, 0, 0] = nulls  # the score of "no answer" is the sum at [CLS]
+    [guessed] = best_guesses([Question("q", "t", "Who?", "ab", ())], windows, logits)
+    assert guessed.null_margin == 1
+
+
+@pytest.mark.parametrize(("end", "tokens"), [(30, 30), (31, 1)])
+def test_an_answer_has_at_most_30_tokens(end: int, tokens: int) -> None:
+    logits = np.zeros((40, 2), np.float32)
+    logits[1, 0], logits[end, 1] = 5, 4
+    inside = np.ones(40, bool)
+    inside[0] = False
+    _, (first, last) = best_span(logits, inside)
+    assert (first, last - first + 1) == (1, tokens)
+
+
+def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_answer(
+    tokenizer: CheckpointTokenizer,
+) -> None:
+    elsewhere = Question("e", "t", "Who?", CONTEXT, ((None, "nobody"),))
+    assert not elsewhere.impossible
+    assert not elsewhere.is_placed
+    windows = make_windows(
+        [*QUESTIONS, elsewhere],
+        tokenizer.tokenizer,
+        tokens=110,
+        stride=20,
+        question_tokens=40,
+    )
+    questions = [*QUESTIONS, elsewhere]
+    answers = answers_of(questions, best_guesses(questions, windows, right_logits(windows)))
+    assert all(answers.values())  # SQuAD 1.1: there is always an answer to give
+
+
+def test_of_a_question_that_comes_again_the_first_counts(tmp_path: Path) -> None:
+    """SQuAD 2.0 repeats half of 1.1's questions under the same ids."""
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps(as_squad([(["yes"], "")])))
+    assert len(read_questions([file, file])) == 1
+
+
+@pytest.mark.parametrize("text", ["cakes ", " cakes ", "cakes.\u00ad"])
+def test_an_answer_is_labelled_though_its_edges_have_no_token(
+    tokenizer: CheckpointTokenizer, text: str
+) -> None:
+    context = f"The owl sold {text} and ate."
+    question = Question("1", "t", "What?", context, ((context.index(text), text),))
+    (window,) = make_windows(
+        [question], tokenizer.tokenizer, tokens=60, stride=5, question_tokens=10
+    )
+    assert "cakes" in context[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
+
+
+def test_the_best_threshold_is_that_of_the_highest_f1() -> None:
+    """At 0, question b would lose its right answer, and d would keep its wrong one."""
+    questions = [
+        Question("a", "t", "c", "q", ((0, "yes"),)),
+        Question("b", "t", "c", "q", ((0, "no"),)),
+        Question("c", "t", "c", "q", ()),
+        Question("d", "t", "c", "q", ()),
+    ]
+    texts = ["yes", "no", "blue", "red"]
+    assert best_threshold(questions, texts, [-3.0, 1.5, 4.0, 2.0]) == (100.0, 1.5)
+    assert best_threshold(questions[2:], texts[2:], [-3.0, 1.0]) == (100.0, -4.0)
+    assert best_threshold(questions[:2], texts[:2], [-3.0, 1.0]) == (100.0, 1.0)

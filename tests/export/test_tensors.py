@@ -1,0 +1,143 @@
+"""Graphs have exactly the inputs and outputs that their specifications and `docs/tensors.md` list."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import helper
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.model import LAYOUTS, GraphWriter, Model
+from cloze.model_store.heads import (
+    HEADS,
+    embedding,
+    layer_embedding,
+    lexical,
+    multi_vector,
+    sequence_classification,
+    token_classification,
+    token_embedding,
+)
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Precision
+from cloze.model_store.tensor_reference import LETTERS, tensor_reference
+from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "tensors.md"
+
+OPTIONS = {
+    sequence_classification.HEAD.name: sequence_classification.SequenceLabels(
+        labels=("a", "b", "c"), problem_type="single_label_classification"
+    ),
+    token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
+    multi_vector.HEAD.name: multi_vector.LateInteraction(
+        dimensions=6, query_tokens=8, document_tokens=9
+    ),
+    lexical.HEAD.name: lexical.LexicalOptions(skipped_ids=(0, 2)),
+}
+
+MODEL_SIZES = {
+    embedding.EMBEDDINGS.name: {"D": 16},
+    sequence_classification.CLASS_LOGITS.name: {"L": 3},
+    token_classification.TOKEN_LOGITS.name: {"L": 4},
+    token_embedding.TOKEN_EMBEDDINGS.name: {"H": 16},
+    multi_vector.MULTI_VECTORS.name: {"F": 6},
+    layer_embedding.LAYER_SUMS.name: {"H": 16},
+    layer_embedding.LAYER_MAXIMA.name: {"H": 16},
+}
+"""Letters of an output's shape that stand for a size of the model, not of the batch."""
+
+Shape = tuple[str | int, ...]
+
+
+def test_the_committed_page_is_the_generated_page() -> None:
+    assert DOCUMENT.read_text() == tensor_reference()
+
+
+def test_names_of_heads_tasks_and_tensors_are_unique() -> None:
+    heads = HEADS.values()
+    tensors = [*TRUNK_INPUTS, *(t for head in heads for t in (*head.inputs, *head.outputs))]
+    for names in (
+        [head.name for head in heads],
+        [head.task for head in heads],
+        [tensor.name for tensor in tensors],
+    ):
+        assert len(names) == len(set(names))
+    assert all(name == head.name for name, head in HEADS.items())
+
+
+def letters(tensors: Iterable[TensorSpec]) -> set[str]:
+    layouts = (Layout.DENSE, Layout.PACKED)
+    sizes = [size for tensor in tensors for one in layouts for size in tensor.shape_in(one)]
+    return {size[0] for size in sizes if isinstance(size, str)}  # "B + 1" is of B
+
+
+def test_a_letter_has_one_meaning_in_all_tensors() -> None:
+    """onnxruntime takes two sizes with one letter for equal: two heads must not share a count.
+
+    The sizes of a model are the same for all heads, or numbers in the graph.
+    """
+    shared = letters(TRUNK_INPUTS) | {"H", "L"}
+    used = {name: letters((*head.inputs, *head.outputs)) for name, head in HEADS.items()}
+    counts = [letter for own in used.values() for letter in own - shared]
+    assert len(counts) == len(set(counts)), sorted(counts)
+    assert LETTERS.keys() == shared | set(counts)
+
+
+def all_heads_model(family: str) -> Model:
+    config = EncoderConfig(
+        family=family,
+        vocab_size=30,
+        hidden_size=16,
+        layers=1,
+        heads=2,
+        intermediate_size=32,
+        max_positions=24,
+        type_vocab_size=2 if family == "bert" else 0,
+    )
+    return Model(config, list(HEADS), OPTIONS).eval()
+
+
+def declared(values: list[onnx.ValueInfoProto]) -> dict[str, tuple[str, Shape]]:
+    """Return (dtype, shape) of a graph's inputs or outputs by name."""
+    result = {}
+    for value in values:
+        tensor = value.type.tensor_type
+        dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type).name
+        shape = tuple(size.dim_param or size.dim_value for size in tensor.shape.dim)
+        result[value.name] = (dtype, shape)
+    return result
+
+
+def specified(tensors: list[TensorSpec], layout: Layout) -> dict[str, tuple[str, Shape]]:
+    """Return (dtype, shape) of the tensors that graphs of a layout have, by name."""
+    return {
+        tensor.name: (
+            tensor.dtype,
+            tuple(
+                MODEL_SIZES.get(tensor.name, {}).get(str(size), size)
+                for size in tensor.shape_in(layout)
+            ),
+        )
+        for tensor in tensors
+        if tensor.is_in(layout)
+    }
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_every_tensor_of_a_graph_is_specified(
+    family: str, precision: Precision, tmp_path: Path
+) -> None:
+    heads = tuple(HEADS.values())
+    recipe = EmbeddingRecipe(include_prompt=False)  # its graph has the most inputs
+    GraphWriter(all_heads_model(family), recipe, heads, tmp_path).write(precision)
+    graph = onnx.load(next(tmp_path.glob("*.onnx")), load_external_data=False).graph
+    layout = LAYOUTS[precision]
+    trunk = [t for t in TRUNK_INPUTS if family == "bert" or t is not TOKEN_TYPE_IDS]
+    inputs = [*trunk, *(tensor for head in heads for tensor in head.inputs)]
+    outputs = [tensor for head in heads for tensor in head.outputs]
+    assert declared(list(graph.input)) == specified(inputs, layout)
+    assert declared(list(graph.output)) == specified(outputs, layout)

@@ -1,0 +1,456 @@
+"""Adapters of PEFT on one base: results in mixed batches, refusals, reloads, memory."""
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import BertForPreTraining
+
+from cloze.export.errors import ExportError
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Bundle, Store
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads import embedding, sequence_classification, token_classification
+from cloze.model_store.heads.head import HeadRequest
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.manifest import Precision
+from cloze.service.core import Device
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
+from cloze.service.errors import StartupError
+from cloze.service.models.adapters import AdapterBundle, open_adapters
+from cloze.service.service import MOST_ADAPTER_SERIES
+from tests.support.adapter_folders import LABELS, Recipe, classifier, write
+from tests.support.adapter_folders import embedding as torch_embedding
+from tests.support.adapter_folders import logits as torch_logits
+from tests.support.serving import running_server
+
+EVERY_LAYER = ("query", "key", "value", "dense")
+RECIPES = {
+    "stars": classifier(1),
+    "topics": classifier(
+        2,
+        targets=("query", "key", "output.dense", "intermediate.dense"),
+        rank=2,
+        ranks={"key": 3},
+        config={"use_rslora": True},
+    ),
+    "heads-only": classifier(3, targets=()),
+    "names": Recipe(4, task="TOKEN_CLS", head={"classifier": (3, 64)}, targets=EVERY_LAYER[:3]),
+    "vectors": Recipe(5, rank=6),
+}
+
+
+@pytest.fixture(scope="module")
+def base_model(checkpoints: dict[str, Path]) -> BertForPreTraining:
+    return BertForPreTraining.from_pretrained(checkpoints["bert"]).eval()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Bundle:
+    root = tmp_path_factory.mktemp("adapters-store")
+    options = ExportOptions(adapters=("all-linear",), precisions=(Precision.INT8,))
+    return export(str(checkpoints["bert"]), "base", Store(root), options)
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, base_model: BertForPreTraining
+) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: write(root / name, recipe, base_model) for name, recipe in RECIPES.items()}
+
+
+def opened(
+    base: Bundle,
+    folders: dict[str, Path],
+    precision: Precision = Precision.FP32,
+    mib: int = 64,
+    *,
+    held: bool = True,
+) -> tuple[OnnxEngine, dict[str, AdapterBundle]]:
+    """Return an engine with adapters, which it holds, and the adapters by name."""
+    options = SessionOptions(adapter_bytes=mib * 2**20, alone_threads=2)
+    engine = OnnxEngine(base, Device.CPU, precision, options=options)
+    adapters = {a.manifest.name: a for a in open_adapters([*folders.values()], [base], mib).bundles}
+    assert engine.adapters is not None
+    for adapter in adapters.values():
+        engine.adapters.add(adapter.key, adapter.read)
+        if held:
+            engine.adapters.hold(adapter.key).result(60)
+    return engine, adapters
+
+
+def asking(seed: int, kind: str, key: str = "", tokens: int = 12) -> Encoding:
+    """Return a random sequence that asks for the results of a kind of adapter."""
+    ids = np.random.default_rng(seed).integers(5, 60, tokens).astype(np.int32)
+    requests: dict[str, HeadRequest] = {
+        "class": {sequence_classification.HEAD.name: HeadRequest()},
+        "tokens": {token_classification.HEAD.name: HeadRequest()},
+        "embed": {embedding.HEAD.name: HeadRequest()},
+    }[kind]
+    return Encoding(ids, np.zeros(tokens, np.int32), requests, key)
+
+
+KINDS = {
+    "stars": "class",
+    "topics": "class",
+    "heads-only": "class",
+    "names": "tokens",
+    "vectors": "embed",
+    "": "embed",
+}
+
+
+def expected(name: str, folder: Path | None, base: BertForPreTraining, ids: Any) -> np.ndarray:
+    if KINDS[name] == "embed":
+        return torch_embedding(folder, base, ids)
+    assert folder is not None
+    return torch_logits(folder, base, ids, tokens=KINDS[name] == "tokens")
+
+
+def array(output: Any) -> np.ndarray:
+    (result,) = output.values()
+    return result.array
+
+
+def test_each_adapter_has_its_results_alone_and_beside_any_other(
+    base: Bundle, folders: dict[str, Path], base_model: BertForPreTraining
+) -> None:
+    engine, adapters = opened(base, folders)
+    batch = [
+        asking(seed, KINDS[name], adapters[name].key if name else "")
+        for seed, name in enumerate(KINDS)
+    ]
+    wanted = [
+        expected(name, folders.get(name), base_model, encoding.input_ids)
+        for name, encoding in zip(KINDS, batch, strict=True)
+    ]
+    alone = [array(engine.run([encoding], alone=True)[0]) for encoding in batch]
+    for first in range(len(batch)):
+        turned = [*batch[first:], *batch[:first]]
+        outputs = [array(output) for output in engine.run(turned)]
+        for number, output in enumerate(outputs):
+            place = (first + number) % len(batch)
+            np.testing.assert_allclose(output, wanted[place], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(output, alone[place], rtol=0, atol=2e-6)
+    same = engine.run([replace(batch[1], input_ids=batch[n].input_ids) for n in (1, 2)])
+    np.testing.assert_allclose(array(same[0]), wanted[1], rtol=0, atol=1e-5)
+    own = expected("topics", folders["topics"], base_model, batch[2].input_ids)
+    np.testing.assert_allclose(array(same[1]), own, rtol=0, atol=1e-5)
+    assert not np.allclose(wanted[4], wanted[5], atol=1e-3)  # the adapter changes something
+
+
+def test_numbers_of_a_head_that_overflow_are_an_error(
+    base: Bundle, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    large = Path(shutil.copytree(folders["heads-only"], tmp_path / "large"))
+    file = large / "adapter_model.safetensors"
+    tensors = {name: tensor * np.float32(1e38) for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    engine, adapters = opened(base, {"large": large})
+    with pytest.raises(FloatingPointError):
+        for seed in range(8):
+            engine.run([asking(seed, "class", adapters["large"].key)])
+
+
+def test_a_base_without_adapters_in_the_batch_runs_its_plain_graph(
+    base: Bundle, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = opened(base, folders)
+    plain = OnnxEngine(base, Device.CPU, Precision.FP32)
+    monkeypatch.setattr(engine._adapted, "run", lambda *_, **__: pytest.fail("adapted"))
+    encoding = asking(9, "embed")
+    assert np.array_equal(array(engine.run([encoding])[0]), array(plain.run([encoding])[0]))
+
+
+def test_int8_keeps_the_integers_of_the_base(
+    base: Bundle, folders: dict[str, Path], base_model: BertForPreTraining
+) -> None:
+    engine, adapters = opened(base, folders, Precision.INT8)
+    encodings = [asking(1, "embed", key) for key in ("", adapters["vectors"].key)]
+    neighbours = [asking(seed, "class", adapters["stars"].key) for seed in (2, 3)]
+    without, single = (array(engine.run([encoding])[0]) for encoding in encodings)
+    beside = [array(output) for output in engine.run([*encodings, *neighbours])[:2]]
+    np.testing.assert_allclose(beside, [without, single], rtol=0, atol=2e-6)
+    plain = OnnxEngine(base, Device.CPU, Precision.INT8).run([asking(1, "embed")])[0]
+    np.testing.assert_allclose(without, array(plain), rtol=0, atol=2e-6)
+    before, after = (
+        torch_embedding(folder, base_model, encodings[0].input_ids)
+        for folder in (None, folders["vectors"])
+    )
+    assert np.corrcoef(single - without, after - before)[0, 1] > 0.95
+
+
+def test_adapters_are_loaded_when_asked_for_and_the_longest_unused_is_evicted(
+    base: Bundle, folders: dict[str, Path], tmp_path: Path, base_model: BertForPreTraining
+) -> None:
+    big = Recipe(7, rank=512, targets=EVERY_LAYER[:3])  # 2 layers x 3 x 512 x 128 x 4 bytes
+    folders = {n: write(tmp_path / n, big, base_model) for n in ("one", "two", "three")}
+    engine, adapters = opened(base, folders, mib=4, held=False)
+    loaded = engine.adapters
+    assert loaded is not None
+    assert (loaded.keys, loaded.size) == ([], 0)
+    for name in ("one", "two", "one", "three"):
+        encoding = asking(1, "embed", adapters[name].key)
+        loaded.hold(encoding.adapter).result(60)
+        outputs = engine.run([encoding])
+        loaded.release(encoding.adapter)
+        wanted = torch_embedding(folders[name], base_model, encoding.input_ids)
+        np.testing.assert_allclose(array(outputs[0]), wanted, rtol=0, atol=1e-4)
+        assert loaded.size <= 4 * 2**20
+    assert loaded.keys == [adapters[name].key for name in ("one", "three")]
+    loaded.forget(adapters["one"].key)
+    assert loaded.keys == [adapters["three"].key]
+
+
+Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
+
+
+def setting(**values: Any) -> Change:
+    return lambda config, _: config.update(values)
+
+
+def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    def apply(_: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        full_name = f"base_model.model.{name}"
+        tensors[full_name] = change(tensors.get(full_name, np.zeros((4, 64), np.float32)))
+
+    return apply
+
+
+QUERY = "bert.encoder.layer.0.attention.self.query"
+BAD: dict[str, tuple[Change, str]] = {
+    "dora": (setting(use_dora=True), "use_dora is 'True', which is not supported"),
+    "loha": (setting(peft_type="LOHA"), "peft_type is 'LOHA', which is not supported"),
+    "pissa": (setting(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+    "bias": (setting(bias="all"), "bias is 'all', which is not supported"),
+    "unknown": (setting(use_qalora=True), "use_qalora is 'True', which is not supported"),
+    "rank": (setting(r=9), "A [4, 64] and B [64, 4]; its rank is 9"),
+    "no-rank": (setting(r="x"), "r is x; allowed are 0 to 512"),
+    "pattern": (setting(alpha_pattern={"(a+)+$": 2}), "alpha_pattern has '(a+)+$'"),
+    "task": (setting(task_type="CAUSAL_LM"), "belongs nowhere: task_type is 'CAUSAL_LM'"),
+    "task-type": (setting(task_type=["SEQ_CLS"]), "task_type \"['SEQ_CLS']\" is not a string"),
+    "infinite": (setting(lora_alpha=1e300), "times 2.5e+299, alpha by rank, is not finite"),
+    "twice": (
+        lambda _, tensors: tensors.update(
+            {
+                f"base_model.model.{QUERY.removeprefix('bert.')}.lora_{side}.weight": tensors[
+                    f"base_model.model.{QUERY}.lora_{side}.weight"
+                ]
+                for side in "AB"
+            }
+        ),
+        "under two names, with a prefix and without",
+    ),
+    "width": (tensor(f"{QUERY}.lora_A.weight", lambda a: a[:, :32]), "has 32 inputs"),
+    "outputs": (tensor(f"{QUERY}.lora_B.weight", lambda b: b[:32]), "has 32 outputs"),
+    "more-outputs": (
+        tensor(f"{QUERY}.lora_B.weight", lambda b: np.concatenate([b, b])),
+        "has 128 outputs",
+    ),
+    "layer": (tensor("bert.encoder.layer.7.x.lora_A.weight", lambda a: a), "has lora_A only"),
+    "stray": (tensor("qa_outputs.weight", lambda a: a), "'qa_outputs.weight' belongs nowhere"),
+    "nan": (tensor("classifier.bias", lambda a: a * np.nan), "a number that is not finite"),
+    "head": (tensor("classifier.weight", lambda a: a[:, :32]), "its base has 64 numbers"),
+    "labels": (tensor("classifier.weight", lambda a: a[:2]), "classifier.bias is [3]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_adapter_is_refused_by_name(
+    name: str, base: Bundle, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    change, message = BAD[name]
+    folder = Path(shutil.copytree(folders["stars"], tmp_path / name))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(config, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {n: np.ascontiguousarray(t) for n, t in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    with pytest.raises(StartupError) as raised:
+        open_adapters([folder], [base], 64)
+    assert message in str(raised.value)
+    assert str(folder) in str(raised.value)
+
+
+def test_the_settings_of_a_head_are_read_as_an_export_reads_them(
+    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
+) -> None:
+    """The only label of a classifier has a sigmoid; a reranker may declare raw scores."""
+    recipe = Recipe(7, task="SEQ_CLS", head={"classifier": (1, 64)}, targets=())
+    folder = write(tmp_path / "reranker", recipe, base_model)
+    settings = {
+        "id2label": {"0": "relevant"},
+        "problem_type": "single_label_classification",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    (adapter,) = open_adapters([folder], [base], 64).bundles
+    assert adapter.manifest.heads[sequence_classification.HEAD.name] == SequenceLabels(
+        labels=("relevant",), problem_type="multi_label_classification", raw_scores=True
+    )
+    for wrong in ({"problem_type": "x"}, {"id2label": {"1": "a"}}, {"id2label": {"0": 1, "1": 2}}):
+        (folder / "config.json").write_text(json.dumps(settings | wrong))
+        with pytest.raises(StartupError, match=r"config\.json"):
+            open_adapters([folder], [base], 64)
+
+
+def test_files_that_are_no_adapters_are_refused(
+    base: Bundle, folders: dict[str, Path], tmp_path: Path, tiny_store: Path
+) -> None:
+    pickled = Path(shutil.copytree(folders["stars"], tmp_path / "pickled"))
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    with pytest.raises(
+        StartupError, match=r"adapter_model.bin is never loaded, since it can run code"
+    ):
+        open_adapters([pickled], [base], 64)
+    cut = Path(shutil.copytree(folders["stars"], tmp_path / "cut"))
+    data = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(data[:-8])
+    with pytest.raises(StartupError, match=r"adapter_model\.safetensors: "):
+        open_adapters([cut], [base], 64)
+    other = Path(shutil.copytree(folders["stars"], tmp_path / "other"))
+    file = other / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"cloze_encoder_sha256": "0" * 64})
+    with pytest.raises(StartupError, match="was trained on another encoder"):
+        open_adapters([other], [base], 64)
+    with pytest.raises(StartupError, match=r"no served bundle takes adapters \(bert@1\)"):
+        open_adapters([folders["stars"]], [Store(tiny_store).open("bert")], 64)
+    same = Path(shutil.copytree(folders["stars"], tmp_path / "base"))
+    with pytest.raises(StartupError, match="has the name of the bundle base@1"):
+        open_adapters([same], [base], 64)
+
+
+def test_an_adapter_that_needs_more_than_all_may_have_is_refused(
+    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
+) -> None:
+    recipe = Recipe(1, rank=512, targets=("query", "key", "value"))
+    folder = write(tmp_path / "large", recipe, base_model)
+    with pytest.raises(StartupError, match=r"it needs .* MiB; CLOZE_ADAPTER_MEMORY_MB is 1$"):
+        open_adapters([folder], [base], 1)
+
+
+def test_a_base_takes_adapters_only_on_the_layers_that_it_was_exported_for(
+    checkpoints: dict[str, Path], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+    narrow = export(str(checkpoints["bert"]), "narrow", store, ExportOptions(adapters=("value",)))
+    with pytest.raises(StartupError, match="adapters of this base change the layers value"):
+        open_adapters([folders["stars"]], [narrow], 64)
+    with pytest.raises(ExportError, match=r"--adapters q: no linear layer .* \(there: dense, key"):
+        export(str(checkpoints["bert"]), "wrong", store, ExportOptions(adapters=("q",)))
+
+
+def test_a_server_answers_by_adapters_in_every_protocol_and_reloads_them(
+    base: Bundle, folders: dict[str, Path], base_model: BertForPreTraining, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    for name in ("stars", "vectors"):
+        shutil.copytree(folders[name], served / name)
+    for number in range(MOST_ADAPTER_SERIES):  # more than have metrics of their own
+        shutil.copytree(folders["heads-only"], served / f"tenant-{number}")
+    flags = ("--adapter", str(served), "--precision", "fp32")
+    with running_server(base.path.parents[1], *flags) as server:
+        post = partial(httpx.post, timeout=30)
+        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        names = ["stars@1", *(f"tenant-{n}@1" for n in range(MOST_ADAPTER_SERIES)), "vectors@1"]
+        assert models[0]["id"] == "base@1"
+        assert sorted(model["id"] for model in models[1:]) == sorted(names)
+        texts = {"inputs": "the film was good", "model": "stars"}
+        scores = post(f"{server.url}/classify", json=texts).json()
+        assert {row["label"] for row in scores[0]} == set(LABELS)
+        tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [texts["inputs"]]}
+        inferred = post(
+            f"{server.url}/v2/models/stars.text-classification/infer", json={"inputs": [tensor]}
+        ).json()
+        rows = {one["name"]: one["data"] for one in inferred["outputs"]}
+        assert dict(zip(rows["label"], rows["score"], strict=True)) == pytest.approx(
+            {row["label"]: row["score"] for row in scores[0]}, abs=1e-6
+        )
+        predicted = post(f"{server.url}/predict", json=texts).json()
+        assert {row["label"] for row in predicted} == set(LABELS)
+        own, adapted = (
+            post(f"{server.url}/v1/embeddings", json={"input": "a text", "model": model}).json()
+            for model in ("base", "vectors")
+        )
+        assert adapted["model"].startswith("vectors")
+        vectors = [np.array(one["data"][0]["embedding"]) for one in (own, adapted)]
+        assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
+        metrics = httpx.get(f"{server.url}/metrics").text
+        shown = set(re.findall(r'cloze_requests_total\{[^}]*model="([^"]*)"', metrics))
+        assert len(shown - {"base", ""}) == MOST_ADAPTER_SERIES
+        assert "stars" in shown
+        assert "vectors" not in shown  # counts as its base
+        info = {m["name"]: m for m in httpx.get(f"{server.url}/info").json()["models"]}
+        assert info["stars"]["base"] == "base@1"
+        assert info["base"]["embedding_space"] != info["vectors"]["embedding_space"]
+        ended = threading.Event()
+
+        def ask() -> list[Any]:
+            """Return the answers by one adapter until the reloads have ended."""
+            answers = []
+            while not ended.is_set():
+                answers.append(post(f"{server.url}/classify", json=texts).json())
+            return answers
+
+        with ThreadPoolExecutor(2) as clients:
+            asking_on = [clients.submit(ask) for _ in range(2)]
+            try:
+                shutil.copytree(folders["topics"], served / "topics")
+                assert "reloaded: added topics@1" in server.reload()
+                assert (
+                    post(f"{server.url}/classify", json=texts | {"model": "topics"}).status_code
+                    == 200
+                )
+                (served / "topics" / "adapter_model.safetensors").write_bytes(b"x" * 64)
+                assert server.reload().endswith(f"refused {served}/topics")
+                shutil.rmtree(served / "topics")
+                assert "reloaded: removed topics@1" in server.reload()
+            finally:
+                ended.set()
+        for client in asking_on:
+            assert client.result()
+            assert all(answer == scores for answer in client.result()), "one was lost"
+        assert post(f"{server.url}/classify", json=texts).json() == scores
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_results_are_those_of_peft(
+    base: Bundle, base_model: BertForPreTraining, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(0)
+    own = BertForSequenceClassification.from_pretrained(checkpoints["bert"], num_labels=3)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS",
+        r=4,
+        target_modules="all-linear",
+        use_rslora=True,
+        alpha_pattern={"query": 3},
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(own, config).eval()
+    model.save_pretrained(tmp_path / "by-peft")
+    engine, adapters = opened(base, {"by-peft": tmp_path / "by-peft"})
+    encoding = asking(1, "class", adapters["by-peft"].key)
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(encoding.input_ids.astype(np.int64))[None]).logits[0]
+    batch = [encoding, asking(2, "embed")]
+    np.testing.assert_allclose(array(engine.run(batch)[0]), wanted.numpy(), rtol=0, atol=1e-5)

@@ -1,0 +1,265 @@
+"""What the server answers over REST equals what transformers answers, for every task and parameter."""
+
+import io
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    DistilBertForMaskedLM,
+    FillMaskPipeline,
+    PreTrainedTokenizerBase,
+)
+
+from tests.support.serving import Server
+
+QA_GOLDEN = json.loads((Path(__file__).parents[1] / "oracles" / "qa-v4.json").read_text())
+
+TEXTS = [
+    "Paris is the [MASK] of France.",
+    "[MASK]!",
+    "the [MASK] opened the [MASK] of the old house, and [MASK] saw the moon",
+    "who isn't [MASK] ? walked , running .",
+    "Ünïcödé [MASK] 北京 zzz",
+]
+
+
+def post(server: Server, route: str, **body: Any) -> Any:
+    response = httpx.post(f"{server.url}{route}", json=body, timeout=30)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def assert_alike(actual: Any, expected: Any) -> None:
+    """Equal in shape, order, texts and ids; numbers to 1e-4."""
+    if isinstance(expected, list):
+        assert isinstance(actual, list)
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_alike(one, other)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert_alike(actual[key], expected[key])
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, abs=1e-4)
+    else:
+        assert actual == expected
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=["bert", "distilbert"])
+def fill_mask_pipeline(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path]
+) -> tuple[str, FillMaskPipeline]:
+    cls = {"bert": BertForMaskedLM, "distilbert": DistilBertForMaskedLM}[request.param]
+    folder = checkpoints[request.param]
+    return request.param, FillMaskPipeline(
+        model=cls.from_pretrained(folder), tokenizer=tokenizer_of(folder), device="cpu"
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 20},
+        {"targets": ["paris", "king", "of"]},
+        {"targets": ["moon"], "top_k": 3},
+    ],
+)
+def test_fill_mask(
+    server: Server,
+    fill_mask_pipeline: tuple[str, FillMaskPipeline],
+    text: str,
+    parameters: dict[str, Any],
+) -> None:
+    name, pipeline = fill_mask_pipeline
+    expected = pipeline(text, **parameters)
+    assert_alike(
+        post(server, "/fill-mask", inputs=text, parameters=parameters, model=name), expected
+    )
+
+
+def test_fill_mask_of_many_texts_is_each_texts_answer(server: Server) -> None:
+    together = post(server, "/fill-mask", inputs=TEXTS)
+    assert_alike(together, [post(server, "/fill-mask", inputs=text) for text in TEXTS])
+
+
+def test_a_target_of_several_tokens_is_its_first_with_a_warning(server: Server) -> None:
+    response = httpx.post(
+        f"{server.url}/fill-mask",
+        json={"inputs": "a [MASK]", "parameters": {"targets": ["kings", "king", "sun"]}},
+    )
+    assert {prediction["token_str"] for prediction in response.json()} == {"king", "sun"}
+    assert (
+        response.headers["x-warning"]
+        == "target 'kings' is not in the vocabulary; 'king' stands for it"
+    )
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_embed(server: Server, checkpoints: dict[str, Path], kind: str) -> None:
+    tokenizer, model = tokenizer_of(checkpoints[kind]), AutoModel.from_pretrained(checkpoints[kind])
+    texts = ["a", "the king of the city", "Paris! " * 30]
+    expected = []
+    with torch.no_grad():
+        for text in texts:
+            hidden = model(
+                **tokenizer(text, return_tensors="pt", return_token_type_ids=kind == "bert")
+            ).last_hidden_state
+            expected.append(hidden[0].mean(0).numpy())
+    raw = np.array(post(server, "/embed", inputs=texts, normalize=False, model=kind))
+    np.testing.assert_allclose(raw, expected, atol=1e-4)
+    scaled = np.array(post(server, "/embed", inputs=texts, model=kind))
+    np.testing.assert_allclose(scaled, raw / np.linalg.norm(raw, axis=1, keepdims=True), atol=1e-5)
+    short = np.array(post(server, "/embed", inputs=texts, model=kind, dimensions=10))
+    np.testing.assert_allclose(
+        short, raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True), atol=1e-5
+    )
+    assert np.array(post(server, "/embed", inputs=texts[0], model=kind)).shape == (1, 64)
+
+
+def test_embed_takes_token_ids(server: Server, checkpoints: dict[str, Path]) -> None:
+    ids = tokenizer_of(checkpoints["bert"])("the king", add_special_tokens=False)["input_ids"]
+    expected = post(server, "/embed", inputs="the king")
+    assert_alike(post(server, "/embed", inputs=ids), expected)
+    assert_alike(post(server, "/embed", inputs=[2, *ids, 3]), expected)
+    assert_alike(post(server, "/embed", inputs=[ids, "the king"]), expected * 2)
+
+
+def test_embed_by_content_negotiation(server: Server) -> None:
+    body = {"inputs": ["the king", "of Paris"]}
+    expected = np.array(post(server, "/embed", **body), np.float32)
+    raw = httpx.post(
+        f"{server.url}/embed", json=body, headers={"accept": "application/octet-stream"}
+    )
+    assert raw.headers["x-shape"] == "2,64"
+    np.testing.assert_array_equal(np.frombuffer(raw.content, "<f4").reshape(2, 64), expected)
+    npy = httpx.post(f"{server.url}/embed", json=body, headers={"accept": "application/x-npy"})
+    np.testing.assert_array_equal(np.load(io.BytesIO(npy.content), allow_pickle=False), expected)
+
+
+def test_nsp(server: Server, checkpoints: dict[str, Path]) -> None:
+    tokenizer = tokenizer_of(checkpoints["bert"])
+    model = BertForNextSentencePrediction.from_pretrained(checkpoints["bert"])
+    pairs = [
+        ("the king opened the door", "and saw the river"),
+        ("a", "b"),
+        ("who? " * 60, "moon " * 60),
+    ]
+    expected = []
+    for first, second in pairs:
+        with torch.no_grad():
+            inputs = tokenizer(
+                first, second, truncation="longest_first", max_length=160, return_tensors="pt"
+            )
+            is_next, not_next = model(**inputs).logits[0].softmax(0).tolist()
+        expected.append(
+            [{"label": "IsNext", "score": is_next}, {"label": "NotNext", "score": not_next}]
+        )
+    bodies = [{"text": first, "next": second} for first, second in pairs]
+    assert_alike(post(server, "/nsp", inputs=bodies), expected)
+    assert_alike(post(server, "/nsp", inputs=bodies[0]), expected[0])
+    scores = [result[0]["score"] for result in expected]
+    assert len({round(score, 3) for score in scores}) == 3, "the oracle must tell the pairs apart"
+
+
+def test_nsp_ranks_candidates(server: Server) -> None:
+    candidates = ["the moon", "a green house", "and saw the river"]
+    ranked = post(server, "/nsp", inputs={"text": "the king", "candidates": candidates})
+    scores = [
+        post(server, "/nsp", inputs={"text": "the king", "next": text})[0]["score"]
+        for text in candidates
+    ]
+    order = sorted(range(3), key=lambda index: -scores[index])
+    assert_alike(
+        ranked,
+        [{"index": index, "score": scores[index], "text": candidates[index]} for index in order],
+    )
+
+
+@pytest.mark.parametrize(
+    "case", QA_GOLDEN["cases"], ids=lambda case: f"{case['question'][:12]}-{case['parameters']}"
+)
+def test_qa_as_transformers_4_answers(server: Server, case: dict[str, Any]) -> None:
+    """But for two things: spans that end before they begin, which it gives with a score of 0 when
+    it runs out of others; and an answer of several windows, for which it adds their scores.
+    """
+    inputs = {"question": case["question"], "context": case["context"]}
+    expected = case["answers"] if isinstance(case["answers"], list) else [case["answers"]]
+    expected = [answer for answer in expected if answer["score"] > 0]
+    asked = case["parameters"] | {"return_usage": True}
+    answer = post(server, "/qa", inputs=[inputs], parameters=asked)
+    [answers], windows = answer["result"], len(answer["usage"][0]["windows"] or [None])
+    answers = answers if isinstance(answers, list) else [answers]
+    if windows == 1:
+        assert_alike(answers, expected)
+        return
+    ours = {answer["answer"].lower(): answer["score"] for answer in answers}
+    theirs = {answer["answer"].lower(): answer["score"] for answer in expected}
+    assert ours.keys() & theirs.keys() or len(answers) == 1
+    for text in ours.keys() & theirs.keys():
+        assert ours[text] - 1e-4 <= theirs[text] <= windows * ours[text] + 1e-4
+
+
+def test_qa_of_many_questions_is_each_questions_answer(server: Server) -> None:
+    inputs = [
+        {"question": case["question"], "context": case["context"]} for case in QA_GOLDEN["cases"]
+    ]
+    assert_alike(
+        post(server, "/qa", inputs=inputs), [post(server, "/qa", inputs=one) for one in inputs]
+    )
+
+
+def test_qa_offsets_point_into_the_context(server: Server) -> None:
+    for case in QA_GOLDEN["cases"]:
+        answers = post(
+            server,
+            "/qa",
+            inputs={"question": case["question"], "context": case["context"]},
+            parameters={"top_k": 5},
+        )
+        for answer in answers if isinstance(answers, list) else [answers]:
+            assert case["context"][answer["start"] : answer["end"]] == answer["answer"]
+
+
+def test_qa_tells_what_each_window_had_to_offer(server: Server) -> None:
+    context = "the king of paris walked to the house . " * 12 + "the queen was old ."
+    inputs = {"question": "who was old ?", "context": context}
+    parameters = {"top_k": 2, "max_seq_len": 48, "doc_stride": 16}
+    plain = post(server, "/qa", inputs=inputs, parameters=parameters)
+    detailed = post(server, "/qa", inputs=inputs, parameters=parameters | {"details": True})
+    assert detailed["answers"] == plain
+    windows = detailed["windows"]
+    assert len(windows) > 3
+    assert (windows[0]["start"], windows[-1]["end"]) == (0, len(context))
+    texts = [answer["answer"] for answer in plain]
+    for before, window in pairwise(windows):
+        assert window["start"] < before["end"], "windows overlap"
+    for window in windows:
+        best = window["best"]
+        assert best["answer"] == context[best["start"] : best["end"]]
+        assert window["start"] <= best["start"] < best["end"] <= window["end"]
+        assert 0 < window["no_answer"] < 1
+        if window["reason"] == "returned":
+            assert texts[window["rank"] - 1] == best["answer"]
+        else:
+            assert best["answer"] not in texts
+            assert re.match(r"\d+ answers? ha(s|ve) a higher score", window["reason"])
+    assert {window["reason"] for window in windows} != {"returned"}

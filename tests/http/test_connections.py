@@ -1,0 +1,291 @@
+"""Slow and hostile clients: each limit of connections, and what other clients notice."""
+
+import re
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.certificates import make_certificate
+from tests.support.cores import Stopwatch
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
+from tests.system.test_promises import FAULTY, embed, wait_for_run
+
+pytestmark = pytest.mark.timeout(120)
+
+LIMITS = {"CLOZE_HEADER_TIMEOUT_MS": "400", "CLOZE_IDLE_TIMEOUT_MS": "900"}
+
+
+def address(server: Server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(address(server), timeout=10)
+
+
+def seconds_until_closed(connection: socket.socket) -> float:
+    started = time.monotonic()
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return time.monotonic() - started
+
+
+@contextmanager
+def connections(server: Server, count: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(connect(server)))
+            if sent:
+                opened[-1].sendall(sent)
+        yield opened
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.settimeout(0.02)
+    try:
+        return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tiny_store: Path) -> Iterator[Server]:
+    with running_server(tiny_store, "--model", "bert", **LIMITS) as running:
+        yield running
+
+
+def test_headers_must_arrive_in_time(server: Server) -> None:
+    """However steadily the bytes come."""
+    with connect(server) as connection:
+        started = time.monotonic()
+        try:
+            for byte in b"POST /embed HTTP/1.1\r\nhost: localhost\r\n" * 10:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+        except OSError:
+            pass
+        assert seconds_until_closed(connection) < 1
+        assert 0.3 < time.monotonic() - started < 3
+
+
+def test_an_idle_connection_ends(server: Server) -> None:
+    with connect(server) as silent, connect(server) as used:
+        used.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert used.recv(65536).startswith(b"HTTP/1.1 200")
+        assert 0.5 < seconds_until_closed(silent) < 4
+        assert seconds_until_closed(used) < 4
+
+
+def test_a_connection_that_works_stays(server: Server) -> None:
+    with connect(server) as connection:
+        for _ in range(4):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            time.sleep(0.5)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_in_a_pipeline_are_not_idle(tiny_store: Path) -> None:
+    body = b'{"inputs": "river"}'
+    request = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with (
+        running_server(tiny_store, "--model", "bert", command=FAULTY, **LIMITS) as server,
+        connect(server) as connection,
+    ):
+        connection.sendall((request + body) * 2)  # 3 s each, and the idle timeout is 0.9 s
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 2:
+            data = connection.recv(65536)
+            assert data, received
+            received += data
+
+
+def test_the_oldest_idle_connection_makes_room(tiny_store: Path) -> None:
+    with (
+        running_server(tiny_store, "--model", "bert", CLOZE_MAX_CONNECTIONS="8") as server,
+        connections(server, 8, b"POST /embed HTTP/1.1\r\nhost") as half_sent,
+    ):
+        for _ in range(3):
+            assert embed(server, "walk").status_code == 200
+        assert not is_open(half_sent[0])
+        assert is_open(half_sent[7])
+
+
+def test_a_busy_connection_never_makes_room(tiny_store: Path) -> None:
+    limits = {"CLOZE_MAX_CONNECTIONS": "2", "CLOZE_WORKERS": "2", "CLOZE_MAX_BATCH_TOKENS": "1"}
+    body = b'{"inputs": "river"}'
+    request = (
+        b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    )
+    with (
+        running_server(tiny_store, "--model", "bert", command=FAULTY, **limits) as server,
+        connections(server, 2, request) as busy,
+    ):
+        wait_for_run(server, "river", count=2)
+        with connect(server) as refused:
+            answer = refused.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+        assert b"the server has 2 connections, the most" in answer
+        for connection in busy:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert any("a connection was refused" in line for line in server.log)
+
+
+def test_an_address_has_its_own_limit(tiny_store: Path) -> None:
+    limits = {"CLOZE_MAX_CONNECTIONS_PER_ADDRESS": "3"}
+    with running_server(tiny_store, "--model", "bert", **limits) as server:
+        with connections(server, 3), connect(server) as refused:
+            assert b"the address has 4 connections, and 3 at most" in refused.recv(65536)
+        wait_until(lambda: _answers(server))
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_few_files_mean_few_connections_and_nobody_is_shut_out(tiny_store: Path) -> None:
+    """A server with 128 descriptors, and 300 connections that send nothing."""
+    program = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); "
+        "sys.argv = ['cloze', 'serve', *sys.argv[1:]]; "
+        "runpy.run_module('cloze', run_name='__main__')"
+    )
+    with (
+        running_server(
+            tiny_store, "--model", "bert", command=(sys.executable, "-c", program)
+        ) as server,
+        connections(server, 300),
+    ):
+        for _ in range(5):
+            assert embed(server, "walk").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /embed HTTP/1.1\r\nho",
+        b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{",
+    ],
+    ids=["idle", "half-sent headers", "half-sent body"],
+)
+def test_thousands_of_connections_disturb_nobody(tiny_store: Path, sent: bytes) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = 5000
+    if hard < count + 500:
+        pytest.skip(f"the limit of open files is {hard}; the test needs {count + 500}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 20_000), hard))
+    limits = {
+        "CLOZE_HEADER_TIMEOUT_MS": "3000",
+        "CLOZE_IDLE_TIMEOUT_MS": "3000",
+        "CLOZE_REQUEST_TIMEOUT_MS": "3000",
+        "CLOZE_TRUSTED_PROXIES": "127.0.0.1",
+    }
+    other = {"x-forwarded-for": "192.0.2.1"}  # a client that opened none of the connections
+    try:
+        with (
+            running_server(tiny_store, "--model", "bert", **limits) as server,
+            httpx.Client(headers=other) as client,
+            connections(server, count, sent) as opened,
+        ):
+            slowest = 0.0
+            for _ in range(20):
+                stopwatch = Stopwatch(server.process.pid)
+                answer = client.post(f"{server.url}/embed", json={"inputs": "walk"})
+                slowest = max(slowest, stopwatch.elapsed_s())
+                assert answer.status_code == 200, answer.text
+                time.sleep(0.05)
+            assert slowest < 2.0
+            wait_until(lambda: not any(map(is_open, opened[:20] + opened[-20:])), longest_s=40)
+            assert client.post(f"{server.url}/embed", json={"inputs": "walk"}).status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_half_sent_body_does_not_hold_the_drain(tiny_store: Path) -> None:
+    with running_server(tiny_store, "--model", "bert") as server:
+        head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n{"
+        with connections(server, 3, head):
+            assert embed(server, "walk").status_code == 200
+            started = time.monotonic()
+            server.process.terminate()
+            assert server.process.wait(30) == 0
+            assert time.monotonic() - started < 8
+
+
+def test_a_connection_that_opens_during_the_drain_ends_with_it(
+    tiny_store: Path, tmp_path: Path
+) -> None:
+    """Its TLS handshake ends while another connection still has its answer to come."""
+    public, private = make_certificate(tmp_path)
+    tls = ("--tls-certificate", str(public), "--tls-key", str(private))
+    trusting = ssl.create_default_context(cafile=str(public))
+    with (
+        running_server(tiny_store, "--model", "bert", *tls, command=FAULTY) as server,
+        httpx.Client(verify=trusting) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        host, port = server.url.removeprefix("https://").split(":")
+        slow = pool.submit(client.post, f"{server.url}/embed", json={"inputs": "river"})
+        wait_for_run(server, "river")
+        with socket.create_connection((host, int(port)), timeout=10) as opening:
+            assert client.get(f"{server.url}/readyz").status_code == 200  # it is accepted by then
+            server.process.terminate()
+            wait_until(lambda: any("draining" in line for line in server.log))
+            wait_until(lambda: not _listens(host, int(port)))
+            with trusting.wrap_socket(opening, server_hostname="localhost"):
+                assert slow.result().status_code == 200
+                assert server.process.wait(8) == 0
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "CLOZE_TRUSTED_PROXIES",
+            "10.0.0.0/8,nowhere",
+            "CLOZE_TRUSTED_PROXIES: 'nowhere' does not",
+        ),
+        ("CLOZE_HEADER_TIMEOUT_MS", "5", "CLOZE_HEADER_TIMEOUT_MS: .*100"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(variable: str, value: str, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cloze", "serve", "--port", "0"],
+        env={"PATH": "/usr/bin:/bin", variable: value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(message, done.stderr), done.stderr

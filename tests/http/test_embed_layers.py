@@ -1,0 +1,190 @@
+"""Embeddings of other layers, pooled in another way, beside transformers' own hidden states."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import pytest
+import torch
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling
+from transformers import AutoModel, AutoTokenizer
+
+from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
+from cloze.export.errors import ExportError
+from cloze.export.graph.session import open_session
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.measure.scorer import GraphScorer
+from cloze.export.model import GraphWriter, TorchScorer
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.heads import layer_embedding
+from cloze.model_store.manifest import Precision
+from tests.export.test_int8 import gate_texts
+from tests.export.test_sentence import saved as sentence_transformer
+from tests.support.serving import Server, running_server
+from tests.support.tiny import save_checkpoint
+
+TEXTS = ["the king", "a moon over the sea and the old house", "of Paris"]
+
+LAYERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "first": lambda states: states[0],
+    "second-to-last": lambda states: states[-2],
+    "last": lambda states: states[-1],
+    "sum-last-four": lambda states: states[-4:].sum(0),
+    "concat-last-four": lambda states: torch.cat(list(states[-4:]), dim=1),
+    "sum-all": lambda states: states[1:].sum(0),
+}
+POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cls": lambda rows: rows[0],
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.amax(0),
+}
+
+TASKS = ("embed", "embed-layers", "embed-all")
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 4}
+    return save_checkpoint(tmp_path_factory.mktemp("four") / "bert", "bert", **sizes)
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "2")], ids=["one", "front-ends"])
+def server(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    four_layers: Path,
+    checkpoints: dict[str, Path],
+) -> Iterator[Server]:
+    store = Store(tmp_path_factory.mktemp("store"))
+    export(str(four_layers), "four", store, ExportOptions(tasks=TASKS))
+    export(str(checkpoints["distilbert"]), "two", store, ExportOptions(tasks=TASKS))
+    export(str(checkpoints["bert"]), "plain", store, ExportOptions(tasks=("embed",)))
+    with running_server(store.root, *request.param) as running:
+        yield running
+
+
+def embed(server: Server, model: str = "four", inputs: Any = TEXTS, **options: Any) -> Any:
+    body = {"inputs": inputs, "model": model, "normalize": False, **options}
+    return httpx.post(f"{server.url}/embed", json=body)
+
+
+@torch.no_grad()
+def states_of(folder: Path, text: str) -> torch.Tensor:
+    """The hidden states [N, S, H] of the embeddings and of each layer."""
+    encoded = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    model = AutoModel.from_pretrained(folder).eval()
+    return torch.stack(model(**encoded, output_hidden_states=True).hidden_states)[:, 0]
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_vectors_are_those_of_the_layers(
+    server: Server, four_layers: Path, layers: str, pooling: str
+) -> None:
+    answer = embed(server, layers=layers, pooling=pooling)
+    assert answer.status_code == 200, answer.text
+    for text, vector in zip(TEXTS, answer.json(), strict=True):
+        rows = LAYERS[layers](states_of(four_layers, text))
+        np.testing.assert_allclose(vector, POOLINGS[pooling](rows).numpy(), atol=5e-5)
+
+
+def test_the_models_own_pooling_stays_for_other_layers(server: Server) -> None:
+    default, mean = embed(server, layers="first"), embed(server, layers="first", pooling="mean")
+    assert default.json() == mean.json()
+
+
+def test_dimensions_and_length_are_those_of_all_layers(server: Server) -> None:
+    answer = embed(server, layers="concat-last-four", dimensions=300, normalize=True)
+    vectors = np.array(answer.json())
+    assert vectors.shape == (3, 300)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    answer = embed(server, layers="concat-last-four", dimensions=385)
+    assert answer.json()["error"] == "dimensions must be between 1 and 384, got 385"
+
+
+def test_requests_of_all_kinds_share_a_batch(server: Server) -> None:
+    kinds = [{"layers": "first"}, {"pooling": "max"}, {}, {"layers": "concat-last-four"}]
+    alone = [embed(server, **kind).json() for kind in kinds]
+    texts = TEXTS * 40
+    for kind, expected in zip(kinds, alone, strict=True):
+        together = np.array(embed(server, inputs=texts, **kind).json())
+        np.testing.assert_allclose(together, np.tile(expected, (40, 1)), atol=1e-5)
+
+
+def test_windows_are_pooled_like_texts(server: Server) -> None:
+    long = "year " * 300
+    answer = embed(server, inputs=long, layers="first", long_text="window")
+    np.testing.assert_allclose(
+        answer.json()[0], embed(server, inputs="year " * 158, layers="first").json()[0], atol=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "status", "message"),
+    [
+        ("plain", {"pooling": "max"}, 424, "pooling and layers need vectors of layers; export plain@1 with --task embed-layers too"),
+        ("two", {"layers": "sum-last-four"}, 422, "layers sum-last-four needs 4 layers; the model has 2"),
+        ("four", {"layers": "third"}, 422, "layers: Input should be 'first', 'second-to-last', 'last', 'sum-last-four', 'concat-last-four' or 'sum-all', got 'third'"),
+        ("four", {"pooling": "median"}, 422, "pooling: Input should be 'cls', 'mean' or 'max', got 'median'"),
+        ("four", {"pooling": "cls", "spans": [[0, 3]], "inputs": "the king"}, 422, "spans have the mean of the last layer; leave out pooling, layers"),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_pool_is_refused(
+    server: Server, model: str, options: dict[str, Any], status: int, message: str
+) -> None:
+    answer = embed(server, model, **options)
+    assert (answer.status_code, answer.json()["error"]) == (status, message)
+
+
+def test_a_model_with_layers_after_its_pooling_is_refused(tmp_path: Path) -> None:
+    modules = [Pooling(64, pooling_mode="mean"), Dense(64, 24)]
+    checkpoint = sentence_transformer(tmp_path, "bert-plain", *modules)
+    export(str(checkpoint), "m", Store(tmp_path / "store"), ExportOptions(tasks=TASKS))
+    with running_server(tmp_path / "store") as running:
+        answer = embed(running, "m", pooling="cls")
+        assert answer.status_code == 424
+        expected = "pooling and layers need a model without layers after its pooling; m@1 has some"
+        assert answer.json()["error"].startswith(expected)
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP16])
+def test_graphs_of_lower_precision_pass_the_gate(
+    tmp_path: Path, four_layers: Path, precision: Precision
+) -> None:
+    options = ExportOptions(tasks=("embed", "embed-layers"), precisions=(precision,))
+    bundle = export(str(four_layers), "m", Store(tmp_path), options)
+    assert {lower.graph.precision for lower in bundle.manifest.lower_precisions()} == {precision}
+
+
+def test_only_who_asks_for_the_task_gets_the_head(tmp_path: Path, four_layers: Path) -> None:
+    bundle = export(str(four_layers), "m", Store(tmp_path))
+    assert "embed-layers" not in bundle.manifest.tasks
+
+
+def test_every_layer_is_verified_and_passes_the_gate(four_layers: Path, tmp_path: Path) -> None:
+    """A graph that takes the third layer for the second is neither published nor passed."""
+    checkpoint, heads = load_checkpoint(str(four_layers)), [layer_embedding.HEAD]
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path).write()
+    subject = GraphUnderTest(graph, checkpoint, heads, 64)
+    torch_scorer = TorchScorer(checkpoint.model, torch.device("cpu"))
+    texts = gate_texts(checkpoint, 64)
+
+    def gate() -> dict[str, float]:
+        scorer = GraphScorer(open_session(tmp_path / graph.file, graph.layout), subject.spec)
+        return pass_gate(torch_scorer, scorer, "graph", heads, texts).measured
+
+    verify(tmp_path, subject)
+    assert gate() == {"layer_embedding_cosine_mean": pytest.approx(1.0)}
+
+    model = onnx.load(tmp_path / graph.file, load_external_data=False)
+    (split,) = (node for node in model.graph.node if node.op_type == "Split")
+    split.output[2], split.output[3] = split.output[3], split.output[2]
+    onnx.save(model, tmp_path / graph.file)
+    with pytest.raises(ExportError, match=r"layer_\w+ at .* differs from torch"):
+        verify(tmp_path, subject)
+    with pytest.raises(ExportError, match="layer_embedding_cosine_mean is 0"):
+        gate()

@@ -1,0 +1,402 @@
+"""The name of a vector space, and the roles of texts: what changes the name, and where it stands."""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
+from sentence_transformers.util.quantization import quantize_embeddings
+
+from cloze.cli import cli
+from cloze.client import Client, RequestRefused
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.embedding_space import embedding_space, own_recipe
+from cloze.model_store.manifest import Manifest, Weights
+from tests.export.test_sentence import saved
+from tests.support.serving import Server, running_server
+from tests.system.test_released_clients import run
+from tests.unit.service.tasks.model import manifest
+
+PROMPTS = {"query": "ask : ", "passage": "the : "}
+HEADER, EXPECTED = "x-embedding-space", "x-expect-embedding-space"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    after = (Pooling(64), Dense(64, 48), Normalize())
+    return saved(tmp_path_factory.mktemp("sentence"), "bert-plain", *after, prompts=PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    exported(checkpoint, root, name="roles")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with running_server(store, "--precision", "fp32") as server:
+        yield server
+
+
+def exported(checkpoint: Path, root: Path, name: str = "one", **options: Any) -> Manifest:
+    made = ExportOptions(tasks=("embed",), **options)
+    return export(str(checkpoint), name, Store(root), made).manifest
+
+
+def space(described: Manifest, precision: str = "fp32", **changes: Any) -> str | None:
+    recipe = own_recipe(described)
+    assert recipe is not None
+    return embedding_space(described, precision, replace(recipe, **changes))
+
+
+# ---- what changes the name -----------------------------------------------------------------------
+
+
+def _edit(file: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        values = json.loads((folder / file).read_text())
+        change(values)
+        (folder / file).write_text(json.dumps(values))
+
+    return edit
+
+
+def _add_to(file: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        tensors[min(tensors)] += 0.01
+        save_file(tensors, folder / file, {"format": "pt"})
+
+    return edit
+
+
+def _swap_words(tokenizer: Any) -> None:
+    words = tokenizer["model"]["vocab"]
+    words["the"], words["of"] = words["of"], words["the"]
+
+
+CHANGES = {
+    "weights": _add_to("model.safetensors"),
+    "projection": _add_to("2_Dense/model.safetensors"),
+    "settings": _edit("config.json", lambda c: c.update(layer_norm_eps=1e-5)),
+    "activation": _edit("2_Dense/config.json", lambda c: c.update(
+        activation_function="torch.nn.modules.linear.Identity")),
+    "tokenizer": _edit("tokenizer.json", _swap_words),
+    "pooling": _edit("1_Pooling/config.json", lambda c: c.update(pooling_mode="cls")),
+    "normalisation": _edit("modules.json", lambda modules: modules.pop()),
+    "default prompt": _edit(
+        "config_sentence_transformers.json", lambda c: c.update(default_prompt_name="query")),
+    "end that is cut": _edit(
+        "tokenizer_config.json", lambda c: c.update(truncation_side="left")),
+    "longest text": _edit("sentence_bert_config.json", lambda c: c.update(max_seq_length=30)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_moves_vectors_changes_the_name(
+    checkpoint: Path, store: Path, tmp_path: Path, change: str
+) -> None:
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    CHANGES[change](changed)
+    other = exported(changed, tmp_path / "store")
+    assert space(other) != space(Store(store).manifest("roles"))
+
+
+def test_the_length_that_a_request_asks_for_counts_whatever_the_model_s_own_is(
+    checkpoint: Path, store: Path, tmp_path: Path
+) -> None:
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    CHANGES["normalisation"](changed)
+    other = exported(changed, tmp_path / "store")
+    assert space(other, normalize=True) == space(Store(store).manifest("roles"))
+
+
+def test_a_request_and_a_precision_change_the_name(
+    checkpoint: Path, store: Path, tmp_path: Path
+) -> None:
+    own = Store(store).manifest("roles")
+    rounded = exported(checkpoint, tmp_path, weights=Weights.FP16)
+    spaces = [
+        space(own), space(own, "int8"), space(own, dimensions=8), space(own, normalize=False),
+        space(own, prompt="ask : "), space(own, pooling="max"), space(own, layers="first"),
+        space(rounded),
+    ]  # fmt: skip
+    assert len(set(spaces)) == len(spaces)
+
+
+def test_a_name_and_another_export_leave_the_space(
+    checkpoint: Path, store: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(checkpoint, tmp_path / "under another name")
+    card = copied / "README.md"
+    card.write_text("another card")
+    settings = json.loads((copied / "config.json").read_text())
+    settings |= {"transformers_version": "9.9", "_name_or_path": "elsewhere", "use_cache": False}
+    settings |= {"hidden_dropout_prob": 0.25}  # of training
+    (copied / "config.json").write_text(json.dumps(settings))
+    for _ in range(2):
+        other = exported(copied, tmp_path / "store", name="other")
+    assert other.version == 2
+    own = Store(store).manifest("roles")
+    assert space(other) == space(own)
+    written = {file: f.model_copy(update={"sha256": "1" * 64}) for file, f in own.files.items()}
+    written[own.tokenizer.file] = own.files[own.tokenizer.file]
+    assert space(own.model_copy(update={"files": written})) == space(own)  # graphs of a new release
+
+
+def test_the_name_is_that_of_every_release() -> None:
+    """Another value here means that each user has to embed each corpus again."""
+    assert space(manifest()) == "0ce7ca3b2bbeaf13"
+
+
+def test_a_bundle_that_does_not_say_enough_has_no_name() -> None:
+    described = manifest()
+    assert described.embedding is not None
+    projected = described.embedding.model_copy(update={"projected": True})
+    assert space(described.model_copy(update={"embedding": projected})) is None
+    assert space(described, "") is None, "no engine runs"
+
+
+# ---- where the name stands -----------------------------------------------------------------------
+
+
+TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+ASKING: list[tuple[str, dict[str, Any]]] = [
+    ("/embed", {"inputs": "a"}),
+    ("/", {"inputs": "a"}),
+    ("/v1/embeddings", {"input": "a", "model": "MODEL"}),
+    ("/embeddings", {"input": "a", "model": "MODEL"}),
+    ("/v2/models/MODEL.embed/infer", {"inputs": [TENSOR]}),
+    ("/v2/embed", {"texts": ["a"], "model": "MODEL", "input_type": "document"}),
+]
+
+
+def asked(server: Server, model: str, path: str, body: Any, **headers: str) -> httpx.Response:
+    named = json.loads(json.dumps([path, body]).replace("MODEL", model))
+    return httpx.post(server.url + named[0], json=named[1], headers=headers)
+
+
+def message(answer: httpx.Response) -> str:
+    body = answer.json()
+    error = body.get("error", body)
+    return str(error["message"] if isinstance(error, dict) else error)
+
+
+@pytest.mark.parametrize(("path", "body"), ASKING)
+def test_every_protocol_names_the_space_and_refuses_another(
+    server: Server, store: Path, path: str, body: dict[str, Any]
+) -> None:
+    own = space(Store(store).manifest("roles"))
+    answer = asked(server, "roles", path, body, **{EXPECTED: str(own)})
+    assert (answer.status_code, answer.headers[HEADER]) == (200, own)
+    refused = asked(server, "roles", path, body, **{EXPECTED: "0123456789abcdef"})
+    assert refused.status_code == 412
+    assert "'0123456789abcdef'" in message(refused)
+    assert f"roles@1 are in {own}" in message(refused)
+    if path.startswith("/v1"):
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_answers_of_several_processes_and_other_vectors_name_the_space(
+    every_task: Server, store: Path
+) -> None:
+    names = {
+        httpx.post(every_task.url + path, json={"inputs": "the king"}).headers[HEADER]
+        for path in ("/embed", "/embed_all", "/embed_sparse")
+    }
+    assert len(names) == 3, "vectors of texts, of tokens and of words share no index"
+    pair = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
+    answer = httpx.post(f"{every_task.url}/similarity", json=pair, headers={EXPECTED: "x"})
+    assert (answer.status_code, HEADER in answer.headers) == (200, False)
+    with running_server(store, "--precision", "fp32", "--frontends", "1") as server:
+        answer = asked(server, "roles", *ASKING[0])
+        assert answer.headers[HEADER] == space(Store(store).manifest("roles"))
+
+
+def test_models_clients_and_bulk_runs_name_the_space(
+    server: Server, store: Path, tmp_path: Path
+) -> None:
+    own = space(Store(store).manifest("roles"))
+    [model] = httpx.get(f"{server.url}/info").json()["models"]
+    [row] = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert model["embedding_space"] == row["embedding_space"] == own
+    shown = CliRunner().invoke(cli, ["store", "show", "roles", "--model-store", str(store)])
+    assert f"{own} (fp32)" in shown.output
+
+    with Client(server.url, batch_size=1) as client:
+        vectors = client.embed(["a", "b"])
+        assert (vectors.embedding_space, type(vectors + 1)) == (own, np.ndarray)
+        assert isinstance(vectors[0, 0] * 2, float | np.floating)
+        with pytest.raises(RequestRefused, match=f"412: .*are in {own}"):
+            client.embed("a", expect_embedding_space="another")
+        assert client.embed("a", expect_embedding_space=own).shape == (1, 48)
+
+    source = tmp_path / "texts.jsonl"
+    source.write_text('{"text": "a"}\n')
+    run = [
+        "bulk", "embed", str(source), "--output", str(tmp_path / "out"), "--precision", "fp32",
+        "--output-format", "parquet", "--model-store", str(store), "--json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(cli, run)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["embedding_spaces"] == [own]
+    metadata = pq.read_metadata(tmp_path / "out" / "part-00000.parquet").metadata
+    assert metadata[b"embedding_space"].decode() == own
+
+
+def test_a_client_that_gets_two_spaces_refuses_them() -> None:
+    names = iter(["one", "two"])
+
+    def reply(_: httpx.Request) -> httpx.Response:
+        headers = {"x-shape": "1,1", "x-dtype": "float32", HEADER: next(names)}
+        return httpx.Response(200, content=b"\0" * 4, headers=headers)
+
+    client = Client("http://x", batch_size=1, transport=httpx.MockTransport(reply))
+    with pytest.raises(Exception, match="in different spaces, one and two; call again"):
+        client.embed(["a", "b"])
+
+
+# ---- roles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("word", "role"), [
+    ("query", "query"), ("search_query", "query"), ("retrieval.query", "query"),
+    ("document", "document"), ("search_document", "document"), ("passage", "document"),
+    ("retrieval.passage", "document"),
+])  # fmt: skip
+def test_roles_choose_the_prompts_of_sentence_transformers(
+    server: Server, checkpoint: Path, word: str, role: str
+) -> None:
+    theirs = SentenceTransformer(str(checkpoint), device="cpu")
+    encode = theirs.encode_query if role == "query" else theirs.encode_document
+    body = {"input": ["the king"], "model": "roles", "input_type": word}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body)
+    [row] = answer.json()["data"]
+    np.testing.assert_allclose(row["embedding"], encode(["the king"])[0], atol=1e-4)
+    [model] = httpx.get(f"{server.url}/info").json()["models"]
+    assert model["roles"]["change_vectors"] is True
+    assert model["roles"][role]["embedding_space"] == answer.headers[HEADER]
+    native = httpx.post(f"{server.url}/embed", json={"inputs": "the king", "input_type": word})
+    np.testing.assert_allclose(native.json()[0], row["embedding"], atol=1e-6)
+
+
+TOO_LONG = "has {} tokens; the model reads 40"
+RAISED = {
+    "voyage": {
+        "unknown": "voyageai.error.InvalidRequestError: input_type 'clustering' is not one of query",
+        "long": f"voyageai.error.InvalidRequestError: input[0] {TOO_LONG.format(84)}",
+    },
+    "nvidia": {"long": f"builtins.Exception: [400] {{'message': 'input[0] {TOO_LONG.format(86)}"},
+    "jina": {"unknown": "builtins.RuntimeError: input_type 'separation' is not one of query"},
+    "cohere": {
+        "unknown": "cohere.errors.bad_request_error.BadRequestError",
+        "long": "cohere.errors.bad_request_error.BadRequestError",
+    },
+}
+"""What each client raises for a role, and for a long text, that the server refuses."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_released_clients_choose_roles(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    """Those of Voyage, NVIDIA, Jina and Cohere; the test skips if it cannot install them."""
+    text, long_text = "the king", "of " * 80 + "the king"
+    environment = tmp_path / "environment"
+    found = run("roles.py", "roles.txt", environment, server.url, "roles", text, long_text)
+    theirs = SentenceTransformer(str(checkpoint), device="cpu")
+    vectors = {
+        "query": theirs.encode_query([text])[0],
+        "document": theirs.encode_document([text])[0],
+        "without": theirs.encode([text])[0],
+    }
+    assert np.abs(vectors["query"] - vectors["document"]).max() > 0.01
+    for client, raised in RAISED.items():
+        assert {"query", "document", "short"} <= found[client].keys()
+        for name, value in found[client].items():
+            if name in vectors:
+                np.testing.assert_allclose(value, vectors[name], atol=1e-4, err_msg=client)
+            elif name in raised:
+                assert value.startswith(raised[name])
+        short = vectors["query"][:8] / np.linalg.norm(vectors["query"][:8])
+        np.testing.assert_allclose(found[client]["short"], short, atol=1e-4, err_msg=client)
+    np.testing.assert_allclose(found["nvidia"]["cut"], found["cohere"]["cut"], atol=1e-6)
+    assert f"texts[0] {TOO_LONG.format(86)}" in found["cohere"]["long"]
+
+    kinds = found["cohere types"]
+    exact = np.frombuffer(base64.b64decode(kinds["base64"]), "<f4")
+    np.testing.assert_allclose(exact, vectors["query"], atol=1e-4)
+    for kind in ("binary", "ubinary"):
+        assert kinds[kind] == quantize_embeddings(exact[None], kind)[0].tolist()
+    answered, tokens, identity = found["cohere answer"]
+    assert (answered, tokens, len(identity)) == ([text], 6, 16)
+
+
+def test_a_ranking_by_embeddings_uses_both_roles(server: Server, checkpoint: Path) -> None:
+    texts = ["the king", "of Paris", "a moon over the sea"]
+    theirs = SentenceTransformer(str(checkpoint), device="cpu")
+    cosines = theirs.encode_document(texts) @ theirs.encode_query(["moon"])[0]
+    ranks = httpx.post(f"{server.url}/rerank", json={"query": "moon", "texts": texts}).json()
+    scores = [rank["score"] for rank in sorted(ranks, key=lambda rank: rank["index"])]
+    np.testing.assert_allclose(scores, cosines, atol=1e-4)
+
+
+def test_a_model_without_roles_says_so(every_task: Server) -> None:
+    models = httpx.get(f"{every_task.url}/info").json()["models"]
+    embeds = [model for model in models if model["embedding"]]
+    assert embeds
+    for model in embeds:
+        assert model["roles"]["change_vectors"] is False
+        assert model["roles"]["query"]["embedding_space"] == model["embedding_space"]
+
+
+@pytest.mark.parametrize(("fields", "problem"), [
+    ({"input_type": "classification"}, "input_type 'classification' is not one of query, document"),
+    ({"task": "text-matching"}, "input_type 'text-matching' is not one of query, document, search_"),
+    ({"truncate": "NONE", "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
+    ({"truncation": False, "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
+    ({"truncate": False, "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
+    ({"truncate": "LEFT"}, "truncate: Input should be 'NONE', 'START' or 'END'"),
+    ({"late_chunking": True}, "late_chunking: there is no such field"),
+    ({"embedding_type": "binary"}, "embedding_type: Input should be 'float' or 'base64'"),
+])  # fmt: skip
+def test_words_of_other_clients_are_checked(
+    server: Server, fields: dict[str, Any], problem: str
+) -> None:
+    body = {"input": "a", "model": "roles"} | fields
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body)
+    assert answer.status_code == 400
+    assert problem in message(answer)
+
+
+def test_the_fields_of_voyage_and_jina_are_read(server: Server) -> None:
+    """Voyage's client sends nulls, and asks for base64; Jina's names the type of numbers."""
+    voyage = {
+        "input": ["a"], "model": "roles", "input_type": None, "truncation": True,
+        "output_dtype": None, "output_dimension": 8, "encoding_format": "base64",
+    }  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=voyage).json()
+    vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    jina = {"input": ["a"], "model": "roles", "dimensions": 8}
+    for fields in ({"encoding_type": "float"}, {"embedding_type": "float", "truncate": True}):
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | fields).json()
+        np.testing.assert_allclose(answer["data"][0]["embedding"], vector)
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | {"normalized": False}).json()
+    cut = np.array(answer["data"][0]["embedding"])
+    assert abs(np.linalg.norm(cut) - 1) > 0.1
+    np.testing.assert_allclose(cut / np.linalg.norm(cut), vector, atol=1e-6)

@@ -1,0 +1,339 @@
+"""Fill-mask of whole words and of several masks together, against direct computations."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
+
+from cloze.client import Client
+from cloze.model_store import Store
+from cloze.service.tasks.fill_tokens import target_words
+from cloze.service.text.tokenizer import Tokenizer
+from tests.support.serving import Server, running_server
+
+WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
+TWO_MASKS = "the [MASK] of the [MASK] was red"
+THREE_MASKS = "a [MASK] [MASK] and a [MASK]"
+
+
+def ask(server: Server, inputs: Any, model: str = "bert", **parameters: Any) -> httpx.Response:
+    body = {"inputs": inputs, "parameters": parameters, "model": model}
+    return httpx.post(f"{server.url}/fill-mask", json=body, timeout=60)
+
+
+def answer(server: Server, inputs: Any, model: str = "bert", **parameters: Any) -> Any:
+    response = ask(server, inputs, model, **parameters)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+class Oracle:
+    """A checkpoint in torch, and probabilities by single runs of it."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = {"bert": BertForMaskedLM, "distilbert": DistilBertForMaskedLM}[family]
+        self.model = model.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def probabilities(self, ids: list[int], position: int) -> torch.Tensor:
+        return self.model(input_ids=torch.tensor([ids])).logits[0, position].softmax(-1).double()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text).input_ids)
+
+    def masks(self, ids: list[int]) -> list[int]:
+        return [i for i, token in enumerate(ids) if token == self.tokenizer.mask_token_id]
+
+    def chain(self, ids: list[int], positions: list[int], tokens: list[int]) -> float:
+        """The probability of tokens, each given those before it."""
+        probability, ids = 1.0, list(ids)
+        for position, token in zip(positions, tokens, strict=True):
+            probability *= float(self.probabilities(ids, position)[token])
+            ids[position] = token
+        return probability
+
+    def word(self, text: str, word: str) -> float:
+        pieces = self.ids(word)[1:-1]
+        ids = self.ids(text.replace("[MASK]", "[MASK] " * len(pieces), 1))
+        return self.chain(ids, self.masks(ids)[: len(pieces)], pieces)
+
+
+@pytest.fixture(scope="module", params=["bert", "distilbert"])
+def oracle(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> tuple[str, Oracle]:
+    return request.param, Oracle(checkpoints[request.param], request.param)
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def test_words_have_the_probability_of_all_their_tokens(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    text = "the [MASK] was red"
+    words = answer(server, text, family, targets=WORDS, targets_as="words")
+    expected = {word: torch_model.word(text, word) for word in WORDS}
+    assert {word["token_str"]: word["score"] for word in words} == pytest.approx(expected, rel=1e-3)
+    scores = [word["score"] for word in words]
+    assert scores == sorted(scores, reverse=True)
+    by_name = {word["token_str"]: word for word in words}
+    assert len(by_name["unhealthy"]["tokens"]) > 1
+    assert by_name["unhealthy"]["sequence"] == "the unhealthy was red"
+
+
+def test_a_word_of_one_token_has_the_score_of_the_token(server: Server) -> None:
+    token = answer(server, "the [MASK] was red", targets=["paris"])[0]
+    word = answer(server, "the [MASK] was red", targets=["paris"], targets_as="words")[0]
+    assert word["score"] == pytest.approx(token["score"], rel=1e-4)
+    assert word["tokens"] == [token["token"]]
+
+
+def test_words_for_each_of_several_masks(server: Server, oracle: tuple[str, Oracle]) -> None:
+    family, torch_model = oracle
+    first, second = answer(
+        server, TWO_MASKS, family, targets=["walking", "red"], targets_as="words"
+    )
+    scores = {word["token_str"]: word["score"] for word in first}
+    assert scores["walking"] == pytest.approx(torch_model.word(TWO_MASKS, "walking"), rel=1e-3)
+    assert {word["token_str"] for word in second} == {"walking", "red"}
+    assert "[MASK]" in first[0]["sequence"]
+
+
+def test_words_in_several_texts(server: Server) -> None:
+    texts = ["the [MASK] was red", "a [MASK]"]
+    options = {"targets": WORDS, "targets_as": "words", "top_k": 2}
+    together = answer(server, texts, **options)
+    for text, words in zip(texts, together, strict=True):
+        alone = answer(server, text, **options)
+        assert [word["token_str"] for word in words] == [word["token_str"] for word in alone]
+        assert len(words) == 2
+
+
+def test_words_outside_the_vocabulary_are_left_out(server: Server) -> None:
+    response = ask(server, "the [MASK]", targets=["red", "北", " "], targets_as="words")
+    assert [word["token_str"] for word in response.json()] == ["red"]
+    assert (
+        "target '\\u5317' is not in the vocabulary and was left out"
+        in response.headers["x-warning"]
+    )
+
+
+def test_the_mask_is_no_word_to_fill_in(tiny_store: Path) -> None:
+    tokenizer = Tokenizer(Store(tiny_store).open("bert"))
+    words, warnings = target_words(tokenizer, ["king", "[MASK]", "moon"], whole=True)
+    assert words == tokenizer.ids(["king", "moon"])
+    assert warnings == ("target '[MASK]' is not in the vocabulary and was left out",)
+
+
+# ---- several masks together ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["left-to-right", "beam"])
+def test_the_joint_probability_is_that_of_the_chain_rule(
+    server: Server, oracle: tuple[str, Oracle], method: str
+) -> None:
+    family, torch_model = oracle
+    fillings = answer(server, THREE_MASKS, family, decode=method, top_k=4)
+    ids = torch_model.ids(THREE_MASKS)
+    masks = torch_model.masks(ids)
+    assert len(fillings) == 4
+    for filling in fillings:
+        expected = torch_model.chain(ids, masks, filling["tokens"])
+        assert filling["score"] == pytest.approx(expected, rel=1e-3)
+        strings = [torch_model.tokenizer.decode([token]) for token in filling["tokens"]]
+        assert filling["token_strs"] == strings
+        assert "[MASK]" not in filling["sequence"]
+    scores = [filling["score"] for filling in fillings]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_left_to_right_takes_the_likeliest_token_each_time(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    ids = torch_model.ids(TWO_MASKS)
+    first, second = torch_model.masks(ids)
+    best = [int(torch_model.probabilities(ids, first).argmax())]
+    ids[first] = best[0]
+    best.append(int(torch_model.probabilities(ids, second).argmax()))
+    filling = answer(server, TWO_MASKS, family, decode="left-to-right", top_k=1)
+    assert [found["tokens"] for found in filling] == [best]
+
+
+def test_a_beam_keeps_the_best_hypotheses_at_each_mask(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    ids, width = torch_model.ids(THREE_MASKS), 6
+    hypotheses: list[tuple[float, list[int]]] = [(1.0, [])]
+    masks = torch_model.masks(ids)
+    for mask in masks:
+        extended = []
+        for probability, tokens in hypotheses:
+            filled = list(ids)
+            for position, token in zip(masks, tokens, strict=False):
+                filled[position] = token
+            best = torch_model.probabilities(filled, mask).topk(width)
+            extended += [
+                (probability * float(value), [*tokens, int(token)])
+                for value, token in zip(best.values, best.indices, strict=True)
+            ]
+        hypotheses = sorted(extended, reverse=True)[:width]
+    fillings = answer(server, THREE_MASKS, family, decode="beam", top_k=width)
+    assert [filling["tokens"] for filling in fillings] == [tokens for _, tokens in hypotheses]
+    expected = [probability for probability, _ in hypotheses]
+    assert [filling["score"] for filling in fillings] == pytest.approx(expected, rel=1e-3)
+    greedy = answer(server, THREE_MASKS, family, decode="left-to-right", top_k=width)
+    assert [filling["tokens"] for filling in greedy] != [tokens for _, tokens in hypotheses]
+
+
+def test_independent_fillings_are_the_best_products(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    ids = torch_model.ids(TWO_MASKS)
+    tops = [torch_model.probabilities(ids, mask).topk(6) for mask in torch_model.masks(ids)]
+    pairs = [
+        (float(a * b), [int(i), int(j)])
+        for (a, i), (b, j) in product(*(zip(t.values, t.indices, strict=True) for t in tops))
+    ]
+    expected = sorted(pairs, reverse=True)[:6]
+    fillings = answer(server, TWO_MASKS, family, decode="independent", top_k=6)
+    assert [f["score"] for f in fillings] == pytest.approx([s for s, _ in expected], rel=1e-3)
+    assert fillings[0]["tokens"] == expected[0][1]
+
+
+def test_texts_with_different_numbers_of_masks_are_filled_at_once(server: Server) -> None:
+    texts = ["the [MASK]", THREE_MASKS, TWO_MASKS]
+    together = answer(server, texts, decode="beam", top_k=2)
+    for text, fillings in zip(texts, together, strict=True):
+        alone = answer(server, text, decode="beam", top_k=2)
+        assert [f["tokens"] for f in fillings] == [f["tokens"] for f in alone]
+        assert len(fillings[0]["tokens"]) == text.count("[MASK]")
+    single = answer(server, "the [MASK]", top_k=1)[0]
+    assert together[0][0]["score"] == pytest.approx(single["score"], rel=1e-4)
+
+
+def test_the_tokens_of_all_rounds_are_counted(server: Server) -> None:
+    response = ask(server, TWO_MASKS, decode="left-to-right", top_k=3)
+    assert response.headers["x-compute-tokens"] == str(9 * (1 + 3))
+
+
+def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
+    texts = ["the [MASK]", TWO_MASKS]
+    with Client(server.url, batch_size=1) as client:
+        words = client.fill_mask_words(texts, WORDS, top_k=2)
+        fillings = client.fill_mask_jointly(texts, decode="left-to-right", top_k=2)
+    options = {"targets": WORDS, "targets_as": "words", "top_k": 2}
+    assert [[len(mask) for mask in text] for text in words] == [[2], [2, 2]]
+    expected = answer(server, TWO_MASKS, **options)
+    assert words[1][1][0].token_str == expected[1][0]["token_str"]
+    best = answer(server, TWO_MASKS, decode="left-to-right", top_k=2)
+    assert [one.tokens for one in fillings[1]] == [one["tokens"] for one in best]
+
+
+# ---- the original word --------------------------------------------------------------------------
+
+
+def test_the_original_word_has_a_probability_and_a_rank(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    texts = ["the [MASK] was red", "a [MASK] over the sea"]
+    results = answer(server, texts, family, original=["king", "moon"], top_k=3)
+    for text, word, result in zip(texts, ["king", "moon"], results, strict=True):
+        assert result["predictions"] == answer(server, text, family, top_k=3)
+        ids = torch_model.ids(text)
+        likely = torch_model.probabilities(ids, torch_model.masks(ids)[0])
+        [token] = torch_model.ids(word)[1:-1]
+        original = result["original"]
+        assert (original["token"], original["token_str"]) == (token, word)
+        assert original["score"] == pytest.approx(torch_model.word(text, word), rel=1e-3)
+        assert original["rank"] == 1 + int((likely > likely[token]).sum())
+
+
+def test_the_best_prediction_has_rank_1(server: Server) -> None:
+    best = answer(server, "the [MASK] was red", top_k=1)[0]
+    result = answer(server, "the [MASK] was red", original=best["token_str"])
+    assert result["original"]["rank"] == 1
+    assert result["original"]["score"] == pytest.approx(best["score"])
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "message"),
+    [
+        ("a [MASK]", {"targets_as": "words"}, "targets_as words needs targets"),
+        (
+            "a [MASK]",
+            {"targets_as": "letters"},
+            "parameters.targets_as: Input should be 'tokens' or 'words'",
+        ),
+        (
+            "a [MASK]",
+            {"decode": "beam", "targets": ["red"]},
+            "decode chooses among the whole vocabulary",
+        ),
+        (
+            "a [MASK]",
+            {"decode": "greedy"},
+            "parameters.decode: Input should be 'independent', 'left-to-right' or 'beam'",
+        ),
+        (
+            "a [MASK]",
+            {"targets": ["北"], "targets_as": "words"},
+            "none of the targets is a word of the model's vocabulary",
+        ),
+        ("a", {"decode": "beam"}, "inputs holds no mask token"),
+        (
+            "a [MASK]",
+            {"targets": ["unhealthy " * 100], "targets_as": "words"},
+            "inputs leaves no room for a text beside ",
+        ),
+        (
+            "year " * 157 + "[MASK]",
+            {"targets": ["walking"], "targets_as": "words"},
+            "inputs has 161 tokens; the model reads 160, and long_text is error",
+        ),
+        (
+            "[MASK] " + "year " * 158,
+            {"decode": "beam"},
+            "inputs has 161 tokens; the model reads 160",
+        ),
+        (
+            ["[MASK] " * 9] * 40,
+            {"targets": [f"walking{n}" for n in range(100)], "targets_as": "words"},
+            "the request asks for 36000 predictions (masks x top_k); the limit is 32768",
+        ),
+        (
+            ["[MASK] [MASK]"] * 40,
+            {"decode": "beam", "top_k": 50},
+            "decode beam compares 200000 predictions; the limit is 32768",
+        ),
+    ],
+)
+def test_bad_input_is_refused(
+    server: Server, inputs: Any, parameters: dict[str, Any], message: str
+) -> None:
+    response = ask(server, inputs, **parameters)
+    assert response.status_code == 422
+    assert response.json()["error"].startswith(message)
+
+
+def test_the_cost_of_all_rounds_is_limited_before_the_first(tiny_store: Path) -> None:
+    with running_server(tiny_store, CLOZE_MAX_REQUEST_TOKENS="100") as server:
+        assert ask(server, TWO_MASKS, decode="left-to-right").status_code == 200  # 54 tokens
+        response = ask(server, THREE_MASKS, decode="beam", top_k=9)
+        assert response.status_code == 422
+        assert response.json()["error"] == (
+            "up to inputs decode beam takes 152 tokens; the limit of a request is 100"
+        )
+        response = ask(server, THREE_MASKS, targets=WORDS, targets_as="words")
+        assert "the limit of a request is 100" in response.json()["error"]

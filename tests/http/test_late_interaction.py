@@ -1,0 +1,540 @@
+"""Late interaction and BGE-M3: the vectors of their own libraries, and what the server makes of them.
+
+Two oracles: sentence-transformers' ``MultiVectorEncoder``, which reads the directories of PyLate and
+of Stanford's ColBERT, and a direct computation over transformers' encoder from ids as PyLate makes
+them. The two differ in one point: PyLate drops unknown words if a word of its list is unknown.
+"""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from sentence_transformers import MultiVectorEncoder
+from tokenizers import Tokenizer
+from transformers import AutoModel
+
+from cloze.cli import cli
+from cloze.client import Client
+from cloze.export.errors import ExportError
+from cloze.export.graph.session import open_session
+from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.measure.scorer import GraphScorer
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.batch import Encoding
+from cloze.model_store.embedding_space import embedding_space, own_recipes
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.multi_vector import MultiVectorRequest
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Manifest, Precision
+from tests.support import late_models
+from tests.support.serving import Server, running_server
+
+QUERIES = ["the king", "paris is the capital of france", "who walked " * 9]
+DOCUMENTS = [
+    "the king was dead.",
+    "paris, the capital city, had great doors.",
+    "time year people water " * 9,
+    "red, green. blue",
+]
+UNKNOWN = "the \N{SNOWMAN} king, dead."
+KINDS: dict[str, Any] = {
+    "pylate": (late_models.pylate, {}),
+    "attending": (late_models.pylate, {"attend_to_expansion_tokens": True}),
+    "unfilled": (late_models.pylate, {"do_query_expansion": False, "query_prefix": ""}),
+    "stanford": (late_models.stanford, {}),
+    "modernbert": (late_models.pylate_modernbert, {}),
+}
+Floats = NDArray[np.float32]
+HEADER, EXPECTED = "x-embedding-space", "x-expect-embedding-space"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("late")
+    made = {name: make(root / name, **settings) for name, (make, settings) in KINDS.items()}
+    return made | {"bge": late_models.bge_m3(root / "bge")}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Store:
+    store = Store(tmp_path_factory.mktemp("store"))
+    for name, folder in folders.items():
+        export(str(folder), name, store)
+    return store
+
+
+@pytest.fixture(scope="module")
+def server(store: Store) -> Iterator[Server]:
+    with running_server(store.root, "--frontends", "1") as server:
+        yield server
+
+
+def vectors(server: Server, model: str, texts: list[str], role: str) -> list[Floats]:
+    body = {"inputs": texts, "model": model, "prompt_name": role}
+    response = httpx.post(f"{server.url}/embed_all", json=body)
+    assert response.status_code == 200, response.text
+    return [np.array(rows, np.float32) for rows in response.json()]
+
+
+def ranks(server: Server, model: str, query: str) -> list[dict[str, Any]]:
+    body = {"query": query, "texts": DOCUMENTS, "model": model}
+    response = httpx.post(f"{server.url}/rerank", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-ranked-by"] == "late-interaction"
+    rows: list[dict[str, Any]] = response.json()
+    return rows
+
+
+# ---- oracles -------------------------------------------------------------------------------------
+
+
+class Direct:
+    """PyLate's ``ColBERT``, computed from its settings over transformers' encoder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings = json.loads((folder / "config_sentence_transformers.json").read_text())
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.encoder = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+        self.weight = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
+
+    def id(self, token: str) -> int:
+        number = self.tokenizer.token_to_id(token)
+        return self.tokenizer.token_to_id("[UNK]") if number is None else number
+
+    @torch.no_grad()
+    def rows(self, text: str, role: str, *, marks: bool = True, fills: bool = True) -> Floats:
+        is_query, settings = role == "query", self.settings
+        longest = settings[f"{role}_length"]
+        marker = settings[f"{role}_prefix"] if marks else ""
+        cls, *own, sep = self.tokenizer.encode(text).ids
+        own = own[: longest - 2 - bool(marker)]
+        ids = [cls, *([self.id(marker)] if marker else []), *own, sep]
+        real = len(ids)
+        if is_query and settings["do_query_expansion"] and fills:
+            ids += [self.id("[MASK]")] * (longest - real)
+        attended = torch.arange(len(ids)) < real
+        if settings["attend_to_expansion_tokens"]:
+            attended[:] = True
+        hidden = self.encoder(torch.tensor([ids]), attention_mask=attended[None].long())
+        rows = torch.nn.functional.normalize(hidden.last_hidden_state[0] @ self.weight.T, dim=1)
+        skipped = set() if is_query else {self.id(word) for word in settings["skiplist_words"]}
+        kept: Floats = rows[[number not in skipped for number in ids]].numpy()
+        return kept
+
+
+def max_sim(query: Floats, document: Floats) -> float:
+    return float((query @ document.T).max(1).sum())
+
+
+@pytest.mark.parametrize("model", ["pylate", "attending", "stanford", "modernbert"])
+def test_vectors_and_ranks_are_those_of_sentence_transformers(
+    server: Server, folders: dict[str, Path], model: str
+) -> None:
+    oracle = MultiVectorEncoder(str(folders[model]), device="cpu")
+    theirs = oracle.encode_query(QUERIES), oracle.encode_document(DOCUMENTS)
+    ours = vectors(server, model, QUERIES, "query"), vectors(server, model, DOCUMENTS, "document")
+    for one, other in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+        np.testing.assert_allclose(one, np.asarray(other), atol=2e-5)
+    for number, query in enumerate(QUERIES):
+        expected = np.asarray(oracle.similarity(theirs[0][number : number + 1], theirs[1]))[0]
+        rows = ranks(server, model, query)
+        assert [row["index"] for row in rows] == np.argsort(-expected).tolist()
+        scores = [row["score"] for row in rows]
+        assert scores == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-4)
+
+
+@pytest.mark.parametrize("model", ["pylate", "attending", "unfilled", "modernbert"])
+def test_vectors_are_those_of_pylates_ids(
+    server: Server, folders: dict[str, Path], model: str
+) -> None:
+    oracle = Direct(folders[model])
+    for role, texts in (("query", [*QUERIES, UNKNOWN]), ("document", [*DOCUMENTS, UNKNOWN])):
+        for text, ours in zip(texts, vectors(server, model, texts, role), strict=True):
+            np.testing.assert_allclose(ours, oracle.rows(text, role), atol=2e-5)
+
+
+def test_a_query_without_marker_or_filling_has_other_scores(
+    server: Server, folders: dict[str, Path]
+) -> None:
+    oracle = Direct(folders["pylate"])
+    documents = [oracle.rows(text, "document") for text in DOCUMENTS]
+    ours = {row["index"]: row["score"] for row in ranks(server, "pylate", QUERIES[0])}
+    for options in ({"marks": False}, {"fills": False}):
+        query = oracle.rows(QUERIES[0], "query", **options)
+        wrong = [max_sim(query, document) for document in documents]
+        assert min(abs(wrong[index] - ours[index]) for index in ours) > 0.01, options
+    unmarked = oracle.rows(DOCUMENTS[0], "document", marks=False)
+    assert abs(max_sim(oracle.rows(QUERIES[0], "query"), unmarked) - ours[0]) > 0.01
+
+
+def test_queries_of_one_batch_attend_to_their_own_tokens(store: Store) -> None:
+    bundle = store.open("pylate")
+    manifest, file = bundle.manifest, bundle.file(bundle.manifest.graph.file)
+    scorer = GraphScorer(
+        open_session(file, Layout.DENSE), manifest.graph_spec(manifest.graph.layout)
+    )
+    ids = np.random.default_rng(1).integers(5, 180, (4, 12), dtype=np.int32)
+
+    def run(*chosen: tuple[int, int]) -> list[Floats]:
+        batch = [
+            Encoding(ids[row], np.zeros(12, np.int32), {"multi_vector": MultiVectorRequest(keys)})
+            for row, keys in chosen
+        ]
+        return [output["multi_vector"].array for output in scorer.run(batch)]
+
+    together = run((0, 3), (1, 0), (2, 12), (3, 7))
+    for rows, chosen in zip(together, [(0, 3), (1, 0), (2, 12), (3, 7)], strict=True):
+        np.testing.assert_allclose(rows, run(chosen)[0], atol=1e-6)
+    assert np.abs(run((0, 3))[0] - run((0, 4))[0]).max() > 0.01
+    np.testing.assert_array_equal(run((2, 12))[0], run((2, 0))[0])
+
+
+def test_offsets_and_roles_of_the_vectors(server: Server) -> None:
+    text = "red, green. door"
+    body = {"inputs": text, "model": "pylate", "return_offsets": True}
+    [document] = httpx.post(f"{server.url}/embed_all", json=body).json()
+    places = document["offsets"]
+    assert len(places) == len(document["embeddings"])
+    words = [text[slice(*place)] for place in places if place]
+    assert {"red", "green", "door"} <= set(words)
+    assert not {",", "."} & set(words)
+    assert places[:2] == [None, None]  # [CLS] and the marker
+    assert places[-1] is None
+    query = httpx.post(f"{server.url}/embed_all", json=body | {"prompt_name": "query"}).json()[0]
+    assert len(query["embeddings"]) == len(query["offsets"]) == 12
+    assert [text[slice(*place)] for place in query["offsets"] if place][:2] == ["red", ","]
+    refused = httpx.post(f"{server.url}/embed_all", json=body | {"prompt_name": "passage"})
+    assert refused.status_code == 422
+    assert "is not one of the model's roles (query, document)" in refused.text
+
+
+# ---- embedding spaces ----------------------------------------------------------------------------
+
+
+def _settings(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "config_sentence_transformers.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def _tensors(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / name
+        is_pickle = file.suffix == ".pt"
+        tensors = torch.load(file, weights_only=True) if is_pickle else load_file(file)
+        tensors[min(tensors)] += 0.01
+        if is_pickle:
+            torch.save(tensors, file)
+        else:
+            save_file(tensors, file, {"format": "pt"})
+
+    return edit
+
+
+MOVES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
+    "encoder": ("pylate", "embed-all", _tensors("model.safetensors")),
+    "layer": ("pylate", "embed-all", _tensors("1_Dense/model.safetensors")),
+    "query marker": ("pylate", "embed-all", _settings(query_prefix="[D] ")),
+    "document marker": ("pylate", "embed-all", _settings(document_prefix="[Q] ")),
+    "query length": ("pylate", "embed-all", _settings(query_length=13)),
+    "document length": ("pylate", "embed-all", _settings(document_length=19)),
+    "filling": ("pylate", "embed-all", _settings(do_query_expansion=False)),
+    "attention": ("pylate", "embed-all", _settings(attend_to_expansion_tokens=True)),
+    "skipped words": ("pylate", "embed-all", _settings(skiplist_words=[","])),
+    "layer in the encoder's file": ("stanford", "embed-all", _tensors("model.safetensors")),
+    "layer of its own": ("bge", "embed-all", _tensors("colbert_linear.pt")),
+    "layer of weights": ("bge", "embed-sparse", _tensors("sparse_linear.pt")),
+}
+
+
+def space(described: Manifest, task: str, checkpoint: Checkpoint | None = None) -> str | None:
+    """Return the space of a bundle, or of what an export of a checkpoint in its place would be."""
+    if checkpoint is not None:
+        changes = {"source": checkpoint.source, "heads": dict(checkpoint.options)}
+        described = described.model_copy(update=changes)
+    return embedding_space(described, "fp32", own_recipes(described)[task])
+
+
+@pytest.mark.parametrize("change", MOVES)
+def test_what_moves_their_vectors_changes_the_name_of_their_space(
+    store: Store, folders: dict[str, Path], tmp_path: Path, change: str
+) -> None:
+    model, task, edit = MOVES[change]
+    described, own = store.manifest(model), space(store.manifest(model), task)
+    assert own is not None
+    copied = shutil.copytree(folders[model], tmp_path / "under another name")
+    (copied / "README.md").write_text("another card")
+    assert space(described, task, load_checkpoint(str(copied))) == own, "the same checkpoint"
+    edit(copied)
+    assert space(described, task, load_checkpoint(str(copied))) != own
+
+
+def test_a_layer_moves_only_its_own_vectors(
+    store: Store, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    copied = shutil.copytree(folders["bge"], tmp_path / "bge")
+    _tensors("sparse_linear.pt")(copied)
+    described, changed = store.manifest("bge"), load_checkpoint(str(copied))
+    same = [
+        t for t in own_recipes(described) if space(described, t) == space(described, t, changed)
+    ]
+    assert same == ["embed", "embed-all"]
+
+
+@pytest.mark.parametrize(
+    ("route", "model", "roles"),
+    [("/embed_all", "pylate", 2), ("/embed_all", "bge", 1), ("/embed_sparse", "bge", 1)],
+)
+def test_answers_and_models_name_the_space_and_another_one_is_refused(
+    server: Server, store: Store, route: str, model: str, roles: int
+) -> None:
+    task = {"/embed_all": "embed-all", "/embed_sparse": "embed-sparse"}[route]
+    own = str(space(store.manifest(model), task))
+    body, expecting = {"inputs": "a red house", "model": model}, {EXPECTED: own}
+    assert httpx.post(server.url + route, json=body, headers=expecting).headers[HEADER] == own
+    refused = httpx.post(server.url + route, json=body, headers={EXPECTED: "0123456789abcdef"})
+    assert refused.status_code == 412
+    assert f"{model}@1 are in {own}" in refused.json()["error"]
+    by_role = [
+        httpx.post(server.url + route, json=body | {"input_type": role}).headers[HEADER]
+        for role in ("document", "query")
+    ]
+    assert by_role[0] == own
+    assert len(set(by_role)) == roles
+    infos = httpx.get(f"{server.url}/info").json()["models"]
+    [info] = [info for info in infos if info["name"] == model]
+    [row] = [
+        row
+        for row in httpx.get(f"{server.url}/v1/models").json()["data"]
+        if row["id"] == f"{model}@1"
+    ]
+    assert info["embedding_spaces"] == row["embedding_spaces"]
+    assert info["embedding_spaces"][task] == own
+    assert len(set(info["embedding_spaces"].values())) == len(info["embedding_spaces"])
+    shown = CliRunner().invoke(cli, ["store", "show", model, "--model-store", str(store.root)])
+    assert f"{task} {own} (fp32)" in shown.output
+    if model == "pylate":
+        assert info["embedding_space"] is None
+        assert info["roles"]["change_vectors"] is True
+        assert [info["roles"][r]["embedding_space"] for r in ("document", "query")] == by_role
+    with Client(server.url) as client:
+        ask = client.embed_all if task == "embed-all" else client.embed_sparse
+        answer = ask(["a red house"], model=model, expect_embedding_space=own)
+        assert getattr(answer, "embedding_space", None) or answer[0].embedding_space == own
+
+
+def test_a_bundle_of_an_earlier_release_has_no_name_for_them(store: Store) -> None:
+    described = store.manifest("bge")
+    source = described.source.model_copy(update={"parts_sha256": {}})
+    earlier = described.model_copy(update={"source": source})
+    spaces = {task: space(earlier, task) for task in own_recipes(earlier)}
+    assert spaces == {"embed": space(described, "embed"), "embed-all": None, "embed-sparse": None}
+    assert b"parts_sha256" not in earlier.to_bytes()
+    assert Manifest.from_bytes(described.to_bytes()).source == described.source
+
+
+def test_long_texts_are_cut_with_a_receipt_or_refused(server: Server) -> None:
+    body = {"inputs": "the king " * 30, "model": "pylate", "return_usage": True}
+    answer = httpx.post(f"{server.url}/embed_all", json=body)
+    assert answer.headers["x-truncated"] == "1"
+    assert answer.json()["usage"] == [{"tokens": 63, "used": 20, "windows": None}]
+    left = httpx.post(f"{server.url}/embed_all", json=body | {"truncation_direction": "left"})
+    assert left.status_code == 200
+    refused = httpx.post(f"{server.url}/embed_all", json=body | {"truncate": False})
+    assert refused.status_code == 422
+    assert "has 63 tokens; the model reads 20" in refused.text
+
+
+# ---- BGE-M3 --------------------------------------------------------------------------------------
+
+
+class M3:
+    """FlagEmbedding's three vectors of a BGE-M3, over transformers' encoder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.encoder = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+        self.sparse, self.colbert = (
+            torch.load(folder / f"{name}_linear.pt", weights_only=True)
+            for name in ("sparse", "colbert")
+        )
+
+    @torch.no_grad()
+    def __call__(self, text: str) -> tuple[Floats, dict[int, float], Floats]:
+        ids = self.tokenizer.encode(text).ids
+        ids = ids if len(ids) <= 64 else [*ids[:63], ids[-1]]
+        hidden = self.encoder(torch.tensor([ids])).last_hidden_state[0]
+        normalize = torch.nn.functional.normalize
+        dense = normalize(hidden[:1], dim=1)[0].numpy()
+        weights = torch.relu(hidden @ self.sparse["weight"].T + self.sparse["bias"])[:, 0].tolist()
+        largest: dict[int, float] = {}
+        for number, weight in zip(ids, weights, strict=True):
+            if number > 3 and weight > 0:  # <s>, <pad>, </s> and <unk> are 0 to 3
+                largest[number] = max(weight, largest.get(number, 0.0))
+        rows = normalize(hidden[1:] @ self.colbert["weight"].T + self.colbert["bias"], dim=1)
+        return dense, largest, rows.numpy()
+
+
+M3_TEXTS = ["A ship left the harbour.", "the king the king", "Snow \N{SNOWMAN} falls"]
+
+
+def test_three_heads_of_a_bge_m3_are_those_of_its_library(
+    server: Server, folders: dict[str, Path]
+) -> None:
+    oracle = M3(folders["bge"])
+
+    def ask(route: str) -> Any:
+        body = {"inputs": M3_TEXTS, "model": "bge"}
+        response = httpx.post(f"{server.url}{route}", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    answers = zip(ask("/embed"), ask("/embed_sparse"), ask("/embed_all"), strict=True)
+    for text, (dense, sparse, rows) in zip(M3_TEXTS, answers, strict=True):
+        expected = oracle(text)
+        np.testing.assert_allclose(dense, expected[0], atol=2e-5)
+        weights = {row["index"]: row["value"] for row in sparse}
+        assert weights == pytest.approx(expected[1], abs=2e-5)
+        assert list(weights.values()) == sorted(weights.values(), reverse=True)
+        np.testing.assert_allclose(rows, expected[2], atol=2e-5)
+    assert any(oracle(text)[1] for text in M3_TEXTS)
+    query, documents = oracle(QUERIES[0])[2], [oracle(text)[2] for text in DOCUMENTS]
+    expected_scores = [max_sim(query, document) / len(query) for document in documents]
+    ours = {row["index"]: row["score"] for row in ranks(server, "bge", QUERIES[0])}
+    assert [ours[i] for i in range(4)] == pytest.approx(expected_scores, abs=1e-4)
+    most = httpx.post(
+        f"{server.url}/embed_sparse",
+        json={"inputs": M3_TEXTS[0], "model": "bge", "top_k": 1, "return_tokens": True},
+    ).json()
+    assert [set(row) for row in most[0]] == [{"index", "value", "token"}]
+
+
+def test_one_run_gives_the_three_heads_of_a_mixed_batch(store: Store) -> None:
+    bundle = store.open("bge")
+    manifest, runs = bundle.manifest, []
+    session = open_session(bundle.file(manifest.graph.file), Layout.DENSE)
+
+    class Counted:
+        def run(self, names: Any, feeds: Any) -> Any:
+            runs.append(names)
+            return session.run(names, feeds)
+
+    scorer = GraphScorer(Counted(), manifest.graph_spec(Layout.DENSE))
+    requests: dict[str, HeadRequest] = {
+        "embedding": HeadRequest(),
+        "lexical": HeadRequest(),
+        "multi_vector": MultiVectorRequest(),
+    }
+    ids = np.random.default_rng(2).integers(5, 90, (4, 9), dtype=np.int32)
+    asked = [requests, *({name: request} for name, request in requests.items())]
+    batch = [Encoding(row, np.zeros(9, np.int32), one) for row, one in zip(ids, asked, strict=True)]
+    outputs = scorer.run(batch)
+    assert len(runs) == 1
+    assert [set(output) for output in outputs] == [set(one) for one in asked]
+    for row, output in zip(ids, outputs, strict=True):
+        for name, result in output.items():
+            alone = Encoding(row, np.zeros(9, np.int32), {name: requests[name]})
+            np.testing.assert_allclose(result.array, scorer.run([alone])[0][name].array, atol=1e-6)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"query_prefix": "[Query] "}, "the tokenizer has no token '[Query] '"),
+        ({"prompts": {"query": "search: "}}, "prompts beside the markers"),
+        ({"prompts": ["search: "]}, "prompts beside the markers"),
+        ({"skiplist_words": "."}, "skiplist_words must be a list of words"),
+        ({"query_length": 3}, "query tokens must be more than 3, got 3"),
+        ({"attend_to_expansion_tokens": "some"}, "late interaction: attends_to_filling"),
+    ],
+)
+def test_settings_of_pylate_that_are_refused(
+    tmp_path: Path, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ExportError) as error:
+        load_checkpoint(str(late_models.pylate(tmp_path / "late", **settings)))
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_of_stanford_that_are_refused(tmp_path: Path) -> None:
+    folder = late_models.stanford(tmp_path / "late", similarity="l2")
+    with pytest.raises(ExportError, match="similarity 'l2' is not supported"):
+        load_checkpoint(str(folder))
+    assert load_checkpoint(str(late_models.stanford(tmp_path / "other"))).heads[-1].task == (
+        "multi-vector"
+    )
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code of a pickle ran",))
+
+
+def test_pickles_beside_a_bge_m3_run_no_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = late_models.bge_m3(tmp_path / "bge")
+    for name in ("colbert_linear.pt", "sparse_linear.pt"):
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(pickle.dumps(Harmful()))
+        with pytest.raises(ExportError, match=name):
+            load_checkpoint(str(folder))
+        torch.save({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, folder / name)
+        with pytest.raises(ExportError, match="shape"):
+            load_checkpoint(str(folder))
+        torch.save(
+            {"weight": torch.full((1, 24), torch.nan), "bias": torch.zeros(1)}, folder / name
+        )
+        with pytest.raises(ExportError, match="NaN"):
+            load_checkpoint(str(folder))
+        torch.save({"weight": torch.zeros(1, 24)}, folder / name)
+        with pytest.raises(ExportError, match="not one linear layer"):
+            load_checkpoint(str(folder))
+        (folder / name).write_bytes(good)
+    assert "code of a pickle ran" not in capfd.readouterr().out
+
+
+def test_filling_that_is_not_attended_has_no_packed_graph(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options = ExportOptions(precisions=(Precision.FP16,))
+    with pytest.raises(ExportError, match="have no fp16 graph"):
+        export(str(folders["pylate"]), "late", Store(tmp_path), options)
+    bundle = export(str(folders["attending"]), "late", Store(tmp_path), options)
+    assert bundle.manifest.fp16 is not None
+
+
+def test_int8_and_a_further_training_keep_what_they_can(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options = ExportOptions(precisions=(Precision.INT8,))
+    bundle = export(str(folders["pylate"]), "late", Store(tmp_path / "store"), options)
+    assert bundle.manifest.int8 is not None
+    assert bundle.manifest.int8.gate.measured["multi_vector_cosine_mean"] > 0.98
+
+
+def test_a_manifest_names_only_ids_of_the_vocabulary(store: Store) -> None:
+    manifest = store.manifest("pylate")
+    body = json.loads(manifest.model_dump_json())
+    size = manifest.tokenizer.vocab_size
+    for field, value in (("query_marker", size), ("filling", size), ("skipped_ids", [1, size])):
+        heads = {"multi_vector": body["heads"]["multi_vector"] | {field: value}}
+        with pytest.raises(ValueError, match=f"has the id {size}, which is not in the vocabulary"):
+            Manifest.model_validate(body | {"heads": heads})

@@ -1,0 +1,301 @@
+"""Log lines: one per request, as text or JSON, without content, and never in a request's way."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Rejection
+from cloze.service.observe.logs import AccessLog, LineWriter, _line
+from tests.http.test_body_bounds import status_kb
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
+
+COST: dict[str, Any] = {
+    "texts": 2, "tokens": 14, "tokenize_s": 0.001, "queue_s": 0.002, "inference_s": 0.003
+}  # fmt: skip
+
+
+def record(status: int = 200, route: str = "/embed", error: str = "") -> ServedRequest:
+    cost = COST if status == 200 else {}
+    return ServedRequest(
+        ended=1.5, identity=b"abc", route=route, model="bert@1", status=status, seconds=0.0071,
+        error=error, **cost,
+    )  # fmt: skip
+
+
+def requests_in(server: Server) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in server.log]
+    return [line for line in lines if line["message"] == "request"]
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "2")], ids=["one", "front-ends"])
+def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
+    with running_server(tiny_store, *request.param, CLOZE_LOG_FORMAT="json") as running:
+        yield running
+
+
+def ask(server: Server, body: dict[str, Any], request_id: str) -> httpx.Response:
+    headers = {"x-request-id": request_id}
+    return httpx.post(f"{server.url}/fill-mask", json=body, headers=headers)
+
+
+def line_of(server: Server, request_id: str) -> dict[str, Any]:
+    wait_until(lambda: any(line["id"] == request_id for line in requests_in(server)))
+    [line] = [line for line in requests_in(server) if line["id"] == request_id]
+    return line
+
+
+def test_every_request_has_a_line_without_its_content(server: Server) -> None:
+    texts = ["the king was [MASK] secretly", "a [MASK]"]
+    answer = ask(server, {"inputs": texts, "model": "bert"}, "one-1")
+    assert answer.headers["x-model"] == "bert@1"
+    line = line_of(server, "one-1")
+    assert line["level"] == "info"
+    assert (line["method"], line["route"], line["status"]) == ("POST", "/fill-mask", 200)
+    assert (line["model"], line["texts"]) == ("bert@1", 2)
+    assert line["client"] == "127.0.0.1"
+    assert line["tokens"] == int(answer.headers["x-compute-tokens"])
+    assert line["ms"].keys() == {"total", "tokenize", "queue", "inference"}
+    assert 0 < line["ms"]["inference"] < line["ms"]["total"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+    assert "secretly" not in "".join(server.log)
+
+
+def test_texts_are_counted_in_objects_too(server: Server) -> None:
+    body = {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}
+    headers = {"x-request-id": "six-6"}
+    httpx.post(f"{server.url}/similarity", json=body, headers=headers)
+    assert line_of(server, "six-6")["texts"] == 3
+
+
+def test_errors_have_their_kind_and_not_their_message(server: Server) -> None:
+    ask(server, {"inputs": "privately nothing to fill"}, "two-2")
+    line = line_of(server, "two-2")
+    assert (line["level"], line["status"], line["error"]) == ("warning", 422, "InvalidRequest")
+    httpx.get(f"{server.url}/privately", headers={"x-request-id": "three-3"})
+    assert line_of(server, "three-3")["route"] == "other"
+    assert "privately" not in "".join(server.log)
+
+
+def test_probes_and_scrapes_have_no_line(server: Server) -> None:
+    for route in ("/healthz", "/readyz", "/health", "/metrics"):
+        assert httpx.get(server.url + route).status_code == 200
+    httpx.get(f"{server.url}/info", headers={"x-request-id": "four-4"})
+    line_of(server, "four-4")
+    routes = {line["route"] for line in requests_in(server)}
+    assert routes.isdisjoint({"/healthz", "/readyz", "/health", "/metrics"})
+
+
+def test_every_line_of_a_busy_server_is_whole(server: Server) -> None:
+    with httpx.Client() as client:
+        for number in range(300):
+            client.post(
+                f"{server.url}/embed",
+                json={"inputs": "the king"},
+                headers={"x-request-id": f"busy-{number}"},
+            )
+    wait_until(lambda: sum(line["id"].startswith("busy-") for line in requests_in(server)) == 300)
+
+
+def test_text_lines_have_the_same_fields(tiny_store: Path) -> None:
+    with running_server(tiny_store) as running:
+        body = {"inputs": ["the king", "a moon"]}
+        httpx.post(f"{running.url}/embed", json=body, headers={"x-request-id": "five-5"})
+        wait_until(lambda: any("id=five-5" in line for line in running.log))
+        [line] = [line for line in running.log if "id=five-5" in line]
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO POST /embed 200 id=five-5 client=127.0.0.1 "
+        r"model=bert@1 texts=2 tokens=\d+ total_ms=[\d.]+ tokenize_ms=[\d.]+ queue_ms=[\d.]+ inference_ms=[\d.]+\n",
+        line,
+    )
+
+
+def test_a_client_cannot_write_fields_of_a_line() -> None:
+    """A proxy may pass on what a client forges, and a keys file may have any names."""
+    forged = replace(record(), client="key:a status=200\nb")
+    assert " client=key:a?status=200?b " in _line("text", forged)
+    assert json.loads(_line("json", forged))["client"] == forged.client
+
+
+@pytest.mark.parametrize(
+    ("level", "share", "records", "expected"),
+    [
+        ("info", 1.0, [record(), record(422), record(503)], [200, 422, 503]),
+        ("info", 0.0, [record(), record(422), record(503)], [422, 503]),
+        ("warning", 1.0, [record(), record(422), record(503)], [422, 503]),
+        ("error", 1.0, [record(), record(422), record(503)], [503]),
+        ("info", 1.0, [record(route="/healthz"), record(503, route="/healthz")], [503]),
+        ("debug", 1.0, [record(route="/healthz")], [200]),
+    ],
+)
+def test_levels_and_shares_choose_lines(
+    level: str,
+    share: float,
+    records: list[ServedRequest],
+    expected: list[int],
+) -> None:
+    number = logging.getLevelName(level.upper())
+    writer = LineWriter()
+    log = AccessLog("json", number, share, frozenset({"/healthz"}), writer)
+    for one in records:
+        log.add(one)
+    assert [json.loads(_line(*each))["status"] for each in writer.waiting] == expected
+
+
+def test_a_flood_of_refusals_is_a_few_lines() -> None:
+    """Per second and reason; the next line counts those that were left out."""
+    writer = LineWriter()
+    log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
+    flood = [(Rejection.WAIT, 0.0)] * 3000 + [(Rejection.KEY_LIMIT, 0.5)] * 12
+    for reason, second in [*flood, (Rejection.WAIT, 1.0), (Rejection.WAIT, 1.1)]:
+        log.add(replace(record(429), ended=1e9 + second, rejection=reason, error=reason))
+    for _ in range(30):
+        log.add(record(503))
+    lines = [json.loads(_line(*each)) for each in writer.waiting]
+    counts = Counter(line["error"] for line in lines if line["status"] == 429)
+    assert counts == {"wait": 12, "key_limit": 10}
+    assert [line["left_out"] for line in lines if "left_out" in line] == [2990]
+    assert sum(line["status"] == 503 for line in lines) == 30, "the server's own errors all"
+    assert sum(map(len, map(str, lines))) < 20_000
+
+
+def test_half_of_the_results_are_sampled() -> None:
+    writer = LineWriter()
+    log = AccessLog("text", logging.INFO, 0.5, frozenset(), writer)
+    for _ in range(2000):
+        log.add(record())
+    assert 800 < len(writer.waiting) < 1200
+
+
+def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store: Path) -> None:
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)],
+        stderr=write_end,
+    )
+    try:
+        os.close(write_end)
+        text = b""
+        while b"metrics:" not in text:
+            text += os.read(read_end, 4096)
+        url = re.search(rb"listening on (\S+)", text)
+        assert url
+        with httpx.Client(base_url=url[1].decode(), timeout=20) as client:
+            for number in range(1500):  # 200 kB of lines; a pipe holds 64 kB
+                answer = client.post("/embed", json={"inputs": "a"}, headers={"x-a": 60_000 * "a"})
+                assert answer.status_code == 200
+                if number == 500:
+                    before_kb = status_kb(process.pid, "VmRSS")
+        grown_kb = status_kb(process.pid, "VmRSS") - before_kb
+        assert grown_kb < 30_000, "what waits has no headers"
+        process.terminate()
+        assert process.wait(25) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read_end)
+
+
+def test_the_oldest_lines_without_room_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    writer = LineWriter(most_waiting=2)
+    writer.waiting.extend(f"{number}\n" for number in range(4))
+    writer.begin()
+    writer.flush()
+    writer.waiting.append("x" * 10_000 + "\n")
+    writer.flush()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["2 lines are missing: the log was read too slowly", "2", "3", "x" * 10_000]
+
+
+def test_lines_stay_bounded_while_a_write_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process took the room in the pipe after the poll, and nobody reads."""
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write(_: int, data: bytes) -> int:
+        is_writing.set()
+        may_end.wait(20)
+        return len(data)
+
+    writer = LineWriter(most_waiting=100)
+    log = AccessLog("text", logging.INFO, 1, frozenset(), writer)
+    monkeypatch.setattr(os, "write", write)
+    writer.waiting.append("first\n")
+    writer.begin()
+    try:
+        assert is_writing.wait(20)
+        for _ in range(1000):
+            log.add(record())
+        assert len(writer.waiting) <= 200
+    finally:
+        may_end.set()
+        writer.flush()
+
+
+def test_a_signal_handler_may_log_while_its_thread_logs() -> None:
+    code = (
+        "import logging, signal, time; from cloze.service.observe.logs import start_logging; "
+        "start_logging('info', 'text'); log = logging.getLogger('cloze'); "
+        "signal.signal(signal.SIGALRM, lambda *_: log.info('drain')); "
+        "signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003); end = time.monotonic() + 2\n"
+        "while time.monotonic() < end: log.info('refused')\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False, timeout=20
+    )
+    assert done.returncode == 0
+
+
+def test_lines_of_several_processes_do_not_mix() -> None:
+    """Both write to one pipe of a page, which is full when the reader begins."""
+    code = (
+        "import sys; from cloze.service.observe.logs import LineWriter; writer = LineWriter(); "
+        "writer.begin(); writer.waiting.extend([sys.argv[1] * 999 + '\\n'] * 300); "
+        "print(flush=True); writer.flush()"
+    )
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, letter], stderr=write_end, stdout=subprocess.PIPE
+        )
+        for letter in "ab"
+    ]
+    os.close(write_end)
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    with os.fdopen(read_end) as log:
+        lines = log.read().splitlines()
+    assert [process.communicate(timeout=20) for process in processes] == [(b"", None)] * 2
+    assert Counter(lines) == {"a" * 999: 300, "b" * 999: 300}
+
+
+def test_a_log_that_cannot_be_written_stops_the_start(tiny_store: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", tiny_store],
+            stderr=full,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stdout == (
+        "cloze: the log (standard error) cannot be written: No space left on device\n"
+    )

@@ -1,0 +1,314 @@
+"""Long texts: refused, cut or divided, on every route; and what of a text was used."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from cloze.export.publish import export
+from cloze.model_store import Store
+from tests.export.test_sentence import saved as sentence_transformer
+from tests.support.serving import Server, running_server
+
+LIMIT = 160  # tokens that the tiny models read
+LONG = "the king was red . " * 40  # 200 tokens
+PAIR = {"text": LONG, "next": "a moon"}
+QUESTION = {"question": "who was red", "context": LONG}
+SHORT = "the king was red ."
+
+
+def ask(server: Server, route: str, inputs: Any, **parameters: Any) -> httpx.Response:
+    body: dict[str, Any] = {"inputs": inputs}
+    at_root = route in ("/embed", "/embed_all", "/embed_sparse")
+    body |= parameters if at_root else {"parameters": parameters}
+    return httpx.post(server.url + route, json=body, timeout=60)
+
+
+INPUTS: dict[str, Any] = {
+    "/embed": LONG,
+    "/embed_all": LONG,
+    "/embed_sparse": LONG,
+    "/similarity": {"source_sentence": SHORT, "sentences": [LONG]},
+    "/fill-mask": "[MASK] " + LONG,
+    "/nsp": PAIR,
+    "/qa": QUESTION,
+    "/score": LONG,
+    "/classify": LONG,
+    "/token-classification": LONG,
+}
+WINDOWS = ("/embed", "/fill-mask", "/qa", "/score", "/classify", "/token-classification")
+
+
+@pytest.mark.parametrize("route", INPUTS)
+def test_every_route_refuses_cuts_and_reports(every_task: Server, route: str) -> None:
+    refused = ask(every_task, route, INPUTS[route], long_text="error")
+    assert refused.status_code == 422
+    assert f"; the model reads {LIMIT}" in refused.json()["error"]
+    cut = ask(every_task, route, INPUTS[route], long_text="truncate", return_usage=True)
+    assert cut.status_code == 200, cut.text
+    assert cut.headers["x-truncated"] == "1"
+    usage = cut.json()["usage"]
+    assert usage[-1]["tokens"] > LIMIT
+    assert usage[-1]["used"] == LIMIT
+    assert usage[-1]["windows"] is None
+    plain = ask(every_task, route, INPUTS[route], long_text="truncate")
+    assert cut.json()["result"] == plain.json()
+
+
+@pytest.mark.parametrize("route", INPUTS)
+def test_windows_are_for_routes_that_can_join_them(every_task: Server, route: str) -> None:
+    divided = ask(every_task, route, INPUTS[route], long_text="window", return_usage=True)
+    if route not in WINDOWS:
+        assert divided.status_code == 422
+        assert "long_text: Input should be 'error' or 'truncate'" in divided.json()["error"]
+        return
+    assert divided.status_code == 200, divided.text
+    [usage] = divided.json()["usage"]
+    if route in ("/embed", "/qa", "/classify", "/token-classification"):
+        assert divided.headers["x-truncated"] == "0"
+        assert usage["used"] == usage["tokens"]
+        windows = usage["windows"]
+        assert windows[0][0] == 0
+        assert windows[-1][1] == len(LONG.rstrip())
+        assert all(one[1] > other[0] for one, other in pairwise(windows))
+
+
+def test_a_short_text_is_the_same_by_every_choice(every_task: Server) -> None:
+    for route, inputs in (
+        ("/embed", SHORT),
+        ("/fill-mask", "the [MASK] was red"),
+        ("/qa", {"question": "who was red", "context": SHORT}),
+        ("/classify", SHORT),
+        ("/token-classification", SHORT),
+    ):
+        answers = [
+            ask(every_task, route, inputs, long_text=choice).json()
+            for choice in ("error", "truncate", "window")
+        ]
+        assert answers[0] == answers[1] == answers[2]
+    scores = [
+        ask(every_task, "/score", SHORT, long_text=choice).json()["score"]
+        for choice in ("error", "truncate", "window")
+    ]
+    assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)  # copies run in any batches
+
+
+def test_the_metric_counts_cut_texts(every_task: Server) -> None:
+    def count() -> float:
+        lines = httpx.get(f"{every_task.url}/metrics").text.splitlines()
+        name = 'cloze_truncated_texts_total{model="cloze-bert",version="1"}'
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+    before = count()
+    ask(every_task, "/nsp", [PAIR, PAIR])
+    assert count() == before + 2
+
+
+# ---- embeddings ----------------------------------------------------------------------------------
+
+
+def test_an_embedding_is_the_mean_of_its_windows(every_task: Server) -> None:
+    answer = ask(
+        every_task, "/embed", [LONG, SHORT], long_text="window", return_usage=True, normalize=False
+    ).json()
+    windows = [LONG[start:end] for start, end in answer["usage"][0]["windows"]]
+    alone = ask(every_task, "/embed", windows, normalize=False).json()
+    tokens = ask(every_task, "/embed", windows, return_usage=True).json()["usage"]
+    weights = [usage["tokens"] for usage in tokens]
+    assert len(windows) == 2
+    assert weights[0] == LIMIT
+    np.testing.assert_allclose(
+        answer["result"][0], np.average(alone, axis=0, weights=weights), atol=1e-5
+    )
+    assert answer["usage"][1] == {"tokens": 7, "used": 7, "windows": None}
+
+
+def test_windows_of_token_ids_have_no_characters(every_task: Server) -> None:
+    ids = [5 + number % 20 for number in range(400)]
+    answer = ask(every_task, "/embed", [ids], long_text="window", return_usage=True).json()
+    assert answer["usage"] == [{"tokens": 402, "used": 402, "windows": None}]
+
+
+def test_every_window_begins_with_the_prompt(tmp_path: Path) -> None:
+    """Even if the prompt and the text share a token, as "par" and "is" in "paris"."""
+    prompts = {"q": "the of par"}
+    pooling = Pooling(64, pooling_mode="mean")
+    folder = sentence_transformer(tmp_path, "bert-plain", pooling, max_tokens=8, prompts=prompts)
+    export(str(folder), "m", Store(tmp_path / "store"))
+    text = "is the moon over the sea and the old house"
+    with running_server(tmp_path / "store") as server:
+        options = {"long_text": "window", "return_usage": True, "prompt_name": "q"}
+        answer = ask(server, "/embed", text, **options)
+        assert answer.status_code == 200, answer.text
+        [usage] = answer.json()["usage"]
+        assert usage["windows"][-1][1] == len(text)
+        assert all(one[1] > one[0] for one in usage["windows"])
+        assert len(usage["windows"]) > 2
+
+
+# ---- classes and entities ------------------------------------------------------------------------
+
+
+def test_classes_are_the_mean_of_the_windows(every_task: Server) -> None:
+    answer = ask(every_task, "/classify", LONG, long_text="window", return_usage=True).json()
+    windows = [LONG[start:end] for start, end in answer["usage"][0]["windows"]]
+    each = ask(every_task, "/classify", windows).json()
+    for label in answer["result"][0]:
+        scores = [next(o["score"] for o in one if o["label"] == label["label"]) for one in each]
+        assert label["score"] == pytest.approx(np.mean(scores), abs=1e-5)
+
+
+def test_a_long_pair_is_not_divided(every_task: Server) -> None:
+    pair = {"text": LONG, "text_pair": SHORT}
+    answer = ask(every_task, "/classify", pair, long_text="window")
+    assert answer.status_code == 422
+    assert answer.json()["error"] == (
+        "inputs is a pair of 208 tokens; the model reads 160, and long_text window divides only "
+        "texts without a pair"
+    )
+
+
+def test_entities_of_windows_are_those_of_a_stride(every_task: Server) -> None:
+    window = ask(every_task, "/token-classification", LONG, long_text="window")
+    stride = ask(every_task, "/token-classification", LONG, stride=(LIMIT - 2) // 4)
+    assert window.json() == stride.json()
+    for parameters, message in (
+        ({"stride": 3, "long_text": "error"}, "stride divides a long text, but long_text is error"),
+        (
+            {"long_text": "window", "aggregation_strategy": "none"},
+            "long_text window needs an aggregation_strategy other than none",
+        ),
+    ):
+        answer = ask(every_task, "/token-classification", LONG, **parameters)
+        assert answer.json()["error"].startswith(message)
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def test_a_window_has_the_mask_in_its_middle(every_task: Server) -> None:
+    text = "the king was red . " * 60 + "the [MASK] was red . " + "red was the king . " * 60
+    answer = ask(every_task, "/fill-mask", text, long_text="window", return_usage=True)
+    assert answer.headers["x-truncated"] == "1"
+    [usage] = answer.json()["usage"]
+    [(start, end)] = usage["windows"]
+    assert usage["used"] == LIMIT
+    part = text[start:end]
+    assert "[MASK]" in part
+    alone = ask(every_task, "/fill-mask", part).json()
+    assert answer.json()["result"] == alone
+    before, after = part.split("[MASK]")
+    words = len(before.split()), len(after.split())
+    assert abs(words[0] - words[1]) <= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"targets": ["walking", "red"], "targets_as": "words"},
+        {"decode": "beam"},
+        {"original": "red"},
+    ],
+    ids=["words", "beam", "original"],
+)
+def test_a_window_serves_every_way_to_fill(every_task: Server, options: dict[str, Any]) -> None:
+    text = "the king was red . " * 60 + "the [MASK] was red . " + "red was the king . " * 60
+    answer = ask(every_task, "/fill-mask", text, long_text="window", **options)
+    assert answer.status_code == 200, answer.text
+
+
+def test_masks_far_apart_fit_no_window(every_task: Server) -> None:
+    text = "[MASK] " + "red " * 200 + "[MASK]"
+    answer = ask(every_task, "/fill-mask", text, long_text="window")
+    assert answer.json()["error"] == (
+        "inputs has a mask token at token 202, but the model reads only tokens 23 to 180; "
+        "long_text window reads 158 tokens around the masks"
+    )
+
+
+@torch.no_grad()
+def test_a_long_text_is_scored_token_by_token_in_its_middle(
+    every_task: Server, checkpoints: dict[str, Path]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["bert"])
+    model = AutoModelForMaskedLM.from_pretrained(checkpoints["bert"]).eval()
+    answer = ask(every_task, "/score", LONG, long_text="window").json()
+    ids = tokenizer(LONG, add_special_tokens=False)["input_ids"]
+    assert len(answer["tokens"]) == len(ids) == 200
+    for position in (0, 79, 100, 199):
+        first = min(max(position - 79, 0), 200 - 158)
+        part = [tokenizer.cls_token_id, *ids[first : first + 158], tokenizer.sep_token_id]
+        part[position - first + 1] = tokenizer.mask_token_id
+        logits = model(torch.tensor([part])).logits[0, position - first + 1]
+        expected = logits.log_softmax(0)[ids[position]].item()
+        found = answer["tokens"][position]["log_probability"]
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+# ---- questions -----------------------------------------------------------------------------------
+
+
+def test_an_answer_after_the_first_window_needs_windows(every_task: Server) -> None:
+    parameters = {"return_usage": True, "top_k": 20}
+    cut = ask(every_task, "/qa", QUESTION, long_text="truncate", **parameters).json()
+    windows = ask(every_task, "/qa", QUESTION, **parameters).json()
+    assert windows["usage"][0]["used"] == windows["usage"][0]["tokens"] == 206
+    assert cut["usage"][0]["used"] == LIMIT
+    last = windows["usage"][0]["windows"][0][1]
+    assert max(answer["end"] for answer in cut["result"]) <= last
+
+
+def test_a_cut_question_is_refused_too(every_task: Server) -> None:
+    pair = {"question": "red " * 70, "context": SHORT}
+    assert ask(every_task, "/qa", pair).headers["x-truncated"] == "1"
+    answer = ask(every_task, "/qa", pair, long_text="error")
+    assert answer.status_code == 422
+    assert answer.json()["error"] == (
+        "inputs.question has 70 tokens; max_question_len is 64, and long_text is error"
+    )
+
+
+# ---- other protocols -----------------------------------------------------------------------------
+
+
+def test_routes_of_text_embeddings_inference_take_the_choice(every_task: Server) -> None:
+    for route, body in (
+        ("/predict", {"inputs": LONG, "model": "bert-classifier"}),
+        ("/rerank", {"query": SHORT, "texts": [LONG], "model": "cloze-bert"}),
+    ):
+        cut = httpx.post(every_task.url + route, json=body)
+        assert (cut.status_code, cut.headers["x-truncated"]) == (200, "1")
+        refused = httpx.post(every_task.url + route, json=body | {"long_text": "error"})
+        assert refused.status_code == 422
+        assert refused.json()["error"].endswith("and long_text is error")
+
+
+def test_contradictions_are_refused(every_task: Server) -> None:
+    for truncate, choice in ((True, "error"), (False, "truncate")):
+        answer = ask(every_task, "/embed", SHORT, truncate=truncate, long_text=choice)
+        assert answer.status_code == 422
+        given = str(truncate).lower()
+        assert answer.json()["error"] == (
+            f"truncate {given} contradicts long_text {choice}; leave out one of them"
+        )
+    answer = ask(every_task, "/embed", SHORT, spans=[[0, 3]], long_text="window")
+    assert answer.json()["error"].startswith("spans are pooled from one pass")
+
+
+def test_bytes_give_way_to_the_report(every_task: Server) -> None:
+    headers = {"accept": "application/octet-stream"}
+    body = {"inputs": SHORT, "return_usage": True}
+    answer = httpx.post(f"{every_task.url}/embed", json=body, headers=headers)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["usage"] == [{"tokens": 7, "used": 7, "windows": None}]
+
+
+def test_the_models_read_as_many_tokens_as_the_tests_assume(every_task: Server) -> None:
+    models = httpx.get(f"{every_task.url}/info").json()["models"]
+    assert {model["max_tokens"] for model in models} == {LIMIT}

@@ -1,0 +1,467 @@
+"""What Prometheus sees: valid, there before the first request, bounded, and right."""
+
+import hashlib
+import math
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from cloze.model_store.installation import build
+from cloze.service.core import BatchFill
+from cloze.service.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    Rejection,
+    ShuttingDown,
+)
+from cloze.service.http.errors import rejection
+from cloze.service.observe.metrics import observe_all
+from tests.support.certificates import make_certificate
+from tests.support.cores import Stopwatch
+from tests.support.crafted import read_body, seal
+from tests.support.prometheus import query, running_prometheus
+from tests.support.serving import Server, children, running_server
+from tests.support.waiting import wait_until
+
+FAMILIES = {
+    "cloze_requests": "counter",
+    "cloze_rejected_requests": "counter",
+    "cloze_batches": "counter",
+    "cloze_request_classes": "counter",
+    "cloze_queue_backlog_seconds": "gauge",
+    "cloze_requests_in_flight": "gauge",
+    "cloze_model_info": "gauge",
+    "cloze_build_info": "gauge",
+    "cloze_request_duration_seconds": "histogram",
+    "cloze_request_part_duration_seconds": "histogram",
+    "cloze_batch_sequences": "histogram",
+    "cloze_batch_tokens": "histogram",
+    "cloze_batch_duration_seconds": "histogram",
+    "cloze_tokens": "counter",
+    "cloze_truncated_texts": "counter",
+    "cloze_queue_tokens": "gauge",
+    "cloze_ready": "gauge",
+    "cloze_reloads": "counter",
+    "cloze_last_reload_successful": "gauge",
+    "process_resident_memory_bytes": "gauge",
+    "process_cpu_seconds": "counter",
+    "process_start_time_seconds": "gauge",
+}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(server: Server) -> Samples:
+    text = httpx.get(f"{server.url}/metrics").text
+    return {
+        (s.name, frozenset(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((name, frozenset(labels.items())), 0.0)
+
+
+@pytest.fixture(params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"])
+def fresh(request: pytest.FixtureRequest, tiny_store: Path) -> Server:  # type: ignore[misc]
+    with running_server(tiny_store, *request.param) as server:
+        yield server
+
+
+def test_every_family_is_there_before_the_first_request(fresh: Server) -> None:
+    text = httpx.get(f"{fresh.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, kind in FAMILIES.items():
+        if name == "cloze_request_duration_seconds":
+            continue  # begins with the first request
+        assert families[name].type == kind, name
+        assert families[name].documentation
+        assert families[name].samples, f"{name} has no series yet"
+    samples = scrape(fresh)
+    for route, model in (
+        ("/embed", "bert"),
+        ("/fill-mask", "distilbert"),
+        ("/nsp", "bert"),
+        ("/qa", "bert-qa"),
+    ):
+        for status in ("200", "429", "500", "503", "504"):
+            assert (
+                "cloze_requests_total",
+                frozenset(
+                    {"route": route, "model": model, "version": "1", "status": status}.items()
+                ),
+            ) in samples
+
+
+def test_a_scrape_stays_small_before_the_first_request(fresh: Server) -> None:
+    """Every series costs time at every scrape: a line takes about 10 us to write."""
+    assert len(httpx.get(f"{fresh.url}/metrics").text.splitlines()) < 2000
+
+
+def test_numbers_are_what_happened(fresh: Server) -> None:
+    before = scrape(fresh)
+    for body in ({"inputs": "the king"}, {"inputs": ["the moon", "a " * 400]}):
+        assert httpx.post(f"{fresh.url}/embed", json=body).status_code == 200
+    assert httpx.post(f"{fresh.url}/embed", json={"inputs": 1}).status_code == 422
+    assert (
+        httpx.post(
+            f"{fresh.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}}
+        ).status_code
+        == 200
+    )
+    time.sleep(0.05)
+    after = scrape(fresh)
+
+    def grew(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    bert = {"model": "bert", "version": "1"}
+    requests = "cloze_requests_total"
+    assert grew(requests, route="/embed", status="200", **bert) == 2
+    assert grew("cloze_request_duration_seconds_count", route="/embed", **bert) == 2
+    assert grew(requests, route="/embed", model="", version="", status="422") == 1
+    assert grew(requests, route="/qa", model="bert-qa", version="1", status="200") == 1
+    filled = sum(grew("cloze_batches_total", filled=fill.value, **bert) for fill in BatchFill)
+    assert filled == grew("cloze_batch_tokens_count", **bert)
+    # This scrape; front ends write their number every 0.1 s.
+    assert value(after, "cloze_requests_in_flight") in (0, 1)
+    assert value(after, "cloze_queue_backlog_seconds", **bert) == 0
+    infos = {labels for name, labels in after if name == "cloze_model_info"}
+    assert {("model", "bert"), ("version", "1"), ("family", "bert")} <= next(
+        labels for labels in infos if ("model", "bert") in labels
+    )
+    assert value(after, "cloze_build_info", **build()._asdict()) == 1
+    for part in ("tokenize", "queue", "inference"):
+        assert grew("cloze_request_part_duration_seconds_count", part=part, **bert) == 2
+    assert grew("cloze_tokens_total", **bert) == 4 + 4 + 160
+    assert grew("cloze_batch_tokens_sum", **bert) == 168
+    assert grew("cloze_batch_sequences_sum", **bert) == 3
+    assert grew("cloze_truncated_texts_total", **bert) == 1
+    assert value(after, "cloze_queue_tokens", **bert) == 0
+    assert value(after, "cloze_ready") == 1
+    total = grew("cloze_request_duration_seconds_sum", route="/embed", **bert)
+    parts = sum(
+        grew("cloze_request_part_duration_seconds_sum", part=part, **bert)
+        for part in ("tokenize", "queue", "inference")
+    )
+    assert 0 < parts <= total < 10
+
+
+@pytest.mark.parametrize("shape", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
+def test_the_use_of_each_key_is_counted_and_logged(
+    tiny_store: Path, tmp_path: Path, shape: tuple[str, ...]
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[{name}]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+            f'scopes = ["{scope}"]\nrequests_per_minute = 2\n'
+            for name, scope in (("search", "inference"), ("ads", "inference"), ("ops", "metrics"))
+        )
+    )
+    with running_server(tiny_store, *shape, CLOZE_KEYS_FILE=str(keys)) as server:
+
+        def ask(key: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}
+            return httpx.post(f"{server.url}/embed", json={"inputs": "the king"}, headers=headers)
+
+        answers = [ask("search") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert ask("unknown").status_code == 401
+        time.sleep(0.3)
+        text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer ops"}).text
+        wait_until(lambda: sum("id=of-" in line for line in server.log) == 4)
+        clients = [re.findall(r"id=of-\w+ client=(\S+)", line) for line in server.log]
+    found = dict(re.findall(r"^cloze_key_(\S+) (\S+)$", text, re.M))
+    tokens = sum(int(answer.headers["x-compute-tokens"]) for answer in answers[:2])
+    assert float(found.pop('tokens_total{key="search"}')) == tokens
+    assert {name: float(number) for name, number in found.items()} == {
+        'requests_total{key="search",status="200"}': 2,
+        'requests_total{key="search",status="429"}': 1,
+    }
+    assert [client for [client] in filter(None, clients)] == ["key:search"] * 3 + ["127.0.0.1"]
+
+
+def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
+    def label_values() -> dict[str, set[str]]:
+        values: dict[str, set[str]] = {}
+        for _, labels in scrape(fresh):
+            for key, label in labels:
+                values.setdefault(key, set()).add(label)
+        return values
+
+    for number in range(30):
+        httpx.post(f"{fresh.url}/random-{number}", json={})
+        httpx.get(f"{fresh.url}/docs/assets/{number}")
+        httpx.post(f"{fresh.url}/embed", json={"inputs": "a", "model": f"model-{number}"})
+        httpx.request(f"VERB{number}", f"{fresh.url}/embed")
+    time.sleep(0.05)
+    values = label_values()
+    assert values["model"] <= {"", "bert", "bert-qa", "distilbert"}
+    assert values["version"] <= {"", "1", build().version}
+    documented = httpx.get(f"{fresh.url}/openapi.json").json()["paths"].keys()
+    assert values["route"] <= {*documented, "/docs", "/openapi.json", "other"}
+    assert all(re.fullmatch(r"[1-5]\d\d", status) for status in values["status"])
+    assert not any(math.isnan(number) for number in scrape(fresh).values())
+
+
+def test_promtool_finds_nothing_to_mend(server: Server) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus)")
+    text = httpx.get(f"{server.url}/metrics").content
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
+
+
+def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path) -> None:
+    """With the configuration we ship, but for the address and the interval."""
+    quantile = (
+        "histogram_quantile(0.99, sum by (le, route) "
+        '(rate(cloze_request_duration_seconds_bucket{route="/embed"}[5s])))'
+    )
+    with running_prometheus(tmp_path, [fresh.url]) as url:
+
+        def has_p99() -> bool:
+            httpx.post(f"{fresh.url}/embed", json={"inputs": "the king"})
+            result = query(url, quantile)
+            return bool(result) and not math.isnan(float(result[0]["value"][1]))
+
+        wait_until(has_p99, 30)
+        (result,) = query(url, quantile)
+    assert 0 < float(result["value"][1]) < 5
+    assert result["metric"] == {"route": "/embed"}
+
+
+def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:
+    """`observe_all` relies on attributes of prometheus_client that are not public."""
+    registry = CollectorRegistry()
+    bounds = (0.001, 0.01, 0.1)
+    one, many = (Histogram(name, "text", buckets=bounds, registry=registry) for name in "ab")
+    values = [0.0, 0.001, 0.0011, 0.05, 0.1, 0.11, 7.0]
+    for value in values:
+        one.observe(value)
+    observe_all(many, values[:3])
+    observe_all(many, values[3:])
+    lines = generate_latest(registry).decode().splitlines()
+    samples = [
+        [line for line in lines if re.match(f"{name}_(bucket|count|sum)", line)] for name in "ab"
+    ]
+    assert [line[1:] for line in samples[0]] == [line[1:] for line in samples[1]]
+    assert "a_count 7.0" in lines
+
+
+def test_a_bucket_names_a_recent_request(tiny_store: Path) -> None:
+    """With OpenMetrics, which allows 128 characters for the name of a label and its value."""
+    headers = {"accept": "application/openmetrics-text; version=1.0.0"}
+    with running_server(tiny_store, "--model", "bert") as server:
+        for identity in ("i" * 118, "j" * 119):
+            answer = httpx.post(
+                f"{server.url}/embed",
+                json={"inputs": "the king"},
+                headers={"x-request-id": identity},
+            )
+            assert answer.headers["x-request-id"] == identity
+        scraped = httpx.get(f"{server.url}/metrics", headers=headers)
+    assert scraped.headers["content-type"].startswith("application/openmetrics-text")
+    families = {
+        family.name: family for family in openmetrics.text_string_to_metric_families(scraped.text)
+    }
+    ids = {
+        sample.exemplar.labels["request_id"]
+        for sample in families["cloze_request_duration_seconds"].samples
+        if sample.exemplar is not None and sample.labels["route"] == "/embed"
+    }
+    assert ids == {"i" * 118}
+    assert "_created" not in scraped.text
+
+
+def test_every_reason_of_a_rejection_has_an_error() -> None:
+    overloads = [Overloaded("", 1, reason) for reason in Rejection]
+    assert [rejection(error) for error in overloads] == list(Rejection)
+    states = {
+        DeadlineExceeded: Rejection.TIMEOUT,
+        ShuttingDown: Rejection.SHUTTING_DOWN,
+        EngineDead: Rejection.ENGINE_DEAD,
+    }
+    assert {kind: rejection(kind("")) for kind in states} == states
+    assert rejection(InvalidRequest("")) is None
+
+
+@pytest.mark.parametrize("stated_ms", [None, 30, 500])
+def test_a_limit_that_a_client_states_is_its_own_reason(
+    tiny_store: Path, stated_ms: int | None
+) -> None:
+    """A 504 before the server's own limit of 60 ms is no error of the server."""
+    headers = {} if stated_ms is None else {"x-request-timeout-ms": str(stated_ms)}
+    with running_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="60") as server:
+        for _ in range(20):
+            body = {"inputs": ["walk " * 160] * (2048 if stated_ms == 500 else 600)}
+            answer = httpx.post(f"{server.url}/embed", json=body, headers=headers, timeout=30)
+            if answer.status_code == 504:
+                break
+        assert answer.status_code == 504, answer.text
+        samples = scrape(server)
+    reason = "stated_limit" if stated_ms == 30 else "timeout"
+    for each in ("stated_limit", "timeout"):
+        assert value(samples, "cloze_rejected_requests_total", reason=each) == (each == reason)
+
+
+def test_a_rejection_has_its_reason(tiny_store: Path) -> None:
+    with running_server(tiny_store, "--model", "bert", CLOZE_MAX_QUEUE_WAIT_MS="1") as server:
+        body = {"inputs": ["walk " * 500] * 64}
+        with ThreadPoolExecutor(16) as pool, httpx.Client(timeout=60) as client:
+            answers = pool.map(lambda _: client.post(f"{server.url}/embed", json=body), range(64))
+            refused = sum(answer.status_code == 429 for answer in answers)
+        assert refused
+        assert value(scrape(server), "cloze_rejected_requests_total", reason="wait") == refused
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the third on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def seconds_of(pid: int) -> float:
+    """The processor time of a process."""
+    fields = stat_of(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_what_all_processes_use_is_shown(fresh: Server) -> None:
+    """The supervisor and its children, or the one process."""
+    for _ in range(4):
+        httpx.post(f"{fresh.url}/embed", json={"inputs": ["walk " * 400] * 16})
+    pid = fresh.process.pid
+    pids = [pid, *children(pid, "")]
+    before_s = sum(map(seconds_of, pids))
+    seen = scrape(fresh)
+    after_s = sum(map(seconds_of, pids))
+    assert before_s - 0.1 < value(seen, "process_cpu_seconds_total") < after_s + 0.1
+    status = [Path(f"/proc/{each}/status").read_text() for each in pids]
+    resident = sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) for text in status) * 1024
+    assert 0.5 * resident < value(seen, "process_resident_memory_bytes") < 1.5 * resident
+
+
+def test_the_start_is_the_same_in_every_scrape_and_another_one_after_a_restart(
+    fresh: Server,
+) -> None:
+    """Else `changes()` would count the front ends that a Prometheus meets."""
+    ready = time.time()
+    starts = {value(scrape(fresh), "process_start_time_seconds") for _ in range(12)}
+    (started,) = starts
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    began_s = int(stat_of(fresh.process.pid)[19]) / os.sysconf("SC_CLK_TCK")
+    began = time.time() - (uptime_s - began_s)
+    assert began - 2 < started < ready, "the kernel tells its start in whole seconds"
+
+
+def test_the_files_of_an_operator_are_shown(tiny_store: Path, tmp_path: Path) -> None:
+    """Whether the keys file can be read, and when the certificate ends."""
+    keys, files = tmp_path / "keys.toml", make_certificate(tmp_path)
+    digest = hashlib.sha256(b"mine").hexdigest()
+    text = f'[prometheus]\nsha256 = "{digest}"\nscopes = ["metrics"]\n'
+    keys.write_text(text)
+    shown = subprocess.run(
+        ["openssl", "x509", "-enddate", "-noout", "-in", str(files.public)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
+    settings = {
+        "CLOZE_KEYS_FILE": str(keys),
+        "CLOZE_TLS_CERTIFICATE": str(files.public),
+        "CLOZE_TLS_KEY": str(files.private),
+    }
+    with (
+        running_server(tiny_store, "--frontends", "1", "--model", "bert", **settings) as several,
+        running_server(tiny_store, "--model", "bert", **settings) as single,
+        httpx.Client(verify=False, headers={"authorization": "Bearer mine"}) as client,
+    ):
+
+        def shown_by(server: Server, name: str) -> float:
+            (found,) = re.findall(f"^{name} (.*)", client.get(f"{server.url}/metrics").text, re.M)
+            return float(found)
+
+        for server in (several, single):
+            assert shown_by(server, "cloze_certificate_end_timestamp_seconds") == end
+
+        def both_show(readable: int) -> bool:
+            servers = (several, single)
+            return all(shown_by(each, "cloze_keys_file_readable") == readable for each in servers)
+
+        assert both_show(1)
+        keys.unlink()
+        wait_until(lambda: both_show(0))
+        keys.write_text(text)
+        wait_until(lambda: both_show(1))
+        keys.write_text("no TOML")
+        wait_until(lambda: both_show(0))
+
+
+def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
+    name = "cloze_process_restarts_total"
+    with running_server(tiny_store, "--frontends", "1", "--model", "bert") as server:
+        wait_until(lambda: any("front ends are ready" in line for line in server.log))
+        before = scrape(server)
+        assert value(before, name, kind="engine") == value(before, name, kind="frontend") == 0
+        assert (name, frozenset({"kind": "engine"}.items())) in before
+        (engine,) = children(server.process.pid, "engine")
+        used_s = value(scrape(server), "process_cpu_seconds_total")
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: value(scrape(server), name, kind="engine") == 1)
+        assert value(scrape(server), "process_cpu_seconds_total") > used_s - 0.01 > 0
+
+
+def test_a_scrape_of_many_models_does_not_hold_up_requests(
+    tiny_store: Path, tmp_path: Path
+) -> None:
+    """14 models with traffic on each: the event loop answers probes while metrics are written."""
+    names = [f"bert-{number}" for number in range(14)]
+    for name in names:
+        folder = Path(shutil.copytree(tiny_store / "bert" / "1", tmp_path / name / "1"))
+        seal(folder, read_body(folder) | {"name": name}, measure=False)
+    arguments = [part for name in names for part in ("--model", name)]
+    waits = []
+    with (
+        running_server(tmp_path, *arguments) as server,
+        httpx.Client(base_url=server.url) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for name in names:
+            for route in ("/embed", "/embed_all", "/fill-mask"):
+                body = {"inputs": "the [MASK] king", "model": name}
+                assert client.post(route, json=body).status_code == 200
+        assert len(client.get("/metrics").text.splitlines()) > 2500
+        for _ in range(30):
+            scraping = pool.submit(httpx.get, f"{server.url}/metrics")
+            while not scraping.done():
+                stopwatch = Stopwatch(server.process.pid)
+                assert client.get("/healthz").status_code == 200
+                waits.append(stopwatch.elapsed_s())
+        loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
+        before_ns = int(loop.read_text().split()[0])
+        for _ in range(20):
+            client.get("/metrics")
+        loop_ms = (int(loop.read_text().split()[0]) - before_ns) / 20 / 1e6
+    print(f"a scrape takes {loop_ms:.2f} ms of the event loop")
+    assert loop_ms < 5
+    waits.sort()
+    assert waits[len(waits) // 2] < 0.005, waits[len(waits) // 2]
+    assert waits[int(len(waits) * 0.95)] < 0.02, waits[int(len(waits) * 0.95)]

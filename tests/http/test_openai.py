@@ -1,0 +1,117 @@
+"""OpenAI's embeddings protocol: its released client reads our answers and our errors."""
+
+import asyncio
+import base64
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.support.serving import Server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def embed(server: Server, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/embeddings", json={"model": "bert"} | body, timeout=30)
+
+
+def test_the_client_gets_the_vectors_of_embed(server: Server, client: openai.OpenAI) -> None:
+    """By base64, which it asks for unless told otherwise, and as floats."""
+    texts = ["the king", "the moon was red"]
+    expected = httpx.post(f"{server.url}/embed", json={"inputs": texts, "model": "bert"}).json()
+    for options in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model="bert", input=texts, **options)
+        assert [row.index for row in answer.data] == [0, 1]
+        np.testing.assert_array_equal(
+            np.float32([row.embedding for row in answer.data]), np.float32(expected)
+        )
+        assert answer.model == "bert"
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > 4
+
+
+def test_base64_is_of_little_endian_float32(server: Server) -> None:
+    row = embed(server, input="the king", encoding_format="base64").json()["data"][0]
+    vector = np.frombuffer(base64.b64decode(row["embedding"]), "<f4")
+    np.testing.assert_array_equal(
+        vector, np.float32(embed(server, input="the king").json()["data"][0]["embedding"])
+    )
+
+
+def test_token_ids_and_dimensions(server: Server, client: openai.OpenAI) -> None:
+    one = client.embeddings.create(model="bert@1", input=[7, 8, 9], dimensions=8)
+    assert len(one.data) == 1
+    assert len(one.data[0].embedding) == 8
+    assert len(client.embeddings.create(model="bert", input=[[7, 8], [9]]).data) == 2
+
+
+def test_a_model_is_described(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("bert").id == "bert@1"
+    with pytest.raises(openai.NotFoundError, match="no model 'nobody' is served") as caught:
+        client.models.retrieve("nobody")
+    assert caught.value.code == "model_not_found"
+
+
+def test_the_asynchronous_client_works_too(server: Server) -> None:
+    async def ask() -> list[float]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            assert (await client.models.retrieve("bert@1")).owned_by == "cloze"
+            answer = await client.embeddings.create(model="bert", input="the king")
+            return answer.data[0].embedding
+
+    expected = embed(server, input="the king").json()["data"][0]["embedding"]
+    assert asyncio.run(ask()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["bert@1", "bert-qa@1", "distilbert@1"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "message"),
+    [
+        ({"input": ""}, 400, None, "input is empty; it needs at least 1 character"),
+        ({"input": []}, 400, None, "input is an empty list; it needs at least 1 text"),
+        ({"input": "a", "model": "gpt"}, 404, "model_not_found", "no model 'gpt' is served"),
+        ({"input": "a", "model": "bert-qa"}, 424, None, "model bert-qa cannot do embed"),
+        ({"input": "a", "dimensions": 0}, 400, None, "dimensions"),
+        (
+            {"input": "a", "encoding_format": "hex"},
+            400,
+            None,
+            "encoding_format: Input should be 'float' or 'base64'",
+        ),
+        ({"input": ["a"] * 3000}, 400, None, "input has 3000 texts; the limit is 2048"),
+        ({}, 400, None, "input: Field required"),
+    ],
+)
+def test_errors_have_openai_s_shape(
+    server: Server, body: dict[str, object], status: int, code: str | None, message: str
+) -> None:
+    response = embed(server, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"], error["param"]) == (
+        status,
+        "invalid_request_error",
+        code,
+        None,
+    )
+    assert message in error["message"]
+
+
+def test_the_client_raises_what_it_should(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt' is served"):
+        client.embeddings.create(model="gpt", input="a")
+    with pytest.raises(openai.BadRequestError, match="it needs at least 1 character"):
+        client.embeddings.create(model="bert", input="")
+
+
+def test_routes_that_are_not_there_have_its_shape_too(server: Server) -> None:
+    response = httpx.get(f"{server.url}/v1/chat")
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "invalid_request_error"

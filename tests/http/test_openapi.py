@@ -1,0 +1,185 @@
+"""The OpenAPI document is true: every example runs, and every answer has its documented shape."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from cloze.model_store.store import Store
+from cloze.service.tasks import TASKS
+from tests.support.serving import Server, running_server
+from tests.system.test_released_clients import CLIENTS, environment
+
+DEFAULT_STORE = Path(__file__).parents[2] / "model_store" / "bundles"
+
+UNSERVED = {"embed-sparse"}
+"""The task that no default model serves."""
+
+DISPATCHED = {"fill-mask", "score", "embed", "similarity", "nsp", "qa"}
+"""The tasks whose examples `POST /` accepts; those of classifiers need the route of their task."""
+
+
+@pytest.fixture(scope="module")
+def default_server() -> Iterator[Server]:
+    with running_server(DEFAULT_STORE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(default_server: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{default_server.url}/openapi.json").json()
+    return answer
+
+
+def check(document: dict[str, Any], path: str, method: str, response: httpx.Response) -> None:
+    """Check status, content type, headers and body of an answer against the document."""
+    operation = document["paths"][path][method]
+    documented = operation["responses"][str(response.status_code)]
+    kind = response.headers.get("content-type", "").partition(";")[0]
+    if response.content:
+        assert kind in documented["content"]
+    for name in response.headers.keys() - {"content-type", "content-length", "date"}:
+        assert name in documented["headers"], f"{path} answers with {name}, undocumented"
+    if kind == "application/json":
+        schema = documented["content"][kind]["schema"] | {"components": document["components"]}
+        jsonschema.validate(response.json(), schema)
+
+
+EXAMPLES = [
+    pytest.param(route, body, id=f"{route}: {task.name}: {title}")
+    for task in TASKS.values()
+    if task.name not in UNSERVED
+    for title, body in task.examples.items()
+    for route in (task.route, *(["/"] if task.name in DISPATCHED else []))
+]
+
+
+@pytest.mark.parametrize(("route", "body"), EXAMPLES)
+def test_examples_run(
+    default_server: Server, document: dict[str, Any], route: str, body: dict[str, Any]
+) -> None:
+    response = httpx.post(default_server.url + route, json=body)
+    assert response.status_code == 200, response.text
+    check(document, route, "post", response)
+    operation = document["paths"][route]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.validate(body, schema | {"components": document["components"]})
+
+
+WITHOUT_BODY = {"/admin/reload"}
+
+
+def test_examples_of_every_route_run(default_server: Server, document: dict[str, Any]) -> None:
+    """Those of tasks that no default model serves are refused as such."""
+    bodies = {
+        (path, title): example["value"]
+        for path, operations in document["paths"].items()
+        if "post" in operations and path not in WITHOUT_BODY
+        for title, example in operations["post"]["requestBody"]["content"]["application/json"][
+            "examples"
+        ].items()
+    }
+    assert {path for path, _ in bodies} | WITHOUT_BODY == {
+        path for path, operations in document["paths"].items() if "post" in operations
+    }
+    names = {"model": "cloze-bert.embed", "version": "1"}
+    for (path, _), body in bodies.items():
+        response = httpx.post(default_server.url + path.format(**names), json=body)
+        check(document, path, "post", response)
+        unserved = "no served model can do" in response.text
+        assert response.status_code == (424 if unserved else 200), response.text
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"), [("application/octet-stream",) * 2, ("application/x-npy",) * 2]
+)
+def test_binary_answers_are_documented(
+    default_server: Server, document: dict[str, Any], accept: str, kind: str
+) -> None:
+    url = f"{default_server.url}/embed"
+    response = httpx.post(url, json={"inputs": "a"}, headers={"accept": accept})
+    assert response.headers["content-type"] == kind
+    check(document, "/embed", "post", response)
+
+
+ERRORS: list[tuple[str, dict[str, Any], int]] = [
+    *((route, {"inputs": 5}, 422) for route in ("/embed", "/fill-mask", "/nsp", "/qa")),
+    ("/embed_sparse", {"inputs": "a"}, 424),
+    ("/classify", {"inputs": "a", "parameters": {"label_set": "x"}}, 422),
+    ("/embed", {"inputs": []}, 400),
+    ("/embed", {"inputs": "a", "model": "nobody"}, 404),
+    ("/v1/embeddings", {"input": "a"}, 400),
+    ("/v1/embeddings", {"input": "a", "model": "nobody"}, 404),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "status"), ERRORS)
+def test_errors_are_documented(
+    default_server: Server, document: dict[str, Any], route: str, body: dict[str, Any], status: int
+) -> None:
+    response = httpx.post(default_server.url + route, json=body)
+    assert response.status_code == status
+    check(document, route, "post", response)
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/readyz", "/health", "/info", "/metrics", "/v1/models"]
+)
+def test_routes_of_operators_are_documented(
+    default_server: Server, document: dict[str, Any], path: str
+) -> None:
+    check(document, path, "get", httpx.get(default_server.url + path))
+
+
+def test_openai_answers_are_documented(default_server: Server, document: dict[str, Any]) -> None:
+    for form in ("float", "base64"):
+        body = {"input": ["a", "b"], "model": "cloze-bert", "encoding_format": form}
+        response = httpx.post(f"{default_server.url}/v1/embeddings", json=body)
+        assert response.status_code == 200
+        check(document, "/v1/embeddings", "post", response)
+
+
+def test_every_route_is_documented_whole(document: dict[str, Any]) -> None:
+    """Each operation has a summary, a success, and each POST its body and its errors."""
+    assert Store(DEFAULT_STORE).references()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], path
+            assert "x-request-id" in operation["responses"]["200"]["headers"], path
+            if path in WITHOUT_BODY:
+                assert "requestBody" not in operation
+                assert {"401", "403", "409", "503"} <= operation["responses"].keys()
+            elif method == "post":
+                assert operation["requestBody"]["required"]
+                assert {"400", "404", "413", "429", "503", "504"} <= operation["responses"].keys()
+                assert "retry-after" in operation["responses"]["429"]["headers"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--max-examples", "5", "--seed", "1"), id="seconds"),
+        pytest.param(
+            ("--max-examples", "500", "--max-time", "600"), id="minutes", marks=pytest.mark.slow
+        ),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_schema_driven_tester_finds_nothing(
+    every_task: Server, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """schemathesis, in an environment of its own, with all its checks."""
+    program = environment("schemathesis.txt", tmp_path / "environment") / "schemathesis"
+    command = [program, "--config-file", CLIENTS / "schemathesis.toml", "run"]
+    checks = ("--checks", "all", "--continue-on-failure")
+    document = f"{every_task.url}/openapi.json"
+    done = subprocess.run(
+        [*command, document, *checks, *options], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    operations = len([o for path in httpx.get(document).json()["paths"].values() for o in path])
+    assert f"Tested: {operations}" in done.stdout, done.stdout[-2000:]

@@ -1,0 +1,318 @@
+"""Defects that users report of other servers: each test fails on a server that has one of them.
+
+int8 vectors that depend on their batch are in `test_int8`, queries of late interaction without marker
+or filling in `test_late_interaction`, and vectors of null for numbers that overflow in
+`unit/service/engine/test_engine`.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+from transformers import BertForSequenceClassification, BertModel
+
+from cloze.export.load.tokenizer import load_tokenizer
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.service.service import single_process
+from cloze.service.settings import load_settings
+from cloze.service.tasks import TASKS, rerank
+from cloze.service.tasks.texts import TruncationParameters
+from tests.support import late_models, tiny
+
+MODEL_TOKENS, DOCUMENT_TOKENS = 160, 20
+CHINESE = {"green": "山", "moon": "京", "sun": "海"}
+"""Words of the tiny vocabulary that become Chinese: each character is a token of three bytes."""
+LABELS = {
+    "classifier": ["contradiction", "neutral", "entailment"],
+    "ranker": ["relevance"],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {"bert": tiny.save_checkpoint(root / "bert", "bert", hidden_act="gelu")}
+    for name, labels in LABELS.items():
+        kind = f"bert-{name}-of-defects"
+        tiny.CLASSES[kind] = BertForSequenceClassification
+        sizes = {"id2label": dict(enumerate(labels)), "num_labels": len(labels)}
+        made[name] = tiny.save_checkpoint(root / name, kind, **sizes)
+    made["late"] = late_models.pylate(root / "late", document_length=DOCUMENT_TOKENS)
+    for folder in made.values():
+        for file in (folder / "vocab.txt", folder / "tokenizer.json"):
+            if file.exists():
+                text = file.read_text()
+                for word, character in CHINESE.items():
+                    text = text.replace(f'"{word}"', f'"{character}"')
+                    text = text.replace(f"\n{word}\n", f"\n{character}\n")
+                file.write_text(text)
+    return made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    for name, folder in checkpoints.items():
+        tasks = ("embed", "embed-all", "sparse") if name == "bert" else ()
+        export(str(folder), name, Store(root), ExportOptions(tasks=tasks))
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(store: Path) -> Iterator[TestClient]:
+    service = single_process(load_settings({"model_store": store}))
+    with TestClient(service, base_url="http://localhost") as client:
+        yield client
+
+
+# ---- left truncation that keeps the head, cuts inside a character, or counts bytes ---------------
+
+TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["TEXT"]}
+LEFT = {"truncation_direction": "left"}
+TWO = MODEL_TOKENS - 2
+"""Tokens of a text beside the two special tokens."""
+
+# Route, body with TEXT in the place of the long text, and how many tokens of the text are read.
+TRUNCATING: dict[str, tuple[str, dict[str, Any], int]] = {
+    "embed": ("/embed", {"inputs": "TEXT", "normalize": False, **LEFT}, TWO),
+    "embed-all": ("/embed_all", {"inputs": "TEXT", "model": "bert", **LEFT}, TWO),
+    "embed-all, late": (
+        "/embed_all", {"inputs": "TEXT", "model": "late", **LEFT}, DOCUMENT_TOKENS - 3),
+    "embed-sparse": ("/embed_sparse", {"inputs": "TEXT", **LEFT}, TWO),
+    "similarity": (
+        "/similarity",
+        {"inputs": {"source_sentence": "a king", "sentences": ["TEXT"]}, "parameters": LEFT},
+        TWO,
+    ),
+    "text-classification": (
+        "/classify", {"inputs": "TEXT", "model": "classifier", "parameters": LEFT}, TWO),
+    "text-classification, pair": (
+        "/classify",
+        {"inputs": {"text": "a king", "text_pair": "TEXT"}, "model": "classifier", "parameters": LEFT},
+        TWO - 3,
+    ),
+    "zero-shot-classification": (
+        "/zero-shot-classification",
+        {"inputs": "TEXT", "parameters": {
+            "candidate_labels": ["the king"], "hypothesis_template": "{}", **LEFT}},
+        TWO - 3,
+    ),
+    "rerank": (
+        "/rerank", {"query": "a king", "texts": ["TEXT"], "raw_scores": True, **LEFT}, TWO - 3),
+    "rerank, similarity": (
+        "/rerank", {"query": "a king", "texts": ["TEXT"], "model": "bert", **LEFT}, TWO),
+    "rerank, late": (
+        "/rerank", {"query": "a king", "texts": ["TEXT"], "model": "late", **LEFT},
+        DOCUMENT_TOKENS - 3),
+    "predict": ("/predict", {"inputs": "TEXT", "model": "classifier", **LEFT}, TWO),
+    "openai": ("/v1/embeddings", {"input": "TEXT", "model": "bert", "truncate": "START"}, TWO),
+    "v2": ("/v2/models/bert.embed/infer", {"inputs": [TENSOR], "parameters": LEFT}, TWO),
+    "cohere": (
+        "/v2/embed",
+        {"texts": ["TEXT"], "model": "bert", "input_type": "query", "truncate": "START"},
+        TWO,
+    ),
+}  # fmt: skip
+
+
+def with_text(value: Any, text: str) -> Any:
+    """Return a body with a text in its place."""
+    if isinstance(value, dict):
+        return {name: with_text(inner, text) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_text(inner, text) for inner in value]
+    return text if value == "TEXT" else value
+
+
+def numbers(value: Any) -> list[float]:
+    """Return all numbers of an answer, in order."""
+    if isinstance(value, dict):
+        value = [value[name] for name in sorted(value) if name not in ("usage", "created", "id")]
+    if isinstance(value, list):
+        return [number for inner in value for number in numbers(inner)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+@pytest.mark.parametrize(
+    ("filling", "markers"),
+    [("the ", ("king", "river")), (CHINESE["green"], (CHINESE["moon"], CHINESE["sun"]))],
+    ids=["ASCII", "Chinese"],
+)
+@pytest.mark.parametrize("name", TRUNCATING)
+def test_left_truncation_reads_the_last_tokens(
+    client: TestClient, name: str, filling: str, markers: tuple[str, str]
+) -> None:
+    route, body, room = TRUNCATING[name]
+
+    def ask(text: str) -> list[float]:
+        answer = client.post(route, json=with_text(body, text))
+        assert answer.status_code == 200, answer.text
+        return numbers(answer.json())
+
+    one, other = (ask(f"walked {filling * 400}{marker}") for marker in markers)
+    exact = ask(filling * (room - 1) + markers[0])
+    assert one == pytest.approx(exact, abs=2e-6), "other tokens than the last ones that fit"
+    assert one != pytest.approx(other, abs=1e-5), "the end was cut"
+
+
+def test_every_task_that_truncates_is_among_them() -> None:
+    cutting = {
+        task.name
+        for task in (*TASKS.values(), rerank.TASK)
+        if issubclass(task.parameters, TruncationParameters)
+    }
+    assert cutting == {name.split(",")[0] for name in TRUNCATING} - {
+        "predict",
+        "openai",
+        "v2",
+        "cohere",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "vector"),
+    [
+        ("openai", lambda answer: answer["data"][0]["embedding"]),
+        ("cohere", lambda answer: answer["embeddings"]["float"][0]),
+    ],
+)
+def test_the_word_of_a_request_overrules_the_end_that_the_tokenizer_cuts(
+    name: str, vector: Callable[[Any], Any], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoints["bert"], tmp_path / "left")
+    (folder / "tokenizer_config.json").write_text('{"truncation_side": "left"}')
+    export(str(folder), "bert", Store(tmp_path / "store"), ExportOptions(tasks=("embed",)))
+    service = single_process(load_settings({"model_store": tmp_path / "store"}))
+    route, body, _ = TRUNCATING[name]
+    text = "walked" + " the" * 400 + " moon"
+    with TestClient(service, base_url="http://localhost") as client:
+        left, right, own = (
+            vector(client.post(route, json=with_text(body, text) | {"truncate": word}).json())
+            for word in ("START", "END", None)
+        )
+        asked = {"inputs": text, "truncation_direction": "right"}
+        [expected] = client.post("/embed", json=asked).json()
+    assert right == pytest.approx(expected, abs=2e-6)
+    assert own == pytest.approx(left, abs=2e-6), "a request that does not say"
+    assert right != pytest.approx(left, abs=1e-4)
+
+
+def test_the_last_tokens_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:
+    """The tail that fits is what transformers' tokenizers keep with ``truncation_side="left"``."""
+    backend = load_tokenizer(checkpoints["bert"]).tokenizer
+    text = f"walked {CHINESE['green'] * 400}{CHINESE['moon']} king"
+    backend.enable_truncation(MODEL_TOKENS, direction="left")
+    kept = backend.encode(text).tokens
+    assert kept[1:-1] == [CHINESE["green"]] * (TWO - 2) + [CHINESE["moon"], "king"]
+
+
+# ---- one text of a list that is too long ---------------------------------------------------------
+
+LONG = "king " * 200
+LISTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "native": ("/embed", {"inputs": "TEXTS", "truncate": False}, 422, "inputs[1]"),
+    "tokens": (
+        "/embed_all", {"inputs": "TEXTS", "truncate": False, "model": "bert"}, 422, "inputs[1]"),
+    "words": ("/embed_sparse", {"inputs": "TEXTS", "truncate": False}, 422, "inputs[1]"),
+    "labels": (
+        "/classify",
+        {"inputs": "TEXTS", "model": "classifier", "parameters": {"truncate": False}},
+        422,
+        "inputs[1]",
+    ),
+    "openai": (
+        "/v1/embeddings", {"input": "TEXTS", "model": "bert", "truncate": "NONE"}, 400, "input[1]"),
+    "tei": ("/rerank", {"query": "a", "texts": "TEXTS", "truncate": False}, 422, "texts[1]"),
+    "v2": (
+        "/v2/models/bert.embed/infer",
+        {"inputs": [TENSOR | {"shape": [3], "data": "TEXTS"}], "parameters": {"truncate": False}},
+        400,
+        "text[1]",
+    ),
+    "cohere": (
+        "/v2/embed",
+        {"texts": "TEXTS", "model": "bert", "input_type": "query", "truncate": "NONE"},
+        400,
+        "texts[1]",
+    ),
+}  # fmt: skip
+
+
+def with_texts(value: Any, texts: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {name: with_texts(inner, texts) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_texts(inner, texts) for inner in value]
+    return texts if value == "TEXTS" else value
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_text_that_is_too_long_is_named_and_no_vector_is_null(
+    client: TestClient, name: str
+) -> None:
+    """As the protocols' own servers do, the request is refused; what is left has all its results."""
+    route, body, status, place = LISTS[name]
+    refused = client.post(route, json=with_texts(body, ["a", LONG, "walk"]))
+    assert refused.status_code == status, refused.text
+    assert f"{place} " in refused.text
+    assert "20" in refused.text
+    assert f"the model reads {MODEL_TOKENS}" in refused.text
+    rest = client.post(route, json=with_texts(body, ["a", "walk", "red"]))
+    assert rest.status_code == 200
+    assert "null" not in rest.text
+    cut = client.post(route, json=with_texts(without_refusal(body), ["a", LONG, "walk"]))
+    assert cut.status_code == 200, cut.text
+    assert "null" not in cut.text
+
+
+def without_refusal(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_refusal(v) for name, v in value.items() if name != "truncate"}
+    return value
+
+
+# ---- token classification by a sequence label ----------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["/token-classification", "/redact"])
+def test_a_label_of_a_text_is_never_the_label_of_its_tokens(client: TestClient, route: str) -> None:
+    text = "The king of France."
+    for model in ({}, {"model": "classifier"}):
+        refused = client.post(route, json={"inputs": text} | model)
+        assert refused.status_code == 424, refused.text
+        assert f"can{'not' if model else ''} do {route[1:]}" in refused.text
+    v2 = client.post(f"/v2/models/classifier.{route[1:]}/infer", json={"inputs": [TENSOR]})
+    assert v2.status_code in (400, 404)
+    dispatched = client.post(
+        "/",
+        json={"inputs": text, "model": "classifier", "parameters": {"aggregation_strategy": "max"}},
+    )
+    assert dispatched.status_code >= 400
+    models = client.get("/info").json()["models"]
+    tasks = {model["name"]: model["tasks"] for model in models}
+    assert "text-classification" in tasks["classifier"]
+    assert not {"token-classification", "redact"} & set(tasks["classifier"])
+
+
+# ---- gelu computed as its approximation ----------------------------------------------------------
+
+
+def test_gelu_is_the_exact_one(client: TestClient, checkpoints: dict[str, Path]) -> None:
+    """The two differ by more than the tolerance, so the test would notice the approximation."""
+    text = "walked the king"
+    ids = torch.tensor([load_tokenizer(checkpoints["bert"]).tokenizer.encode(text).ids])
+    states = {}
+    for name in ("gelu", "gelu_new"):
+        model = BertModel.from_pretrained(checkpoints["bert"], hidden_act=name)
+        with torch.no_grad():
+            states[name] = model.eval()(ids).last_hidden_state[0].numpy()
+    [answer] = client.post("/embed_all", json={"inputs": text, "model": "bert"}).json()
+    error = np.abs(np.array(answer) - states["gelu"]).max()
+    apart = np.abs(np.array(answer) - states["gelu_new"]).max()
+    assert error < 2e-5 < 1e-4 < apart

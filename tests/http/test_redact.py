@@ -1,0 +1,225 @@
+"""Redaction: entities become placeholders, all of it can be undone, and what is refused."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+from transformers import AutoTokenizer, BertForTokenClassification, TokenClassificationPipeline
+
+from cloze.cli import cli
+from cloze.client import Client, Redaction, Replacement
+from cloze.export.publish import export
+from cloze.model_store import Store
+from cloze.service.service import single_process
+from cloze.service.settings import load_settings
+from cloze.service.tasks.patterns import Pattern, find
+from tests.support import tiny
+from tests.support.serving import running_server
+from tests.system.test_released_clients import run
+
+LABELS = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "misc"]))
+TEXTS = [
+    "paris is red, and PARIS is  red <PER_1> <misc_1> <LOC_2>",
+    "Walking timely doors: Ünknöwn 北京 waters!",
+    "the water of the house",
+    "year time door green answers paris " * 60,
+]
+IBAN, CARD = "DE89 3704 0044 0532 0130 00", "4111 1111 1111 1111"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny.CLASSES["bert-tagger"] = BertForTokenClassification
+    return tiny.save_checkpoint(tmp_path_factory.mktemp("tagger"), "bert-tagger", id2label=LABELS)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    export(str(checkpoint), "tagger", Store(root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(store: Path) -> Iterator[TestClient]:
+    service = single_process(load_settings({"model_store": store}))
+    with TestClient(service, base_url="http://localhost") as client:
+        yield client
+
+
+def ask(client: TestClient, inputs: Any, **parameters: Any) -> Any:
+    answer = client.post("/redact", json={"inputs": inputs, "parameters": parameters})
+    return answer.json()
+
+
+def undone(redaction: dict[str, Any]) -> str:
+    replacements = [Replacement(**replaced) for replaced in redaction["replacements"]]
+    return Redaction(redaction["text"], replacements).undone()
+
+
+def numbered(replacements: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    """Return the names of placeholders, as they count: case and spaces make no other name."""
+    return {(r["placeholder"], " ".join(r["text"].split()).lower()) for r in replacements}
+
+
+def test_all_is_undone_also_where_the_text_has_placeholders(client: TestClient) -> None:
+    redactions = ask(client, TEXTS, across_texts=True)
+    assert all(len(redaction["replacements"]) > 1 for redaction in redactions)
+    for text, redaction in zip(TEXTS, redactions, strict=True):
+        assert undone(redaction) == text
+        end = 0
+        for r in redaction["replacements"]:
+            assert text[r["start"] : r["end"]] == r["text"] == r["text"].strip()
+            assert redaction["text"][r["redacted_start"] : r["redacted_end"]] == r["placeholder"]
+            assert r["start"] >= end, "replacements overlap, or are in no order"
+            end = r["end"]
+    everything = [r for redaction in redactions for r in redaction["replacements"]]
+    names = numbered(everything)
+    assert len({name for name, _ in names}) == len({(n.split("_")[0], t) for n, t in names})
+    assert {"<PER_1>", "<misc_1>", "<LOC_2>"}.isdisjoint(name for name, _ in names)
+
+
+def test_texts_are_numbered_alone_unless_asked_otherwise(client: TestClient) -> None:
+    together = ask(client, TEXTS, across_texts=True)
+    apart = ask(client, TEXTS)
+    assert apart == [ask(client, text) for text in TEXTS]
+    assert together != apart
+    places = [[(r["start"], r["label"]) for r in each["replacements"]] for each in together]
+    assert places == [[(r["start"], r["label"]) for r in each["replacements"]] for each in apart]
+
+
+def test_entities_are_those_of_transformers(client: TestClient, checkpoint: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, model_max_length=160)
+        model = BertForTokenClassification.from_pretrained(checkpoint)
+        pipeline = TokenClassificationPipeline(
+            model=model, tokenizer=tokenizer, device="cpu", aggregation_strategy="first"
+        )
+    for text in TEXTS[:3]:
+        expected = pipeline(text)
+        ours = ask(client, text)["replacements"]
+        assert [(r["label"], r["start"], r["end"]) for r in ours] == [
+            (e["entity_group"], e["start"], e["end"]) for e in expected
+        ]
+        assert [r["score"] for r in ours] == pytest.approx([e["score"] for e in expected], abs=1e-4)
+        middle = sorted(r["score"] for r in ours)[len(ours) // 2]
+        sure = ask(client, text, min_score=middle)["replacements"]
+        assert [r["start"] for r in sure] == [r["start"] for r in ours if r["score"] >= middle]
+        label = ours[0]["label"]
+        chosen = ask(client, text, labels=[label])["replacements"]
+        assert [r["start"] for r in chosen] == [r["start"] for r in ours if r["label"] == label]
+
+
+def test_a_long_text_is_replaced_to_its_end(client: TestClient) -> None:
+    """No character that a window redacts is left, also where windows disagree."""
+    answer = ask(client, TEXTS[3], return_usage=True)
+    [usage] = answer["usage"]
+    assert len(usage["windows"]) > 2
+    hidden = {n for r in answer["result"]["replacements"] for n in range(r["start"], r["end"])}
+    inside = usage["windows"][-1][0]
+    assert any(n > inside for n in hidden)
+    for start, end in usage["windows"]:
+        alone = ask(client, TEXTS[3][start:end])["replacements"]
+        assert {start + n for r in alone for n in range(r["start"], r["end"])} <= hidden
+
+
+@pytest.mark.parametrize(("pattern", "text", "found"), [
+    ("EMAIL", "to ada.l@x.example.org, <bob+1@b-c.co>. no@ @no", ["ada.l@x.example.org", "bob+1@b-c.co"]),
+    ("IBAN", f"{IBAN} bitte; {IBAN.replace(' ', '').lower()}.", [IBAN, IBAN.replace(" ", "").lower()]),
+    ("IBAN", f"DE88{IBAN[4:]} X{IBAN} {IBAN}7", []),
+    ("CARD", f"12 {CARD} 12/27, {CARD.replace(' ', '-')}", [CARD, CARD.replace(" ", "-")]),
+    ("CARD", f"{CARD[:-1]}2 0000000000000000 1{CARD}", []),
+    ("PHONE", "+49 30 123456 or 030 123456, on 2024-01-01", ["+49 30 123456"]),
+])  # fmt: skip
+def test_patterns_need_their_check_digits(pattern: Pattern, text: str, found: list[str]) -> None:
+    assert [text[start:end] for start, end in find(text, pattern)] == found
+
+
+def test_a_national_number_needs_its_country() -> None:
+    assert list(find("030 123456", "PHONE", "DE")) == [(0, 10)]
+
+
+def test_patterns_are_off_unless_asked_for(client: TestClient) -> None:
+    text = f"ada@example.org pays from {IBAN} and {CARD}, +49 30 123456"
+    none = ask(client, text, min_score=1)
+    assert none == {"text": text, "replacements": []}
+    every = ask(client, text, min_score=1, patterns=["PHONE", "IBAN", "CARD", "EMAIL"])
+    assert every["text"] == "<EMAIL_1> pays from <IBAN_1> and <CARD_1>, <PHONE_1>"
+    assert undone(every) == text
+    both = ask(client, text, patterns=["EMAIL"])
+    assert undone(both) == text
+    first = both["replacements"][0]
+    assert (first["start"], first["end"] >= len("ada@example.org")) == (0, True)
+
+
+@pytest.mark.parametrize(("parameters", "message"), [
+    ({"labels": ["PER", "ORG"]}, "labels[1] is 'ORG'; tagger@1 has PER, LOC, misc"),
+    ({"labels": []}, "labels is an empty list; it needs at least 1 label"),
+    ({"min_score": 1.5}, "min_score must be between 0 and 1, got 1.5"),
+    ({"patterns": ["SSN"]}, "parameters.patterns.0: Input should be 'EMAIL', 'PHONE', 'IBAN' or 'CARD'"),
+    ({"region": "Germany"}, "region is 'Germany'; it needs a country in two capital letters"),
+    ({"label_set": "other"}, "label_set 'other' is not one of the label sets"),
+])  # fmt: skip
+def test_bad_input_is_one_line(
+    client: TestClient, parameters: dict[str, Any], message: str
+) -> None:
+    error = ask(client, TEXTS[0], **parameters)["error"]
+    assert message in error
+    assert "\n" not in error
+
+
+def test_every_way_to_ask_gives_the_same(client: TestClient, store: Path, tmp_path: Path) -> None:
+    expected = ask(client, TEXTS[:3], patterns=["EMAIL"])
+    root = client.post("/", json={"inputs": TEXTS[:3], "parameters": {"patterns": ["EMAIL"]}})
+    assert root.json() == expected
+    tensor = {"name": "text", "shape": [3], "datatype": "BYTES", "data": TEXTS[:3]}
+    outputs = client.post("/v2/models/tagger.redact/infer", json={"inputs": [tensor]}).json()[
+        "outputs"
+    ]
+    assert {"text": [each["text"] for each in expected]}.items() <= {
+        row["name"]: row["data"] for row in outputs
+    }.items()
+
+    def send(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=client.post("/redact", content=request.content).content)
+
+    with Client("http://localhost", transport=httpx.MockTransport(send)) as ours:
+        redactions = ours.redact(TEXTS[:3], patterns=["EMAIL"])
+    assert [each.text for each in redactions] == [each["text"] for each in expected]
+    assert [each.undone() for each in redactions] == TEXTS[:3]
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS[:3]))
+    run = ["bulk", "redact", str(source), "--output", str(tmp_path / "out"), "--pattern", "EMAIL"]
+    kept = ["--output-format", "parquet", "--model-store", str(store), "--model", "tagger"]
+    done = CliRunner().invoke(cli, run + kept)
+    assert done.exit_code == 0, done.output
+    rows = pq.read_table(tmp_path / "out" / "part-00000.parquet")["redacted"].to_pylist()
+    assert [row["text"] for row in rows] == [each["text"] for each in expected]
+    environment = {"CLOZE_MODEL_STORE": str(store), "CLOZE_PORT": "1"}
+    asked = CliRunner().invoke(cli, ["ask", "redact", TEXTS[2]], env=environment)
+    assert asked.exit_code == 0, asked.output
+    assert expected[2]["text"] in asked.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_presidio_finds_the_same_entities(store: Path, tmp_path: Path) -> None:
+    """With the released analyzer; a test that cannot install it skips and says why."""
+    arguments = "presidio_recognizer.py", "presidio.txt", tmp_path / "environment"
+    with running_server(store) as server:
+        found = run(*arguments, server.url, TEXTS[0])
+        body = {"inputs": TEXTS[0], "parameters": {"aggregation_strategy": "first"}}
+        ours = httpx.post(f"{server.url}/token-classification", json=body).json()
+    names = {"PER": "PERSON", "LOC": "LOCATION"}
+    expected = [
+        (names[e["entity_group"]], e["start"], e["end"]) for e in ours if e["entity_group"] in names
+    ]
+    assert sorted((e["entity"], e["start"], e["end"]) for e in found) == sorted(expected)
+    assert expected

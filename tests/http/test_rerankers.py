@@ -1,0 +1,205 @@
+"""Rerankers: texts have the order and the scores of sentence-transformers, in each family."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import CrossEncoder
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+
+from cloze.export.families import FAMILIES
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.service.service import single_process
+from cloze.service.settings import load_settings
+from tests.support.tokenizer_kinds import wordpiece
+from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
+
+ONE_LABEL: dict[int, str] = {0: "relevance"}
+IDENTITY = "torch.nn.modules.linear.Identity"
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+QUERY = "Where is the bank?"
+DOCUMENTS = [
+    "The bank charges a fee.", "It is at the harbour.", "Where?", "A café\u0301 in  Zürich.", "🙂",
+    "the the the the", "Nobody knows where the bank is today.", "x", "The harbour was quiet.",
+    "Ask at the counter, please.",
+]  # fmt: skip
+
+DECLARED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
+    "raw": ({"sentence_transformers": {"activation_fn": IDENTITY}}, None),
+    "raw-older": ({"sbert_ce_default_activation_function": IDENTITY}, None),
+    "raw-modules": ({"sentence_transformers": {"activation_fn": SIGMOID}}, {"activation_fn": IDENTITY}),
+    "sigmoid-modules": ({"sbert_ce_default_activation_function": IDENTITY}, {"activation_fn": SIGMOID}),
+    "raw-modules-silent": ({"sbert_ce_default_activation_function": IDENTITY}, {}),
+}  # fmt: skip
+"""Name -> what is added to ``config.json``, and what the file beside ``modules.json`` says."""
+
+
+def reranker(family: str, folder: Path) -> Path:
+    """Save a checkpoint that CrossEncoder reads with its ``tokenizer.json`` as it is."""
+    save(family, "sequence_classification", folder, id2label=ONE_LABEL, max_position_embeddings=66)
+    names = ("<pad>", "<s>", "</s>") if family in TOKENIZERS else ("[PAD]", "[CLS]", "[SEP]")
+    settings = dict(zip(("pad_token", "cls_token", "sep_token"), names, strict=True))
+    config = json.loads((folder / "config.json").read_text())
+    types = ["token_type_ids"] * (config.get("type_vocab_size", 0) > 1)
+    inputs = {"model_input_names": ["input_ids", "attention_mask", *types]}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | inputs | kind))
+    return folder
+
+
+def declare(folder: Path, config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> None:
+    """Write what a checkpoint says of its scores."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if beside is not None:
+        CrossEncoder(str(folder)).save_pretrained(str(folder))
+        file = folder / "config_sentence_transformers.json"
+        said = json.loads(file.read_text())
+        del said["activation_fn"]
+        file.write_text(json.dumps(said | beside))
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("rerankers")
+    made = {family: reranker(family, root / family) for family in FAMILIES}
+    for name, said in DECLARED.items():
+        made[name] = reranker("bert", root / name)
+        declare(made[name], *said)
+    made["without-types"] = reranker("bert", root / "without-types")
+    file = made["without-types"] / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings["model_input_names"].remove("token_type_ids")
+    file.write_text(json.dumps(settings))
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestClient]:
+    store = tmp_path_factory.mktemp("store")
+    embedder = tmp_path_factory.mktemp("embedder")
+    save("bert", "masked_lm", embedder, max_position_embeddings=66)
+    for name, checkpoint in (checkpoints | {"embedder": embedder}).items():
+        export(str(checkpoint), name, Store(store), ExportOptions())
+    settings = load_settings({"model_store": store, "precision": "fp32"})
+    with TestClient(single_process(settings), base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *DECLARED, "without-types"])
+def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
+    client: TestClient, checkpoints: dict[str, Path], name: str
+) -> None:
+    oracle = CrossEncoder(str(checkpoints[name]), model_kwargs={"attn_implementation": "eager"})
+    # One by one: padding changes the last token of a MobileBERT.
+    expected = oracle.predict([(QUERY, text) for text in DOCUMENTS], batch_size=1)
+    body = {"model": name, "query": QUERY, "texts": DOCUMENTS}
+    response = client.post("/rerank", json=body)
+    assert response.status_code == 200, response.text
+    ranks = response.json()
+    assert [rank["index"] for rank in ranks] == np.argsort(-expected, kind="stable").tolist()
+    scores = [rank["score"] for rank in ranks]
+    assert scores == pytest.approx(np.sort(expected)[::-1].tolist(), rel=1e-4, abs=1e-5)
+    assert np.ptp(expected) > 1e-3, "the order can be wrong"
+    kind = "raw score" if name.startswith("raw") else "probability"
+    assert response.headers["x-score-kind"] == kind
+    [model] = [model for model in client.get("/info").json()["models"] if model["name"] == name]
+    assert model["scores"]["rerank"] == kind
+    for raw in (True, False):
+        response = client.post("/rerank", json=body | {"raw_scores": raw})
+        assert response.headers["x-score-kind"] == ("raw score" if raw else "probability")
+
+
+def test_the_length_and_the_case_of_the_tuning_are_kept(tmp_path: Path) -> None:
+    """Both stand beside the encoder of a directory that sentence-transformers saved."""
+    folder = reranker("bert", tmp_path / "reranker")
+    CrossEncoder(str(folder)).save_pretrained(str(folder))
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    parts["normalizer"]["lowercase"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    file = folder / "sentence_bert_config.json"
+    changes = {"max_seq_length": 20, "do_lower_case": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    oracle = CrossEncoder(str(folder))
+    bundle = export(str(folder), "reranker", Store(tmp_path / "store"))
+    assert bundle.manifest.limits.max_tokens == oracle.max_seq_length == 20
+    tokens = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
+    pair = "Where is the BANK?", "The bank charges a FEE."
+    assert tokens.encode(*pair).ids == oracle.tokenizer(*pair)["input_ids"]
+    assert tokens.encode(*pair).ids == tokens.encode(*map(str.lower, pair)).ids
+
+
+@pytest.mark.parametrize("name", ["bert", "raw", "embedder"])
+def test_the_best_window_of_a_long_text_gives_its_score(client: TestClient, name: str) -> None:
+    """Each window alone is a text of the request's, with the score that it has in the whole.
+
+    Every word is one token: a window that begins within a word has other tokens alone.
+    """
+    words = sorted(word for word in wordpiece().get_vocab() if word.isalpha())
+    texts = [" ".join((words * 3)[:200]), " ".join(words[:2])]
+    body = {"model": name, "query": QUERY, "texts": texts, "return_usage": True}
+    answer = client.post("/rerank", json=body | {"long_text": "window"}).json()
+    usage = answer["usage"]
+    assert [len(text["windows"] or [0]) > 3 for text in usage] == [True, False]
+    windows = [texts[0][start:end] for start, end in usage[0]["windows"]]
+    assert usage[0]["windows"][-1][1] == len(texts[0])
+    alone = client.post("/rerank", json=body | {"texts": [*windows, texts[1]]}).json()["result"]
+    scores = {rank["index"]: rank["score"] for rank in alone}
+    ranks = {rank["index"]: rank for rank in answer["result"]}
+    *of_windows, short = [scores[n] for n in range(len(scores))]
+    assert np.ptp(of_windows) > 1e-4, "the best window can be wrong"
+    assert ranks[0]["score"] == pytest.approx(max(of_windows), abs=1e-5)
+    assert ranks[0]["window"] == usage[0]["windows"][int(np.argmax(of_windows))]
+    assert (ranks[1]["score"], ranks[1]["window"]) == (pytest.approx(short, abs=1e-5), None)
+    assert answer["result"] == sorted(answer["result"], key=lambda rank: -rank["score"])
+    lone = client.post("/rerank", json=body | {"texts": texts[:1], "long_text": "window"}).json()
+    # Windows of the same words may change places by their last digits.
+    assert lone["result"][0]["score"] == pytest.approx(ranks[0]["score"], abs=1e-5)
+    assert lone["result"][0]["window"] in usage[0]["windows"]
+
+
+def test_texts_are_cut_unless_windows_are_asked_for(client: TestClient) -> None:
+    body = {"model": "bert", "query": QUERY, "texts": ["the bank " * 80 + "where", "the bank"]}
+    plain = client.post("/rerank", json=body)
+    assert plain.headers["x-truncated"] == "1"
+    assert {tuple(rank) for rank in plain.json()} == {("index", "score")}
+    divided = client.post("/rerank", json=body | {"long_text": "window"})
+    assert divided.headers["x-truncated"] == "0"
+    assert {tuple(rank) for rank in divided.json()} == {("index", "score")}
+
+
+@pytest.mark.parametrize(("name", "field", "message"), [
+    ("bert", "texts[0]", "leaves no room for a text beside"), ("embedder", "query", "divides only texts"),
+])  # fmt: skip
+def test_a_query_is_never_divided(client: TestClient, name: str, field: str, message: str) -> None:
+    body = {"model": name, "query": "the bank " * 80, "texts": ["the bank"], "long_text": "window"}
+    answer = client.post("/rerank", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith(field)
+    assert message in answer.json()["error"]
+
+
+def test_what_scores_are_is_said_by_each_protocol(client: TestClient) -> None:
+    text = {"inputs": "The harbour was quiet.", "model": "bert"}
+    raw = {"raw_scores": True}
+    none = {"parameters": {"function_to_apply": "none"}}
+    for path, body, kind in (
+        ("/classify", text, "probability"),
+        ("/classify", text | none, "raw score"),
+        ("/predict", text, "probability"),
+        ("/predict", text | raw, "raw score"),
+    ):
+        assert client.post(path, json=body).headers["x-score-kind"] == kind, (path, body)
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+    answer = client.post("/v2/models/bert.text-classification/infer", json={"inputs": [tensor]})
+    assert answer.headers["x-score-kind"] == "probability"

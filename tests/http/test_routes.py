@@ -1,0 +1,331 @@
+"""Every route that runs a model has the same way in: gate, drain, limits, one spelling of a path."""
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import orjson
+import pytest
+from starlette.testclient import TestClient
+
+from cloze.model_store import Store
+from cloze.service.errors import InvalidRequest
+from cloze.service.service import single_process
+from cloze.service.settings import Settings, load_settings
+from cloze.service.tasks import TaskContext
+from cloze.service.tasks.task import TaskLimits
+from cloze.service.tasks.token_ids import DECODE, TOKENIZE
+from cloze.service.text.tokenizer import Tokenizer
+from cloze.service.threads import run_on_thread
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
+from tests.system.test_admission import SLOW, exchange
+from tests.system.test_promises import FAULTY, metric
+
+OPERATORS = {"/admin/reload"}
+"""The POST routes that run no model."""
+
+
+class Sample(NamedTuple):
+    """A POST route, as a path that a client sends, and an example of its body."""
+
+    path: str
+    body: bytes
+
+
+def samples(server: Server) -> list[Sample]:
+    """Return one sample per POST route of a server that runs a model."""
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    names = {"{model}": "cloze-bert.embed", "{version}": "1"}
+    found = []
+    for route, operations in paths.items():
+        if "post" not in operations or route in OPERATORS:
+            continue
+        content = operations["post"]["requestBody"]["content"]["application/json"]
+        example = next(iter(content["examples"].values()))["value"]
+        path = re.sub(r"\{\w+\}", lambda part: names[part[0]], route)
+        found.append(Sample(path, orjson.dumps(example)))
+    assert len(found) >= 18
+    assert {"/", "/embed", "/rerank", "/tokenize", "/decode"} <= {path for path, _ in found}
+    return found
+
+
+def check_shape(path: str, error: Any) -> None:
+    """Check that an error has the shape of the protocol of a path."""
+    if path == "/v2/embed":
+        assert error.keys() == {"message"}, path
+    elif path.startswith("/v2"):
+        assert error.keys() == {"error"}, path
+    elif path.startswith(("/v1", "/embeddings")):
+        assert error["error"].keys() == {"message", "type", "param", "code"}, path
+    else:
+        assert error.keys() == {"error", "error_type"}, path
+
+
+SLOW_CALLS: dict[str, tuple[str, object]] = {
+    "cloze-bert": ("/embed", "moon"),
+    "cloze-qa": ("/qa", {"question": "moon", "context": "moon"}),
+    "bert-classifier": ("/classify", "moon"),
+    "bert-tagger": ("/token-classification", "moon"),
+}
+"""By model, a route and an input that takes 0.15 s."""
+
+
+def runs_with_river(server: Server) -> int:
+    """Return how many runs have begun that take 1.5 s."""
+    return sum("a run with river starts" in line for line in server.log)
+
+
+@pytest.fixture(scope="module")
+def full(every_task_store: Path) -> Iterator[Server]:
+    """A server that refuses, because texts run for the next seconds in each model."""
+    starting = running_server(every_task_store, command=FAULTY, **SLOW)
+    calls = SLOW_CALLS.values()
+    with starting as server, ThreadPoolExecutor(40) as pool, httpx.Client(timeout=60) as client:
+
+        def ask(path: str, inputs: object) -> httpx.Response:
+            return client.post(server.url + path, json={"inputs": inputs})
+
+        for number, (path, slow) in enumerate(calls):
+            # Before the end of the first run, no rate is known, and every request is admitted.
+            first = orjson.loads(orjson.dumps(slow).replace(b"moon", b"river"))
+            blocker = pool.submit(ask, path, first)
+            wait_until(lambda started=number + 1: runs_with_river(server) >= started)
+            for _ in range(8):
+                pool.submit(ask, path, [slow] * 20)
+            assert blocker.result().status_code == 200
+
+        def is_full() -> bool:
+            waiting = (
+                metric(server, rf'cloze_queue_tokens\{{model="{model}",version="1"\}}')
+                for model in SLOW_CALLS
+            )
+            return min(waiting) >= 100
+
+        wait_until(is_full)
+        yield server
+        server.process.kill()  # else the requests would take half a minute
+
+
+def test_a_full_server_refuses_every_route_before_it_reads_the_body(full: Server) -> None:
+    for path, _ in samples(full):
+        refused = httpx.post(full.url + path, content=b"no json", headers={"x-request-id": "mine"})
+        assert refused.status_code == 429, (path, refused.text)
+        assert "would wait about" in refused.text
+        assert refused.headers["x-request-id"] == "mine"
+        check_shape(path, refused.json())
+
+
+def test_a_full_server_refuses_by_the_path_that_the_router_sees(full: Server) -> None:
+    """However the request line spells it, and also in a pipeline."""
+    rest = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n" + b" " * 20
+    for target, status in (
+        (b"/tokenize", b"429"),
+        (b"http://localhost/tokenize", b"429"),
+        (b"http://localhost/tokenize?x=1", b"429"),
+        (b"/tokenize?x", b"429"),
+        (b"/tokenize#x", b"429"),
+        (b"/tokenize/", b"307"),  # the router's redirect
+        (b"/%74okenize", b"404"),
+        (b"/%2574okenize", b"404"),
+        (b"/tokenize%0a", b"404"),
+        (b"/TOKENIZE", b"404"),
+        (b"//tokenize", b"404"),
+        (b"/x/../tokenize", b"404"),
+    ):
+        answers = exchange(full, b"POST " + target + rest)
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [status], target
+    health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    pipeline = health + (b"POST /tokenize" + rest) * 3 + health
+    answers = exchange(full, pipeline, wait_s=2.0)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"429", b"429", b"429", b"200"]
+
+
+def test_a_drain_refuses_every_route(every_task: Server, every_task_store: Path) -> None:
+    service = single_process(load_settings({"model_store": every_task_store}))
+    with TestClient(service, base_url="http://localhost") as client:
+        service.drain()
+        for path, body in samples(every_task):
+            answer = client.post(path, content=body, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
+            check_shape(path, answer.json())
+
+
+def test_a_request_that_came_before_a_drain_is_answered(every_task_store: Path) -> None:
+    """Its body may arrive after SIGTERM."""
+    with running_server(every_task_store) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=9) as connection:
+            health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+            head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 14\r\n\r\n"
+            connection.sendall(health + head)
+            while b"alive" not in connection.recv(65536):
+                pass  # then both heads have been read
+            # With the scrape itself, two are in flight when the second request has begun.
+            begun = "cloze_requests_in_flight 2.0"
+            wait_until(lambda: begun in httpx.get(f"{server.url}/metrics").text)
+            server.process.terminate()
+            wait_until(lambda: any("draining" in line for line in server.log))
+            connection.sendall(b'{"inputs":"a"}')
+            answer = b""
+            while data := connection.recv(65536):
+                answer += data
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+
+
+def test_no_other_spelling_of_a_path_is_a_route(every_task: Server) -> None:
+    """A proxy's rule for a path holds, whether or not the proxy decodes the path."""
+    for method, target in (
+        (b"GET", b"/%6detrics"),
+        (b"GET", b"/metrics%0a"),
+        (b"POST", b"/%61dmin/reload"),
+        (b"POST", b"/admin%2freload"),
+        (b"POST", b"/admin/reload%0a"),
+        (b"POST", b"/%65mbed"),
+    ):
+        head = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        answer = exchange(every_task, method + b" " + target + head)
+        assert answer.startswith(b"HTTP/1.1 404"), (target, answer)
+        assert b"there is no route" in answer
+    model = httpx.get(f"{every_task.url}/v1/models/cloze%2Dbert%401")
+    assert model.json()["id"] == "cloze-bert@1"
+    assert httpx.get(f"{every_task.url}/v2/models/cloze-bert%2Eembed").status_code == 200
+
+
+# ---- tokenize and decode -------------------------------------------------------------------------
+
+
+def post(server: Server, path: str, **body: object) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=30)
+
+
+def test_a_large_answer_of_tokens_is_that_of_its_parts(every_task: Server) -> None:
+    text = "the \u00e9old king \U0001f451 walks. " * 700
+    size = len(text.encode())
+    tokens = post(every_task, "/tokenize", inputs=[text, "a"]).json()
+    assert len(tokens[0]) > 4000
+    assert tokens[1] == post(every_task, "/tokenize", inputs="a").json()[0]
+    first = post(every_task, "/tokenize", inputs="the \u00e9old king \U0001f451 walks. ").json()[0]
+    assert tokens[0][: len(first) - 1] == first[:-1]
+    places = [(token["start"], token["stop"]) for token in tokens[0][1:-1]]
+    encoded = text.encode()
+    assert all(
+        encoded[start:stop].decode() == token["text"]
+        for (start, stop), token in zip(places, tokens[0][1:-1], strict=True)
+    )
+    assert 0 < size - places[-1][1] < 3
+    bare = post(every_task, "/tokenize", inputs=text, add_special_tokens=False).json()[0]
+    assert bare == tokens[0][1:-1]
+
+
+def test_tokens_of_an_answer_are_limited(every_task: Server) -> None:
+    limit = Settings().max_request_results
+    for inputs, start in (
+        ("a " * 40_000, r"inputs has at least \d+ tokens; "),
+        (["a " * 10_000] * 60, r"the texts up to inputs\[3\] have at least \d+ tokens; "),
+    ):
+        refused = post(every_task, "/tokenize", inputs=inputs)
+        assert refused.status_code == 422
+        assert re.fullmatch(start + f"the limit is {limit}", refused.json()["error"])
+    most = post(every_task, "/tokenize", inputs="a " * (limit - 2))
+    assert len(most.json()[0]) == limit
+
+
+def test_ids_to_decode_are_limited(every_task: Server) -> None:
+    limit = Settings().max_request_results
+    for ids, message in (
+        ([5] * (limit + 1), f"ids has {limit + 1} token ids; the limit is {limit}"),
+        ([[5]] * 2049, "ids has 2049 texts; the limit is 2048"),
+        (
+            [5, 2**40],
+            f"ids has token ids from 5 to {2**40}; they are 0 to 4294967295",
+        ),
+    ):
+        refused = post(every_task, "/decode", ids=ids)
+        assert (refused.status_code, refused.json()["error"]) == (422, message)
+    assert post(every_task, "/decode", ids=[2**32 - 1, 10**9]).json() == [""]
+    assert len(post(every_task, "/decode", ids=[5] * limit).json()) == 1
+
+
+def test_answers_without_the_engine_have_the_headers_and_metrics_of_tasks(
+    every_task: Server,
+) -> None:
+    for path, body in (("/tokenize", {"inputs": "a"}), ("/decode", {"ids": [5]})):
+        answer = post(every_task, path, **body)
+        assert answer.headers["x-compute-tokens"] == "0"
+        assert answer.headers["x-model"] == "cloze-bert@1"
+        series = (
+            rf'cloze_requests_total\{{model="cloze-qa",route="{path}",status="200",version="1"\}}'
+        )
+        before = metric(every_task, series)
+        assert post(every_task, path, model="cloze-qa", **body).status_code == 200
+        assert metric(every_task, series) == before + 1
+
+
+def test_a_large_answer_of_tokens_that_nobody_reads_is_given_up(tiny_store: Path) -> None:
+    """Its memory counts, so another one needs the room."""
+    body = orjson.dumps({"inputs": "a " * 150_000})
+    settings = {"CLOZE_MAX_ANSWERS_BYTES": "1000000", "CLOZE_MAX_REQUEST_RESULTS": "200000"}
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with (
+        running_server(tiny_store, **settings) as server,
+        socket.socket() as deaf,
+    ):
+        host, port = server.url.removeprefix("http://").split(":")
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((host, int(port)))
+        deaf.sendall(head.encode() + body)
+        wait_until(lambda: metric(server, TOKENIZED) == 1)
+        other = httpx.post(f"{server.url}/tokenize", content=body, timeout=30)
+        assert len(other.content) > 8_000_000
+        received = 0
+        try:
+            while data := deaf.recv(65536):
+                received += len(data)
+        except ConnectionResetError:
+            pass
+        assert received < len(other.content), "its connection was not closed"
+
+
+TOKENIZED = r'cloze_requests_total\{model="bert",route="/tokenize",status="200",version="1"\}'
+
+
+def context(store: Path) -> TaskContext:
+    """Return what tasks use of the model of the examples."""
+    bundle = Store(store).open("cloze-bert")
+    most = TaskLimits(160, 64, 1000, 10**6, 10**6, 10**6, 10**6)
+    return TaskContext(bundle.manifest, Tokenizer(bundle), most)
+
+
+@pytest.mark.parametrize("task", [TOKENIZE, DECODE], ids=["tokenize", "decode"])
+def test_work_of_a_request_that_has_ended_ends(every_task_store: Path, task: Any) -> None:
+    """Its client left, or its time is over."""
+    model, ended, began = context(every_task_store), threading.Event(), threading.Event()
+    raised: list[BaseException] = []
+    inputs: Any = ["the king"] * 200_000 if task is TOKENIZE else [[5, 6]] * 200_000
+
+    def work() -> None:
+        began.set()
+        try:
+            prepared = task.prepare(inputs, task.parameters(), model)
+            task.decode(prepared.state, [], model)
+        except (asyncio.CancelledError, InvalidRequest) as error:
+            raised.append(error)
+        ended.set()
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(run_on_thread(work))
+        await asyncio.to_thread(began.wait)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(leave())
+    assert ended.wait(20)
+    assert [type(error) for error in raised] == [asyncio.CancelledError]

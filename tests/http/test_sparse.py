@@ -1,0 +1,205 @@
+"""Sparse embeddings: the numbers of sentence-transformers' SparseEncoder, in its directory or plain."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+from tokenizers import Tokenizer
+
+from cloze.client import Client
+from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.load.tokenizer import load_tokenizer
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from tests.cli.test_client import cloze_ask
+from tests.support import tiny
+from tests.support.serving import Server, running_server
+
+TEXTS = ["the king", "paris is the capital of france", "year time door green " * 60, "red"]
+TASKS = ("sparse", "fill-mask", "embed")
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory of a sparse encoder of each family, as its own library saves it."""
+    root = tmp_path_factory.mktemp("splade")
+    folders = {}
+    for family, kind in (("bert", "bert-mlm"), ("distilbert", "distilbert")):
+        plain = tiny.save_checkpoint(root / f"{family}-plain", kind)
+        load_tokenizer(plain).tokenizer.save(str(plain / "tokenizer.json"))
+        settings = {"tokenizer_class": "BertTokenizer", "model_max_length": 160}
+        (plain / "tokenizer_config.json").write_text(json.dumps(settings))
+        modules = [MLMTransformer(str(plain)), SpladePooling("max")]
+        SparseEncoder(modules=modules, device="cpu").save_pretrained(str(root / family))
+        folders[family] = root / family
+    return folders
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, oracles: dict[str, Path]) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    options = ExportOptions(tasks=TASKS, precisions=(Precision.INT8,))
+    for family, folder in oracles.items():
+        export(str(folder), family, Store(root), options)
+    return root
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
+def server(request: pytest.FixtureRequest, store: Path) -> Iterator[Server]:
+    with running_server(store, "--precision", "fp32", *request.param) as server:
+        yield server
+
+
+def ask(server: Server, inputs: Any, **options: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/embed_sparse", json={"inputs": inputs, **options})
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_weights_are_those_of_sentence_transformers(
+    server: Server, oracles: dict[str, Path], family: str
+) -> None:
+    encoder = SparseEncoder(str(oracles[family]), device="cpu")
+    expected = encoder.encode(TEXTS).to_dense()
+    response = ask(server, TEXTS, model=family)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-truncated"] == "1"
+    for ours, theirs in zip(response.json(), expected, strict=True):
+        assert [row.keys() for row in ours] == [{"index", "value"}] * len(ours)
+        values = [row["value"] for row in ours]
+        assert values == sorted(values, reverse=True)
+        assert {row["index"] for row in ours} == set(theirs.nonzero().flatten().tolist())
+        assert values == pytest.approx([float(theirs[row["index"]]) for row in ours], abs=1e-4)
+
+
+def test_the_heaviest_words_can_be_named(server: Server, oracles: dict[str, Path]) -> None:
+    encoder = SparseEncoder(str(oracles["bert"]), device="cpu")
+    expected = encoder.decode(encoder.encode(TEXTS[1]), top_k=7)
+    (rows,) = ask(server, TEXTS[1], top_k=7, return_tokens=True).json()
+    assert [row["token"] for row in rows] == [token for token, _ in expected]
+
+
+def test_our_client_names_the_words(server: Server) -> None:
+    expected = ask(server, TEXTS, top_k=3, return_tokens=True).json()
+    with Client(server.url, batch_size=3) as client:
+        found = client.embed_sparse(TEXTS, top_k=3)
+    assert [[w.token for w in words] for words in found] == [
+        [row["token"] for row in rows] for rows in expected
+    ]
+    done = cloze_ask("embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
+    assert done.stdout.splitlines()[0].split() == ["weight", "index", "token"]
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_alone_and_in_any_batch_the_answer_is_one(server: Server) -> None:
+    together = ask(server, TEXTS).json()
+    for text, ours in zip(TEXTS, together, strict=True):
+        (alone,) = ask(server, text).json()
+        assert [row["index"] for row in alone] == [row["index"] for row in ours]
+        assert [row["value"] for row in alone] == pytest.approx(
+            [row["value"] for row in ours], abs=1e-5
+        )
+
+
+def test_the_gate_compares_sparse_vectors(store: Path) -> None:
+    for family in ("bert", "distilbert"):
+        int8 = Store(store).manifest(family).int8
+        assert int8 is not None
+        assert 0.98 <= int8.gate.measured["sparse_cosine_mean"] <= 1.0
+
+
+def test_it_is_exported_only_when_asked_for(oracles: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(oracles["bert"]))
+    assert "sparse" in [head.task for head in checkpoint.heads]
+    assert "sparse" not in [head.task for head in checkpoint.default_heads]
+    plain = export(str(oracles["bert"].parent / "bert-plain"), "p", Store(tmp_path))
+    assert "sparse" not in plain.manifest.tasks
+    encoder_only = tiny.save_checkpoint(tmp_path / "encoder", "bert-plain")
+    with pytest.raises(
+        ExportError, match="the checkpoint cannot do sparse: it has heads for embed"
+    ):
+        export(str(encoder_only), "e", Store(tmp_path), ExportOptions(tasks=("sparse",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")]
+)
+def test_another_pooling_is_refused(
+    oracles: dict[str, Path], tmp_path: Path, name: str, value: str
+) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in oracles["bert"].rglob("*"):
+        if file.is_file():
+            copy = folder / file.relative_to(oracles["bert"])
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    (config,) = folder.glob("1_SpladePooling/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
+    with pytest.raises(ExportError, match=f"SpladePooling has {name} '{value}'; supported is"):
+        load_checkpoint(str(folder))
+
+
+def test_the_length_and_the_case_of_the_tuning_are_kept(
+    oracles: dict[str, Path], tmp_path: Path
+) -> None:
+    """As splade-cocondenser-ensembledistil, whose tuning read 256 of 512 tokens."""
+    shutil.copytree(oracles["bert"], tmp_path / "copy")
+    folder = tmp_path / "copy"
+    for name, changes in (
+        ("sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": True}),
+        ("tokenizer_config.json", {"do_lower_case": False}),
+    ):
+        (file,) = folder.rglob(name)
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    encoder = SparseEncoder(str(folder), device="cpu")
+    bundle = export(str(folder), "s", Store(tmp_path / "store"), ExportOptions(tasks=("sparse",)))
+    assert bundle.manifest.limits.max_tokens == encoder.max_seq_length == 40
+    tokens = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
+    for text in ("The KING", "Paris is red"):
+        assert tokens.encode(text).ids == encoder.tokenizer(text)["input_ids"]
+        assert tokens.encode(text).ids == tokens.encode(text.lower()).ids
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "status", "message"),
+    [
+        ("", {}, 400, "inputs is empty"),
+        ("a", {"top_k": 0}, 422, "top_k must be between 1 and 182, got 0"),
+        ("a", {"top_k": 183}, 422, "top_k must be between 1 and 182, got 183"),
+        (["a"] * 200, {"top_k": 182}, 422, "the request asks for 36400 words; the limit is 32768"),
+        ("a " * 200, {"truncate": False}, 422, "inputs has 202 tokens; the model reads 160"),
+    ],
+)
+def test_bad_input_is_refused(
+    server: Server, inputs: Any, options: dict[str, Any], status: int, message: str
+) -> None:
+    response = ask(server, inputs, **options)
+    assert (response.status_code, response.json()["error"][: len(message)]) == (status, message)
+
+
+def test_requests_of_several_tasks_at_once(server: Server) -> None:
+    """One encoder runs for all; each request gets what it gets alone."""
+    routes = ["/embed_sparse", "/embed"] * 6
+
+    def post(route: str) -> list[Any]:
+        answer: list[Any] = httpx.post(server.url + route, json={"inputs": TEXTS}).json()
+        return answer
+
+    alone = {route: post(route) for route in set(routes)}
+    with ThreadPoolExecutor(len(routes)) as pool:
+        for route, answer in zip(routes, pool.map(post, routes), strict=True):
+            if route == "/embed":
+                np.testing.assert_allclose(answer, alone[route], atol=1e-5)
+            else:
+                for row, other in zip(answer, alone[route], strict=True):
+                    assert [v["index"] for v in row] == [v["index"] for v in other]

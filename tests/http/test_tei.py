@@ -1,0 +1,82 @@
+"""Requests of text-embeddings-inference's clients get from us what they get from it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from tests.oracles import tei
+from tests.support.serving import Server, running_server
+
+TEI = os.environ.get("CLOZE_TEST_TEI")
+
+
+@pytest.fixture(scope="module")
+def checkpoints_by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return tei.save_models(tmp_path_factory.mktemp("tei-checkpoints"))
+
+
+@pytest.fixture(scope="module", params=list(tei.KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of model, alone on its server as text-embeddings-inference serves it."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(
+    kind: str, checkpoints_by_kind: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp(f"{kind}-store")
+    export(str(checkpoints_by_kind[kind]), kind, Store(store), ExportOptions())
+    with running_server(store, "--precision", Precision.FP32) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ours(kind: str, server: Server) -> list[tei.Answer]:
+    return tei.ask(server.url, kind)
+
+
+def check(kind: str, ours: list[tei.Answer], theirs: list[tei.Answer]) -> None:
+    """Check that no answer of ours differs from theirs, except on purpose."""
+    found = [
+        f"{case.name}: {problem}"
+        for case, their, our in zip(tei.CASES[kind], theirs, ours, strict=True)
+        if (problem := tei.difference(case, their, our))
+    ]
+    assert not found, f"{len(found)} differences:\n" + "\n".join(found[:50])
+
+
+def test_answers_are_those_recorded(kind: str, ours: list[tei.Answer]) -> None:
+    check(kind, ours, tei.recorded()[kind])
+
+
+def test_answers_are_those_of_the_real_server(
+    kind: str, ours: list[tei.Answer], checkpoints_by_kind: dict[str, Path]
+) -> None:
+    if TEI is None:
+        pytest.skip("CLOZE_TEST_TEI does not name the program text-embeddings-inference")
+    with tei.running_tei(TEI, checkpoints_by_kind[kind], kind) as url:
+        theirs = tei.ask(url, kind)
+    check(kind, ours, theirs)
+
+
+def test_each_difference_on_purpose_is_documented() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    for reason in (*tei.INTENDED, tei.JSON_ERRORS, tei.OPENAI_ERRORS):
+        assert reason in " ".join(guide.split()), reason
+
+
+def test_every_reason_for_a_difference_is_needed() -> None:
+    """Without it, the recorded answers differ from ours in a status."""
+    theirs = tei.recorded()
+    for reason, (statuses, applies) in tei.INTENDED.items():
+        assert any(
+            applies(case) and answer.status in {their for their, _ in statuses}
+            for kind, cases in tei.CASES.items()
+            for case, answer in zip(cases, theirs[kind], strict=True)
+        ), reason

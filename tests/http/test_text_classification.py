@@ -1,0 +1,210 @@
+"""Text classification: answers are those of transformers' pipeline, whatever the problem type."""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import InferenceClient
+from transformers import (
+    AutoTokenizer,
+    BertForSequenceClassification,
+    DistilBertForSequenceClassification,
+    TextClassificationPipeline,
+)
+
+from cloze.client import Client
+from cloze.export.errors import ExportError
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from tests.support import tiny
+from tests.support.serving import Server, running_server
+
+LABELS = {0: "bad", 1: "fair", 2: "good"}
+TEXTS = ["paris is red", "the water of the house", "walk", "year time door green " * 60]
+PAIRS = [("paris is red", "the house"), ("red " * 120, "green " * 130)]
+
+KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "single": (BertForSequenceClassification, "bert", {"id2label": LABELS}),
+    "multi": (
+        DistilBertForSequenceClassification,
+        "distilbert",
+        {"id2label": LABELS, "problem_type": "multi_label_classification"},
+    ),
+    "regression": (
+        BertForSequenceClassification,
+        "bert",
+        {"num_labels": 1, "problem_type": "regression"},
+    ),
+    "one-label": (DistilBertForSequenceClassification, "distilbert", {"num_labels": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("classifiers")
+    for kind, (model, family, _) in KINDS.items():
+        tiny.CLASSES[f"{family}-{kind}"] = model
+    return {
+        kind: tiny.save_checkpoint(root / kind, f"{family}-{kind}", **sizes)
+        for kind, (_, family, sizes) in KINDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def classifier_store(
+    tmp_path_factory: pytest.TempPathFactory, classifiers: dict[str, Path]
+) -> Path:
+    """Every kind, by its own name, with an int8 graph; and one encoder for embeddings."""
+    root = tmp_path_factory.mktemp("store")
+    options = ExportOptions(precisions=(Precision.INT8,))
+    for kind, checkpoint in classifiers.items():
+        export(str(checkpoint), kind, Store(root), options)
+    return root
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
+def server(request: pytest.FixtureRequest, classifier_store: Path) -> Iterator[Server]:
+    with running_server(classifier_store, "--precision", "fp32", *request.param) as server:
+        yield server
+
+
+def oracle(checkpoint: Path) -> TextClassificationPipeline:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, model_max_length=160)
+        config = (checkpoint / "config.json").read_text()
+        model = BertForSequenceClassification if '"bert"' in config else None
+        model = model or DistilBertForSequenceClassification
+        return TextClassificationPipeline(
+            model=model.from_pretrained(checkpoint), tokenizer=tokenizer, device="cpu"
+        )
+
+
+def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert [row["label"] for row in ours] == [row["label"] for row in theirs]
+    assert [row["score"] for row in ours] == pytest.approx(
+        [row["score"] for row in theirs], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"top_k": 2}, {"function_to_apply": "sigmoid"}, {"function_to_apply": "none"}],
+)
+def test_answers_are_those_of_transformers(
+    server: Server, classifiers: dict[str, Path], kind: str, parameters: dict[str, Any]
+) -> None:
+    pipeline = oracle(classifiers[kind])
+    theirs = {"top_k": None} | parameters
+    inputs: list[Any] = [*TEXTS, *({"text": a, "text_pair": b} for a, b in PAIRS)]
+    body = {"inputs": inputs, "parameters": parameters, "model": kind}
+    response = httpx.post(f"{server.url}/classify", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-truncated"] == "2"  # the long text, and the long pair
+    for text, ours in zip(inputs, response.json(), strict=True):
+        same(ours, pipeline(text, truncation=True, **theirs))
+
+
+@pytest.mark.parametrize("by", ["route", "base"])
+def test_huggingface_client_classifies_texts(server: Server, by: str) -> None:
+    addresses = {"route": {"model": f"{server.url}/classify"}, "base": {"base_url": server.url}}
+    client = InferenceClient(**addresses[by], timeout=30)
+    labels = client.text_classification(TEXTS[0])
+    expected = httpx.post(f"{server.url}/classify", json={"inputs": TEXTS[0]}).json()[0]
+    assert [(label.label, label.score) for label in labels] == [
+        (label["label"], label["score"]) for label in expected
+    ]
+
+
+def test_our_client_classifies_texts_and_pairs(server: Server) -> None:
+    with Client(server.url, batch_size=2) as client:
+        labels = client.classify([*TEXTS, *PAIRS], top_k=2)
+    inputs: list[Any] = [*TEXTS, *({"text": a, "text_pair": b} for a, b in PAIRS)]
+    body = {"inputs": inputs, "parameters": {"top_k": 2}}
+    expected = httpx.post(f"{server.url}/classify", json=body).json()
+    assert [[label.label for label in row] for row in labels] == [
+        [label["label"] for label in row] for row in expected
+    ]
+
+
+def test_a_single_text_is_nested_too(server: Server) -> None:
+    """huggingface_hub's client takes the first list of the answer."""
+    response = httpx.post(f"{server.url}/classify", json={"inputs": TEXTS[0]})
+    assert [sorted(row) for row in response.json()[0]] == [["label", "score"]] * len(
+        response.json()[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"inputs": ""}, "inputs is empty"),
+        ({"inputs": [{"text": "a", "text_pair": ""}]}, r"inputs\[0\].text_pair is empty"),
+        ({"inputs": "a", "parameters": {"top_k": 0}}, "top_k must be between 1 and 1000, got 0"),
+        (
+            {"inputs": "a", "parameters": {"function_to_apply": "tanh"}},
+            "parameters.function_to_apply: Input should be 'sigmoid', 'softmax' or 'none', got 'tanh'",
+        ),
+    ],
+)
+def test_bad_input_is_refused(server: Server, body: dict[str, Any], message: str) -> None:
+    response = httpx.post(f"{server.url}/classify", json=body)
+    assert response.status_code == (400 if "is empty" in message else 422)
+    assert re.search(message, response.json()["error"])
+
+
+def test_a_batch_mixes_it_with_other_tasks(tmp_path: Path, classifiers: dict[str, Path]) -> None:
+    """A checkpoint whose owner asks for embeddings too serves both from one graph."""
+    options = ExportOptions(tasks=("text-classification", "embed"))
+    bundle = export(str(classifiers["single"]), "both", Store(tmp_path), options)
+    assert bundle.manifest.tasks == ("text-classification", "embed")
+    with running_server(tmp_path, "--workers", "1") as server, httpx.Client() as client:
+        alone = client.post(f"{server.url}/classify", json={"inputs": "walk red"}).json()
+        embedded = client.post(f"{server.url}/embed", json={"inputs": "walk red"})
+        assert embedded.status_code == 200
+        assert client.post(f"{server.url}/classify", json={"inputs": "walk red"}).json() == alone
+
+
+def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> None:
+    manifest = Store(classifier_store).manifest("multi")
+    options = manifest.heads["sequence_classification"].model_dump(exclude_none=True)
+    assert options == {
+        "labels": ("bad", "fair", "good"),
+        "problem_type": "multi_label_classification",
+    }
+    assert manifest.int8 is not None
+    assert manifest.int8.gate.measured["text_classification_agreement"] >= 0.95
+
+
+def test_labels_that_do_not_count_from_zero_are_refused(
+    tmp_path: Path, classifiers: dict[str, Path]
+) -> None:
+
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(classifiers["single"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    for changes, message in (
+        ({"id2label": {"1": "a", "2": "b"}}, "id2label must name the labels 0 to N - 1"),
+        ({"id2label": {}}, "id2label must name the labels 0 to N - 1, got {}"),
+        ({"id2label": None, "num_labels": None}, "num_labels must be a number .*, got None"),
+        ({"id2label": None, "num_labels": 10**12}, "num_labels must be .* 1 to 65536, got 10{12}"),
+        ({"id2label": None, "num_labels": 5}, "sizes and labels ask for .5, "),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ExportError, match=message):
+            export(str(folder), "x", Store(tmp_path / "store"))
+
+
+def test_a_masked_token_model_has_no_classifier(checkpoints: dict[str, Path]) -> None:
+
+    names = [head.name for head in load_checkpoint(str(checkpoints["bert"])).heads]
+    assert "sequence_classification" not in names

@@ -1,0 +1,177 @@
+"""Token classification: entities are those of transformers' pipeline, for every strategy."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import InferenceClient
+from transformers import (
+    AutoTokenizer,
+    BertForTokenClassification,
+    DistilBertForTokenClassification,
+    TokenClassificationPipeline,
+)
+
+from cloze.client import Client
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from tests.support import tiny
+from tests.support.serving import Server, running_server
+
+LABELS = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "misc"]))
+LIMIT = 160
+TEXTS = [
+    "paris is red, and the houses of france",
+    "Walking timely doors: Ünknöwn 北京 waters!",
+    "year time door green [MASK] answers " * 40,
+]
+MODELS = {
+    "bert": BertForTokenClassification,
+    "distilbert": DistilBertForTokenClassification,
+}
+
+
+@pytest.fixture(scope="module")
+def taggers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("taggers")
+    for family, model in MODELS.items():
+        tiny.CLASSES[f"{family}-tagger"] = model
+    return {
+        family: tiny.save_checkpoint(root / family, f"{family}-tagger", id2label=LABELS)
+        for family in MODELS
+    }
+
+
+@pytest.fixture(scope="module")
+def tagger_store(tmp_path_factory: pytest.TempPathFactory, taggers: dict[str, Path]) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    options = ExportOptions(precisions=(Precision.INT8, Precision.FP16))
+    for family, checkpoint in taggers.items():
+        export(str(checkpoint), family, Store(root), options)
+    return root
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
+def server(request: pytest.FixtureRequest, tagger_store: Path) -> Iterator[Server]:
+    with running_server(tagger_store, "--precision", "fp32", *request.param) as server:
+        yield server
+
+
+def oracle(checkpoint: Path, family: str) -> TokenClassificationPipeline:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, model_max_length=LIMIT)
+        model = MODELS[family].from_pretrained(checkpoint)
+        return TokenClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
+
+
+def ask(server: Server, family: str, inputs: Any, **parameters: Any) -> httpx.Response:
+    body = {"inputs": inputs, "model": family, "parameters": parameters}
+    return httpx.post(f"{server.url}/token-classification", json=body)
+
+
+def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        assert one.pop("score") == pytest.approx(float(other.pop("score")), abs=1e-4)
+        assert one == {
+            key: getattr(value, "item", lambda v=value: v)() for key, value in other.items()
+        }
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+@pytest.mark.parametrize("ignored", [None, [], ["O", "misc"]])
+def test_entities_are_those_of_transformers(
+    server: Server, taggers: dict[str, Path], family: str, strategy: str, ignored: list[str] | None
+) -> None:
+    pipeline = oracle(taggers[family], family)
+    extra = {} if ignored is None else {"ignore_labels": ignored}
+    response = ask(server, family, TEXTS, aggregation_strategy=strategy, **extra)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-truncated"] == "1"
+    for text, ours in zip(TEXTS, response.json(), strict=True):
+        same(ours, pipeline(text, aggregation_strategy=strategy, **extra))
+
+
+def test_our_client_tags_tokens(server: Server) -> None:
+    with Client(server.url) as client:
+        grouped, (tokens,) = (
+            client.token_classification(TEXTS[:2]),
+            client.token_classification(TEXTS[0], aggregation_strategy="none"),
+        )
+    for text, entities in zip(TEXTS, grouped, strict=False):
+        expected = httpx.post(f"{server.url}/token-classification", json={"inputs": text}).json()
+        assert [(e.entity, e.start, e.word) for e in entities] == [
+            (row["entity_group"], row["start"], row["word"]) for row in expected
+        ]
+    assert all(token.entity != "O" for token in tokens)
+
+
+@pytest.mark.parametrize("by", ["route", "base"])
+def test_huggingface_client_tags_tokens(server: Server, by: str) -> None:
+    route = f"{server.url}/token-classification"
+    addresses = {"route": {"model": route}, "base": {"base_url": server.url}}
+    client = InferenceClient(**addresses[by], timeout=30)
+    found = client.token_classification(TEXTS[0], aggregation_strategy="simple")
+    body = {"inputs": TEXTS[0], "parameters": {"aggregation_strategy": "simple"}}
+    expected = httpx.post(route, json=body).json()
+    assert [(entity.entity_group, entity.start, entity.score) for entity in found] == [
+        (entity["entity_group"], entity["start"], entity["score"]) for entity in expected
+    ]
+
+
+@pytest.mark.parametrize("stride", [0, 16, 100])
+@pytest.mark.parametrize("strategy", ["simple", "average"])
+def test_long_texts_in_windows_are_those_of_transformers(
+    server: Server, taggers: dict[str, Path], stride: int, strategy: str
+) -> None:
+    pipeline = oracle(taggers["bert"], "bert")
+    response = ask(server, "bert", TEXTS[2], aggregation_strategy=strategy, stride=stride)
+    assert response.headers["x-truncated"] == "0"
+    assert int(response.headers["x-compute-tokens"]) > LIMIT
+    same(response.json(), pipeline(TEXTS[2], aggregation_strategy=strategy, stride=stride))
+
+
+def test_offsets_are_of_the_text(server: Server) -> None:
+    text = TEXTS[1]
+    for entity in ask(server, "bert", text, aggregation_strategy="none", ignore_labels=[]).json():
+        word = text[entity["start"] : entity["end"]].lower()
+        assert entity["word"].removeprefix("##") in (word, word.replace("ü", "u").replace("ö", "o"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "message"),
+    [
+        ("", {}, "inputs is empty"),
+        (["a", " \n"], {}, r"inputs\[1\] has no token"),
+        ("a", {"stride": 158}, "stride must be between 0 and 157, got 158"),
+        (
+            "a",
+            {"stride": 5, "aggregation_strategy": "none"},
+            "stride needs an aggregation_strategy",
+        ),
+        ("a", {"aggregation_strategy": "last"}, "parameters.aggregation_strategy: Input should be"),
+        ("a " * 400_000, {"stride": 150}, "the limit of a request is 1048576"),
+    ],
+)
+def test_bad_input_is_refused(
+    server: Server, inputs: Any, parameters: dict[str, Any], message: str
+) -> None:
+    response = ask(server, "bert", inputs, **parameters)
+    assert response.status_code == (400 if "is empty" in message else 422)
+    assert re.search(message, response.json()["error"])
+
+
+def test_every_graph_passed_its_gate(tagger_store: Path) -> None:
+    manifest = Store(tagger_store).manifest("distilbert")
+    assert manifest.tasks == ("token-classification",)
+    assert manifest.heads["token_classification"].model_dump() == {"labels": tuple(LABELS.values())}
+    for lower in manifest.lower_precisions():
+        assert lower.gate.measured["token_classification_agreement"] >= 0.95

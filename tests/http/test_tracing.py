@@ -1,0 +1,183 @@
+"""Spans reach a collector by OTLP over HTTP, and continue the traces of clients."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from cloze.service.errors import StartupError
+from cloze.service.observe.tracing import make_tracing
+from cloze.service.settings import Settings
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+NOT_SAMPLED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"}
+
+
+class Collector:
+    """The spans that a collector on loopback has received."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.resources: list[dict[str, str]] = []
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def take(self, body: bytes) -> None:
+        for group in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append(
+                {each.key: each.value.string_value for each in group.resource.attributes}
+            )
+            self.spans += [span for scope in group.scope_spans for span in scope.spans]
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            collector.take(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield collector, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def attributes(span: Span) -> dict[str, Any]:
+    return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
+
+
+def embed(server: Server, headers: dict[str, str] | None = None) -> None:
+    body = {"inputs": ["the old king", "a moon"], "model": "bert"}
+    assert httpx.post(f"{server.url}/embed", json=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["one-process", "front-ends"])
+def test_spans_of_a_request_and_its_batch(tiny_store: Path, processes: bool) -> None:
+    with collecting() as (collector, endpoint):
+        settings = {"CLOZE_TRACES_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        arguments = ("--frontends", "2") if processes else ()
+        with running_server(tiny_store, "--model", "bert", *arguments, **settings) as server:
+            embed(server, SAMPLED)
+            httpx.get(f"{server.url}/healthz")
+            wait_until(lambda: bool(collector.named("POST /embed") and collector.named("batch")))
+    (request,) = collector.named("POST /embed")
+    assert request.trace_id.hex() == TRACE_ID
+    assert request.parent_span_id.hex() == PARENT_ID
+    assert request.kind == Span.SPAN_KIND_SERVER
+    found = attributes(request)
+    assert found["http.response.status_code"] == 200
+    assert found["http.route"] == "/embed"
+    assert found["cloze.model"] == "bert@1"
+    assert found["cloze.client"] == "127.0.0.1"
+    assert found["cloze.texts"] == 2
+    ended = request.start_time_unix_nano
+    for name in ("tokenize", "queue", "inference"):
+        (part,) = collector.named(name)
+        assert part.parent_span_id == request.span_id
+        assert ended - 1_000_000 <= part.start_time_unix_nano <= part.end_time_unix_nano
+        ended = part.end_time_unix_nano
+    assert ended <= request.end_time_unix_nano + 1_000_000
+    batches = collector.named("batch")
+    assert sum(attributes(batch)["cloze.sequences"] for batch in batches) == 2
+    for batch in batches:
+        (link,) = batch.links
+        assert (link.trace_id, link.span_id) == (request.trace_id, request.span_id)
+        assert attributes(batch)["cloze.fill"]
+    assert {span.name for span in collector.spans} == {
+        "POST /embed",
+        "tokenize",
+        "queue",
+        "inference",
+        "batch",
+    }, "no span of a probe"
+    assert all(resource["service.name"] == "cloze" for resource in collector.resources)
+
+
+def test_the_trace_decides_and_else_the_share(tiny_store: Path) -> None:
+    with collecting() as (collector, endpoint):
+        settings = {"CLOZE_TRACES_ENDPOINT": endpoint, "CLOZE_TRACES_SHARE": "0"}
+        with running_server(tiny_store, "--model", "bert", **settings) as server:
+            embed(server)
+            embed(server, NOT_SAMPLED)
+            embed(server, {"traceparent": "nonsense"})
+            embed(server, SAMPLED)
+    assert len(collector.named("POST /embed")) == 1, "the last spans are sent at the end"
+    assert all(len(batch.links) == 1 for batch in collector.named("batch"))
+
+
+def test_an_error_is_an_error(tiny_store: Path) -> None:
+    with collecting() as (collector, endpoint):
+        settings = {"CLOZE_TRACES_ENDPOINT": endpoint}
+        with running_server(tiny_store, "--model", "bert", **settings) as server:
+            httpx.post(f"{server.url}/embed", json={"inputs": ""})
+            httpx.post(f"{server.url}/nowhere", json={})
+    (refused,) = collector.named("POST /embed")
+    assert attributes(refused)["error.type"] == "EmptyRequest"
+    (unknown,) = collector.named("POST other")
+    assert attributes(unknown)["http.response.status_code"] == 404
+
+
+def test_without_a_collector_the_server_answers_and_says_so_once(tiny_store: Path) -> None:
+    settings = {
+        "CLOZE_TRACES_ENDPOINT": "http://127.0.0.1:9",
+        "OTEL_BSP_SCHEDULE_DELAY": "50",
+    }
+    with running_server(tiny_store, "--model", "bert", **settings) as server:
+        for _ in range(3):
+            embed(server)
+        lost = "spans are lost: the collector at http://127.0.0.1:9 does not take them"
+        wait_until(lambda: any(lost in line for line in server.log))
+        embed(server)
+    assert sum(lost in line for line in server.log) == 1
+    assert not any("Traceback" in line or "opentelemetry" in line for line in server.log)
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://a:4317", "http://", "nonsense"])
+def test_a_wrong_address_ends_the_start(endpoint: str) -> None:
+    with pytest.raises(StartupError, match="it must be like http://HOST:4318"):
+        make_tracing(Settings(traces_endpoint=endpoint))
+
+
+def test_without_the_packages_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(StartupError, match=r"traces need further packages; run: .*traces"):
+        make_tracing(Settings(traces_endpoint="http://localhost:4318"))
+
+
+def test_without_a_collector_nothing_is_imported() -> None:
+    """So that a server without the extra starts, and none pays for it."""
+    program = (
+        "import sys; from cloze.service.observe import tracing; "
+        "import cloze.service.server.process; "
+        "from cloze.service.settings import Settings; "
+        "assert tracing.make_tracing(Settings()) is None; "
+        "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

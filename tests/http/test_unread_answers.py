@@ -1,0 +1,154 @@
+"""Answers that clients do not read: they hold bounded memory, and harm nobody else."""
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import orjson
+import pytest
+
+from cloze.model_store.locations import DEFAULT_ROOT
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
+from tests.system.test_memory import peaks_mb
+
+MB = 2**20
+BODY = {"inputs": ["the [MASK] " * 60] * 4, "parameters": {"top_k": 34}}
+"""240 masks with 34 predictions: an answer of 6 MB."""
+
+
+@contextmanager
+def deaf_clients(server: Server, count: int, path: str) -> Iterator[list[socket.socket]]:
+    """Clients that send a request and read nothing, each with a small receive buffer."""
+    body = orjson.dumps(BODY)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(head.encode() + body)
+            clients.append(client)
+        yield clients
+
+
+@pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one-process", "front-end"])
+@pytest.mark.parametrize("path", ["/fill-mask", "/"])
+def test_clients_that_do_not_read_cost_bounded_memory_and_harm_nobody(
+    mode: tuple[str, ...], path: str
+) -> None:
+    """Twenty answers of 6 MB that a client does not read, and may have two of: others get theirs."""
+    settings = {
+        "CLOZE_MAX_ANSWERS_BYTES": str(26 * MB),
+        "CLOZE_MAX_QUEUE_WAIT_MS": "0",
+        "CLOZE_TRUSTED_PROXIES": "127.0.0.1",
+    }
+    other = {"x-forwarded-for": "192.0.2.1"}
+    with running_server(DEFAULT_ROOT, *mode, **settings) as server:
+        # What the engine takes for such a request is no part of what answers hold.
+        httpx.post(server.url + path, content=orjson.dumps(BODY), timeout=90).raise_for_status()
+        before = peaks_mb(server.process.pid)
+        with deaf_clients(server, 20, path), ThreadPoolExecutor(1) as pool:
+            large = pool.submit(
+                httpx.post, server.url + path, content=orjson.dumps(BODY), headers=other, timeout=90
+            )
+            while not large.done():
+                small = httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, timeout=60)
+                assert small.status_code == 200
+                time.sleep(0.2)
+            assert large.result().status_code == 200
+            assert len(large.result().content) > 5 * MB
+        after = peaks_mb(server.process.pid)
+    growth = {pid: after[pid] - before[pid] for pid in after}
+    assert max(growth.values()) < 90, growth  # without a bound: 130
+
+
+def test_a_slow_client_gets_its_whole_answer() -> None:
+    """It reads for longer than a connection may be idle."""
+    with running_server(DEFAULT_ROOT, CLOZE_IDLE_TIMEOUT_MS="1000") as server:
+        with deaf_clients(server, 1, "/fill-mask") as [client]:
+            received, started = 0, time.monotonic()
+            head = client.recv(4096)
+            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            total = head.index(b"\r\n\r\n") + 4 + size
+            received = len(head)
+            while received < total:
+                data = client.recv(MB)
+                assert data, f"closed after {received} of {total} bytes"
+                received += len(data)
+                if time.monotonic() - started < 3.0:
+                    time.sleep(0.1)
+        assert received == total
+
+
+def received(client: socket.socket) -> int:
+    """Return how many bytes of its answers a client gets that reads them late."""
+    client.settimeout(60)
+    count = 0
+    with suppress(ConnectionResetError):
+        while data := client.recv(MB):
+            count += len(data)
+    return count
+
+
+@pytest.mark.slow
+def test_clients_that_read_nothing_are_closed_at_the_time_limit_and_release_their_bytes() -> None:
+    """Three answers of 6 MB, of which a client may have one at a time."""
+    settings = {
+        "CLOZE_MAX_ANSWERS_BYTES": str(16 * MB),
+        "CLOZE_REQUEST_TIMEOUT_MS": "8000",
+        "CLOZE_IDLE_TIMEOUT_MS": "10000",
+    }
+    with running_server(DEFAULT_ROOT, **settings) as server:
+
+        def post() -> int:
+            body = orjson.dumps(BODY)
+            return httpx.post(server.url + "/fill-mask", content=body, timeout=60).status_code
+
+        assert post() == 200
+        with deaf_clients(server, 3, "/fill-mask") as clients:
+            wait_until(lambda: post() == 200)
+            assert all(received(client) < 5 * MB for client in clients)
+        log = "".join(server.log)
+        assert "Traceback" not in log
+        assert "ASGI" not in log
+
+
+@pytest.mark.slow
+def test_a_client_that_pipelines_and_reads_nothing_is_closed() -> None:
+    """Its answers are small, but fill all buffers."""
+    requests = b"GET /info HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000
+    limits = {"CLOZE_REQUEST_TIMEOUT_MS": "2000", "CLOZE_IDLE_TIMEOUT_MS": "600000"}
+    with running_server(DEFAULT_ROOT, **limits) as server:
+        with deaf_clients(server, 1, "/embed") as [client]:
+            client.settimeout(10)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                while True:
+                    client.sendall(requests)
+        assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("path", ["/fill-mask", "/embed"])
+def test_a_client_that_leaves_ends_its_requests_without_an_error(path: str, count: int) -> None:
+    """A server notices it at once, unless another request of the connection waits."""
+    body = orjson.dumps(BODY if path == "/fill-mask" else {"inputs": ["walk " * 400] * 64})
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with running_server(DEFAULT_ROOT) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for wait_s in (0.0, 0.05, 0.2, 0.5):
+            with socket.create_connection((host, int(port))) as client:
+                client.sendall((head.encode() + body) * count)
+                time.sleep(wait_s)
+        assert httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, timeout=60).is_success
+        assert server.stop() == 0
+        log = "".join(server.log)
+        assert "Traceback" not in log
+        assert "ASGI" not in log
+        assert count > 1 or f"POST {path} 499 " in log

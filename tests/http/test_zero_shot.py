@@ -1,0 +1,199 @@
+"""Zero-shot classification: the scores of transformers' pipeline, and what is refused."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import InferenceClient
+from transformers import (
+    AutoTokenizer,
+    BertForSequenceClassification,
+    DistilBertForSequenceClassification,
+    ZeroShotClassificationPipeline,
+)
+
+from cloze.cli import cli
+from cloze.client import Client
+from cloze.export.publish import export
+from cloze.model_store import Store
+from tests.support import tiny
+from tests.support.serving import Server, running_server
+
+ROUTE = "/zero-shot-classification"
+TEXTS = ["paris is red", "the water of the house", "year time door green " * 60]
+LABELS = ["the door", "red", "a green moon over the sea", "walk"]
+CLASSIFIERS: dict[str, tuple[Any, str, list[str]]] = {
+    "last": (BertForSequenceClassification, "bert", ["contradiction", "neutral", "ENTAILMENT"]),
+    "first": (BertForSequenceClassification, "bert", ["entailment", "neutral", "contradiction"]),
+    "two": (DistilBertForSequenceClassification, "distilbert", ["not_entailment", "Entailed"]),
+    "none": (BertForSequenceClassification, "bert", ["bad", "good"]),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    saved = {}
+    for name, (model, family, labels) in CLASSIFIERS.items():
+        tiny.CLASSES[f"{family}-nli-{name}"] = model
+        ids = {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: n for n, label in enumerate(labels)},
+        }
+        saved[name] = tiny.save_checkpoint(root / name, f"{family}-nli-{name}", **ids)
+    return saved
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    for name in ("none", "last", "first", "two"):
+        export(str(checkpoints[name]), name, Store(root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    models = [flag for name in ("none", "last", "first", "two") for flag in ("--model", name)]
+    with running_server(store, *models, CLOZE_MAX_REQUEST_TOKENS="4000") as server:
+        yield server
+
+
+def ask(server: Server, inputs: Any, **parameters: Any) -> Any:
+    model = parameters.pop("model", "last")
+    body = {"inputs": inputs, "parameters": {"candidate_labels": LABELS} | parameters}
+    return httpx.post(server.url + ROUTE, json=body | {"model": model}).json()
+
+
+def oracle(checkpoint: Path) -> ZeroShotClassificationPipeline:
+    model = CLASSIFIERS[checkpoint.name][0].from_pretrained(checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, model_max_length=160)
+        return ZeroShotClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
+
+
+def same(ours: list[dict[str, Any]], theirs: dict[str, Any]) -> None:
+    expected = dict(zip(theirs["labels"], theirs["scores"], strict=True))
+    assert {row["label"]: row["score"] for row in ours} == pytest.approx(expected, abs=1e-5)
+    scores = [row["score"] for row in ours]
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("parameters", [
+    {}, {"multi_label": True}, {"candidate_labels": ["red"]},
+    {"hypothesis_template": "{} is the king of the house"},
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["last", "first", "two"])
+def test_scores_are_those_of_transformers(
+    server: Server, checkpoints: dict[str, Path], name: str, parameters: dict[str, Any]
+) -> None:
+    pipeline, asked = oracle(checkpoints[name]), {"candidate_labels": LABELS} | parameters
+    answers = ask(server, TEXTS, model=name, **asked)
+    for text, answer in zip(TEXTS, answers, strict=True):
+        same(answer, pipeline(text, **asked))
+
+
+@pytest.mark.parametrize("path", ["", ROUTE])
+def test_the_released_client_of_hugging_face_reads_the_answer(
+    server: Server, checkpoints: dict[str, Path], path: str
+) -> None:
+    """The client names no model: the first that names an entailment answers."""
+    theirs = oracle(checkpoints["last"])(TEXTS[0], candidate_labels=LABELS, multi_label=True)
+    client = (
+        InferenceClient(base_url=server.url) if not path else InferenceClient(server.url + path)
+    )
+    answer = client.zero_shot_classification(TEXTS[0], LABELS, multi_label=True)
+    same([{"label": row.label, "score": row.score} for row in answer], theirs)
+
+
+def test_every_way_to_ask_gives_the_same(server: Server, store: Path, tmp_path: Path) -> None:
+    expected = ask(server, TEXTS[:2])
+    with Client(server.url) as client:
+        labels = client.zero_shot_classification(TEXTS[:2], LABELS)
+    assert [[(one.label, one.score) for one in text] for text in labels] == [
+        [(row["label"], row["score"]) for row in text] for text in expected
+    ]
+    tensor = {"name": "text", "shape": [2], "datatype": "BYTES", "data": TEXTS[:2]}
+    url = f"{server.url}/v2/models/last.zero-shot-classification/infer"
+    body = {"inputs": [tensor], "parameters": {"candidate_labels": LABELS}}
+    outputs = {row["name"]: row["data"] for row in httpx.post(url, json=body).json()["outputs"]}
+    assert outputs["count"] == [4, 4]
+    assert outputs["label"] == [row["label"] for text in expected for row in text]
+
+    flags = [flag for label in LABELS for flag in ("--label", label)]
+    asked = CliRunner().invoke(cli, ["ask", ROUTE[1:], *TEXTS[:2], *flags, "--url", server.url])
+    assert asked.exit_code == 0, asked.output
+    assert expected[0][0]["label"] in asked.output
+    missing = CliRunner().invoke(cli, ["ask", ROUTE[1:], "a", "--url", server.url])
+    assert (missing.exit_code, "needs the option --label" in missing.output) == (2, True)
+
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS[:2]))
+    run = [
+        "bulk", ROUTE[1:], str(source), "--output", str(tmp_path / "out"), *flags,
+        "--output-format", "parquet", "--model-store", str(store), "--model", "last",
+    ]  # fmt: skip
+    done = CliRunner().invoke(cli, run)
+    assert done.exit_code == 0, done.output
+    rows = pq.read_table(tmp_path / "out" / "part-00000.parquet")["labels"].to_pylist()
+    for ours, theirs in zip(rows, expected, strict=True):
+        scores = {row["label"]: row["score"] for row in ours}
+        assert scores == pytest.approx({r["label"]: r["score"] for r in theirs}, abs=1e-5)
+
+
+def test_a_long_text_is_divided_beside_whole_labels(server: Server) -> None:
+    labels = ["red", "the king of the old house " * 8]
+    answer = ask(server, [TEXTS[2]], candidate_labels=labels, long_text="window", return_usage=True)
+    [windows] = [usage["windows"] for usage in answer["usage"]]
+    parts = [TEXTS[2][start:end] for start, end in windows]
+    assert len(parts) > 2
+    each = [
+        {r["label"]: r["score"] for r in part}
+        for part in ask(server, parts, candidate_labels=labels)
+    ]
+    means = {label: sum(scores[label] for scores in each) / len(parts) for label in labels}
+    [ours] = answer["result"]
+    assert {row["label"]: row["score"] for row in ours} == pytest.approx(means, abs=1e-5)
+    cut = ask(server, TEXTS[2], candidate_labels=labels, truncation_direction="left")
+    assert cut != ask(server, TEXTS[2], candidate_labels=labels)
+
+
+@pytest.mark.parametrize(("parameters", "message"), [
+    ({"candidate_labels": None}, "candidate_labels is missing; name at least 1 label"),
+    ({"hypothesis_template": ""}, "hypothesis_template is empty; it needs at least 1 character"),
+    ({"candidate_labels": []}, "candidate_labels is an empty list; it needs at least 1 label"),
+    ({"candidate_labels": ["a", ""]}, "candidate_labels[1] is empty; it needs at least 1 character"),
+    ({"candidate_labels": ["a", " \u200b"]},
+     "candidate_labels[1] has no token, only spaces or control characters"),
+    ({"candidate_labels": ["a", "b", "a"]},
+     "candidate_labels[2] is 'a', as candidate_labels[0] is; a label is given once"),
+    ({"candidate_labels": ["red " * 200]},
+     "candidate_labels[0] becomes a sentence of 210 tokens; the model reads 157"),
+    ({"hypothesis_template": "It fits."}, "hypothesis_template is 'It fits.'; it needs {} once"),
+    ({"hypothesis_template": "{} or {}"}, "hypothesis_template is '{} or {}'; it needs {} once"),
+    ({"hypothesis_template": "{:9999999999}"}, "hypothesis_template is '{:9999999999}'; it needs"),
+    ({"candidate_labels": [f"red {n}" for n in range(600)]}, "tokens; the limit of a request is 4000"),
+    ({"long_text": "error"}, "inputs has 263 tokens; the model reads 160"),
+    ({"model": "none"},
+     "model none cannot do zero-shot-classification: none@1 classifies, but none of its labels "
+     "begins with entail; it has bad, good"),
+])  # fmt: skip
+def test_bad_input_is_one_line(server: Server, parameters: dict[str, Any], message: str) -> None:
+    error = ask(server, TEXTS[2], **parameters)["error"]
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_model_without_an_entailment_serves_nothing(store: Path) -> None:
+    with running_server(store, "--model", "none") as server:
+        body = {"inputs": "a", "parameters": {"candidate_labels": ["b"]}}
+        answer = httpx.post(server.url + ROUTE, json=body)
+        assert answer.status_code == 424
+        assert "it has bad, good" in answer.json()["error"]
+        assert "zero-shot-classification" not in httpx.get(f"{server.url}/info").json()["defaults"]

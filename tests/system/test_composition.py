@@ -1,0 +1,77 @@
+"""A service starts nothing before `begin`, and a start that fails leaves nothing behind."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from cloze.service.errors import StartupError
+from cloze.service.observe.logs import AccessLog, LineWriter
+from cloze.service.service import single_process
+from cloze.service.settings import Settings, load_settings
+from tests.support.fake_engine import FakeEngine
+
+
+def fake(store: Path, **settings: object) -> Settings:
+    return load_settings({"model_store": store, "model": "bert", **settings})
+
+
+def names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_a_constructor_starts_no_thread() -> None:
+    before = threading.enumerate()
+    AccessLog("json", logging.CRITICAL, 0.0, frozenset())
+    writer = LineWriter()
+    assert threading.enumerate() == before
+    writer.begin()
+    assert "log" in names()
+
+
+def test_the_series_of_models_begin_with_the_service(tiny_store: Path) -> None:
+    service = single_process(fake(tiny_store), lambda *_: FakeEngine())
+    series = 'cloze_requests_total{model="bert",route="/embed",status="200",version="1"}'
+    exposition = service._metrics.exposition
+    assert series not in exposition("")[0].decode()
+    with TestClient(service, base_url="http://localhost") as client:
+        assert f"{series} 0.0" in client.get("/metrics").text
+    assert service.why_unready() is not None, "the end of the application ends the service"
+
+
+def test_the_limits_of_bodies_are_those_of_the_settings(tiny_store: Path) -> None:
+    limits = {"max_request_texts": 1, "max_request_tokens": 1000, "max_request_bytes": 80_000}
+    service = single_process(fake(tiny_store, **limits), lambda *_: FakeEngine())
+    with TestClient(service, base_url="http://localhost") as client:
+        info = client.get("/info").json()
+        many = client.post("/embed", content=b'{"inputs": [' + b"1," * 34_000 + b"1]}")
+        large = client.post("/embed", content=b" " * 80_001)
+    assert (info["max_client_batch_size"], info["max_request_bytes"]) == (1, 80_000)
+    assert many.json()["error"] == "the body has over 33768 values, the limit"
+    assert large.json()["error"] == "the body has 80001 bytes; the limit is 80000"
+
+
+def test_a_start_that_fails_ends_its_engines(tiny_store: Path) -> None:
+    before = threading.enumerate()
+    with pytest.raises(StartupError, match="there is no task 'poetry'"):
+        single_process(fake(tiny_store, default=("poetry=bert",)), lambda *_: FakeEngine())
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+
+
+def test_an_error_of_the_operator_is_found_before_the_models(tiny_store: Path) -> None:
+    opened: list[FakeEngine] = []
+
+    def make(*_: object) -> FakeEngine:
+        opened.append(FakeEngine())
+        return opened[-1]
+
+    missing = tiny_store / "missing.pem"
+    for wrong in (
+        {"tls_certificate": missing, "tls_key": missing},
+        {"keys_file": tiny_store / "missing.toml"},
+    ):
+        with pytest.raises(StartupError, match="missing"):
+            single_process(fake(tiny_store, **wrong), make)
+    assert not opened

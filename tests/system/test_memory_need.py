@@ -1,0 +1,181 @@
+"""A start with too little memory ends with one line, before the kernel ends it without one."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from cloze.service.core import Device
+from cloze.service.engine.graph_choice import (
+    least_weight_bytes,
+    memory_limit,
+    memory_state,
+    memory_used,
+)
+from cloze.service.errors import StartupError
+from cloze.service.models import served_models
+from cloze.service.models.served_models import check_memory
+from cloze.service.server.startup import memory_problem
+from cloze.service.settings import Settings
+from tests.support.serving import bare_environment
+
+CONTROLLER = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", "max\n", None),
+        ("memory.max", "268435456\n", 268435456),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
+        ("memory/memory.limit_in_bytes", "134217728\n", 134217728),
+        ("other", "5", None),
+    ],
+)
+def test_the_limit_is_that_of_the_control_group(
+    tmp_path: Path, file: str, text: str, limit: int | None
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert memory_limit(tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("usage", "stat", "name"),
+    [
+        ("memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ],
+)
+def test_pages_that_can_be_dropped_are_not_used(
+    tmp_path: Path, usage: str, stat: str, name: str
+) -> None:
+    (tmp_path / usage).parent.mkdir(exist_ok=True)
+    assert memory_used(tmp_path) is None
+    (tmp_path / usage).write_text("1000\n")
+    (tmp_path / stat).write_text(f"anon 500\n{name} 300\n")
+    assert memory_used(tmp_path) == 700
+
+
+def test_the_memory_is_that_of_the_control_group_or_of_the_machine(tmp_path: Path) -> None:
+    machine = tmp_path / "meminfo"
+    assert memory_state(tmp_path, machine) is None
+    machine.write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  400 kB\n")
+    (tmp_path / "memory.current").write_text("500\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 100\n")
+    assert memory_state(tmp_path, machine) == (600 * 1024, 1000 * 1024)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_state(tmp_path, machine) == (600 * 1024, 1000 * 1024)
+    (tmp_path / "memory.max").write_text("900\n")
+    assert memory_state(tmp_path, machine) == (400, 900)
+
+
+def test_models_that_cannot_fit_are_named(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Store(tiny_store).open("bert")
+    weights = (Path(tiny_store) / "bert" / "1" / "weights.bin").stat().st_size
+    for limit in (None, 70_000_000 + weights):
+        monkeypatch.setattr(served_models, "memory_limit", lambda limit=limit: limit)
+        check_memory([bundle], Settings())
+    monkeypatch.setattr(served_models, "memory_limit", lambda: 69_000_000 + weights)
+    with pytest.raises(StartupError) as raised:
+        check_memory([bundle], Settings())
+    assert "the memory limit of this process is" in str(raised.value)
+    assert "bert@1" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_the_weights_of_the_graph_that_runs_count(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """An int8 graph has a file of its own for the matrices, and the embeddings of the fp32 one."""
+    options = ExportOptions(tasks=("fill-mask",), precisions=(Precision.INT8,))
+    export(str(checkpoints["bert"]), "bert", Store(tmp_path), options)
+    bundle = Store(tmp_path).open("bert")
+    fp32, int8 = (
+        least_weight_bytes(bundle, Device.CPU, precision)
+        for precision in (Precision.FP32, Precision.INT8)
+    )
+    sizes = {name: file.size for name, file in bundle.manifest.files.items()}
+    assert 0.95 * sizes["weights.bin"] < fp32 <= sizes["weights.bin"]
+    assert sizes["weights-int8.bin"] < int8 < 0.6 * fp32
+    assert least_weight_bytes(bundle, Device.AUTO, Precision.INT8) == int8
+    unsupported = least_weight_bytes(bundle, Device.CPU, Precision.FP16)
+    assert unsupported == 0, "the engine refuses the precision, and says why"
+
+
+def test_a_server_does_not_start_with_too_little(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cloze.service.service import single_process
+
+    monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)
+    with pytest.raises(StartupError, match="10 MB, and the models need at least 7"):
+        single_process(Settings(model_store=tiny_store, model=("bert",)))
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Return a control group of version 1 for one test."""
+    group = CONTROLLER / f"cloze-test-{os.getpid()}"
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed: no process gets a control group's view")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("67000000")
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 can be made: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_real_limit_ends_the_start_with_one_line(control_group: Path, tiny_store: Path) -> None:
+    """The process sees the group as a container does: as the root of its controller."""
+    script = (
+        f"echo $$ >{control_group}/cgroup.procs && mount --bind {control_group} {CONTROLLER} && "
+        'exec "$@"'
+    )
+    serve = (sys.executable, "-m", "cloze", "serve", "--port", "0", "--model", "bert")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *serve],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=bare_environment(CLOZE_MODEL_STORE=str(tiny_store)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("cloze: the memory limit of this process is 67 MB")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kilobytes", [450_000, 600_000, 800_000])
+def test_a_limit_of_the_address_space_ends_with_a_line(tiny_store: Path, kilobytes: int) -> None:
+    """Whatever fails first: an allocation of Python's, one of onnxruntime's, or a thread."""
+    serve = f"{sys.executable} -m cloze serve --port 0 --workers 8 --model-store {tiny_store}"
+    limited = subprocess.run(
+        ["bash", "-c", f"ulimit -v {kilobytes}; exec {serve}"],
+        env=bare_environment(PYTHONPATH=os.environ.get("PYTHONPATH", "")),
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert limited.returncode == 2, limited.stderr
+    assert "Traceback" not in limited.stderr
+    last = limited.stderr.splitlines()[-1]
+    assert last.startswith("cloze: there is not enough memory to start (")
+    assert "ulimit -v" in last
+
+
+def test_what_is_no_lack_of_memory_keeps_its_own_error() -> None:
+    for error in (ValueError("a"), OSError(errno.ENOENT, "no file"), RuntimeError("a bug")):
+        assert memory_problem(error) is None
+    for error in (MemoryError(), OSError(errno.ENOMEM, "x"), StartupError("std::bad_alloc")):
+        assert "raise the limit of memory" in str(memory_problem(error))

@@ -1,0 +1,149 @@
+"""Released clients whose requirements contradict ours: each runs in an environment of its own.
+
+The programs in tests/clients call a server; their versions are locked there. Where an environment
+cannot be installed, the test skips and says why.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from uv import find_uv_bin
+
+from tests.support.serving import Server, running_server
+
+CLIENTS = Path(__file__).parents[1] / "clients"
+TEXTS = ["the king", "the old king", "a moon over the sea"]
+QUIET = {
+    "HAYSTACK_TELEMETRY_ENABLED": "False",
+    "LANGCHAIN_TRACING_V2": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "ANONYMIZED_TELEMETRY": "False",
+}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def install(*command: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        pytest.skip(
+            f"{Path(command[0]).name} {command[1]} failed: {lines[-1] if lines else done.returncode}"
+        )
+
+
+def environment(lock: str, folder: Path) -> Path:
+    """Install the packages of a lock of tests/clients; return the folder of their programs."""
+    uv, python = find_uv_bin(), folder / "bin" / "python"
+    install(uv, "venv", "--quiet", "--python", sys.executable, str(folder))
+    install(uv, "pip", "sync", "--quiet", "--python", str(python), str(CLIENTS / lock))
+    return python.parent
+
+
+def run(program: str, lock: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run a program of tests/clients with the packages of a lock; return what it printed."""
+    python = environment(lock, folder) / "python"
+    return printed([str(python), str(CLIENTS / program), *arguments])
+
+
+def printed(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | QUIET)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tiny_store: Path) -> Iterator[Server]:
+    with running_server(tiny_store) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def vectors(server: Server) -> np.ndarray:
+    return np.array(httpx.post(f"{server.url}/embed", json={"inputs": TEXTS}).json())
+
+
+def cosines(vectors: np.ndarray) -> list[float]:
+    """Of the first text with each, best first."""
+    return sorted((vectors @ vectors[0]).tolist(), reverse=True)
+
+
+def test_langchain_and_llama_index(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    found = run(
+        "langchain_and_llama_index.py",
+        "langchain.txt",
+        tmp_path / "environment",
+        server.url,
+        "bert",
+        json.dumps(TEXTS),
+    )
+    for name in ("openai documents", "hub documents", "llama texts"):
+        np.testing.assert_allclose(found[name], vectors, atol=1e-5, err_msg=name)
+    queries = ("openai query", "openai asynchronous", "hub query", "llama query")
+    for name in (*queries, "llama asynchronous"):
+        np.testing.assert_allclose(found[name], vectors[0], atol=1e-5, err_msg=name)
+    assert found["openai error"] == "openai.BadRequestError"
+    assert found["hub error"] == "huggingface_hub.errors.BadRequestError"
+    assert [index for index, _ in found["llama ranks"]] == [0, 1, 2]
+    assert [score for _, score in found["llama ranks"]] == pytest.approx(cosines(vectors), abs=1e-5)
+
+
+def test_haystack(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    found = run(
+        "haystack_components.py",
+        "haystack.txt",
+        tmp_path / "environment",
+        server.url,
+        json.dumps(TEXTS),
+    )
+    np.testing.assert_allclose(found["text"], vectors[0], atol=1e-5)
+    np.testing.assert_allclose(found["documents"], vectors, atol=1e-5)
+    assert [score for _, score in found["ranks"]] == pytest.approx(cosines(vectors), abs=1e-5)
+    assert found["error"] == "huggingface_hub.errors.BadRequestError"
+    assert found["rank error"] == "builtins.RuntimeError"  # Haystack wraps all errors of its ranker
+
+
+def test_tritonclient(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    address = server.url.removeprefix("http://")
+    found = run("triton.py", "triton.txt", tmp_path / "environment", address, json.dumps(TEXTS))
+    assert all(found[state] for state in ("live", "ready", "model ready"))
+    assert not found["unknown ready"]
+    assert found["server"]["name"] == "cloze"
+    assert [tensor["name"] for tensor in found["model"]["inputs"]] == ["question", "context"]
+    for form in ("binary", "json", "compressed", "version"):
+        np.testing.assert_allclose(found[form], vectors, atol=1e-5, err_msg=form)
+    body = {"inputs": {"question": "who?", "context": "the king"}}
+    answer = httpx.post(f"{server.url}/qa", json=body).json()
+    assert [json.loads(result) for result in found["qa"]["result"]] == [answer]
+    assert found["qa"]["answer"] == [answer["answer"]]
+    assert found["qa"]["score"] == pytest.approx([answer["score"]])
+    assert found["fill-mask"]["count"] == [2, 4]
+    assert len(found["fill-mask"]["token_str"]) == 6
+    assert found["error"][0] == "404"
+    assert "bert.nothing" in found["error"][1]
+
+
+def test_huggingface_inference(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed (Debian's packages nodejs and npm)")
+    for name in ("package.json", "package-lock.json", "inference.mjs"):
+        shutil.copy(CLIENTS / name, tmp_path)
+    install("npm", "ci", "--silent", "--no-audit", "--no-fund", cwd=tmp_path)
+    found = printed(["node", str(tmp_path / "inference.mjs"), server.url, TEXTS[0], TEXTS[1]])
+    np.testing.assert_allclose(found["featureExtraction"], vectors[:1], atol=1e-5)
+    np.testing.assert_allclose(found["byAddress"], vectors[:1], atol=1e-5)
+    expected = [1.0, float(vectors[0] @ vectors[1])]
+    assert found["sentenceSimilarity"] == pytest.approx(expected, abs=1e-5)
+    assert len(found["fillMask"]) == 5
+    assert found["questionAnswering"]["answer"]
+    assert found["error"] == "InferenceClientProviderApiError"

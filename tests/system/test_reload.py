@@ -1,0 +1,416 @@
+"""A running server serves what the store holds by then, and loses no request meanwhile."""
+
+import hashlib
+import http.client
+import json
+import re
+import shutil
+import signal
+import ssl
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.errors import BUSY
+from tests.support.certificates import make_certificate
+from tests.support.crafted import read_body, seal
+from tests.support.serving import Server, children, running_server
+from tests.support.waiting import wait_until
+
+KEY = "the-key-of-an-operator"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+SPELLINGS = ("/admin/reload", "/%61dmin/reload", "/admin%2Freload", "http://localhost/admin/reload")
+"""Targets of requests that another server could take for one path."""
+
+
+@pytest.fixture
+def store(tmp_path: Path, checkpoints: dict[str, Path]) -> Store:
+    """Return a store with ``bert@1``."""
+    store = Store(tmp_path / "store")
+    export(str(checkpoints["bert"]), "bert", store)
+    return store
+
+
+def publish_other(store: Store, checkpoints: dict[str, Path]) -> None:
+    """Publish other weights as the next version of ``bert``."""
+    export(str(checkpoints["distilbert"]), "bert", store, ExportOptions(tasks=("embed",)))
+
+
+def keys_in(folder: Path) -> dict[str, str]:
+    """Write a file with the key of an operator; return the setting that names the file."""
+    keys, digest = folder / "keys.toml", hashlib.sha256(KEY.encode()).hexdigest()
+    keys.write_text(f'[ops]\nsha256 = "{digest}"\nscopes = ["admin", "inference"]\n')
+    return {"CLOZE_KEYS_FILE": str(keys)}
+
+
+def ask(server: Server) -> httpx.Response:
+    """Ask for a reload with the key of an operator."""
+    return httpx.post(f"{server.url}/admin/reload", headers=HEADERS, timeout=60)
+
+
+def raw_post(server: Server, target: str) -> tuple[int, str]:
+    """Post to exactly that target; other clients normalise it."""
+    address = server.url.removeprefix("http://")
+    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request("POST", target)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def embedding(answer: httpx.Response) -> np.ndarray:
+    return np.array(answer.json()[0])
+
+
+class Load:
+    """Clients that send requests one after another on connections that stay open."""
+
+    def __init__(self, server: Server) -> None:
+        self.answers: list[tuple[int, str, np.ndarray]] = []
+        self.errors: list[Exception] = []
+        self._server = server
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._send) for _ in range(4)]
+
+    def _send(self) -> None:
+        try:
+            with httpx.Client(timeout=30) as client:
+                while not self._ended.is_set():
+                    answer = client.post(f"{self._server.url}/embed", json={"inputs": "river"})
+                    self.answers.append(
+                        (answer.status_code, answer.headers["x-model"], embedding(answer))
+                    )
+        except Exception as error:
+            self.errors.append(error)
+
+    def seen(self, model: str, count: int = 20) -> bool:
+        return self.errors or sum(name == model for _, name, _ in self.answers) >= count
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_a_new_version_is_served_without_a_failed_request(
+    store: Store, checkpoints: dict[str, Path]
+) -> None:
+    """Each answer is wholly of the model that its header names."""
+    with running_server(store.root) as server, Load(server) as load:
+        wait_until(lambda: load.seen("bert@1"))
+        publish_other(store, checkpoints)
+        assert server.reload() == "reloaded: added bert@2; removed bert@1"
+        after = httpx.post(f"{server.url}/embed", json={"inputs": "river"})
+        assert after.headers["x-model"] == "bert@2"
+        wait_until(lambda: load.seen("bert@2"))
+    assert not load.errors
+    assert {status for status, _, _ in load.answers} == {200}
+    vectors = {model: vector for _, model, vector in load.answers}
+    assert not np.allclose(vectors["bert@1"], vectors["bert@2"], atol=1e-2)
+    for _, model, vector in load.answers:
+        np.testing.assert_allclose(vector, vectors[model], atol=1e-5)
+
+
+def test_what_is_bad_is_refused_and_the_old_stays(
+    store: Store, checkpoints: dict[str, Path]
+) -> None:
+    with running_server(store.root) as server:
+        publish_other(store, checkpoints)
+        manifest = store.root / "bert" / "2" / "manifest.json"
+        good = manifest.read_text()
+        manifest.write_text(good.replace("embed", "embod", 1))
+        assert re.match("nothing was reloaded: .*bert@2", server.reload())
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"})
+        assert answer.headers["x-model"] == "bert@1"
+        assert httpx.get(f"{server.url}/readyz").status_code == 200
+
+        def counted() -> dict[str, float]:
+            text = httpx.get(f"{server.url}/metrics").text
+            [last] = re.findall(r"^cloze_last_reload_successful (.*)", text, re.M)
+            counts = re.findall(r'^cloze_reloads_total\{result="(\w+)"\} (.*)', text, re.M)
+            return {result: float(count) for result, count in [*counts, ("last", last)]}
+
+        wait_until(lambda: counted() == {"ok": 0, "failed": 1, "last": 0})
+        manifest.write_text(good)
+        assert "added bert@2" in server.reload()
+        wait_until(lambda: counted() == {"ok": 1, "failed": 1, "last": 1})
+
+
+def test_models_come_stay_and_go(store: Store, checkpoints: dict[str, Path]) -> None:
+    with running_server(store.root) as server:
+        export(str(checkpoints["bert-qa"]), "qa", store)
+        assert server.reload() == "reloaded: added qa@1; kept bert@1"
+        question = {"inputs": {"question": "who walked", "context": "the owl walked home"}}
+        assert httpx.post(f"{server.url}/qa", json=question).status_code == 200
+        shutil.rmtree(store.root / "qa")
+        assert server.reload() == "reloaded: removed qa@1; kept bert@1"
+        gone = httpx.post(f"{server.url}/qa", json=question)
+        assert gone.status_code == 424
+        assert httpx.get(f"{server.url}/info").json()["models"][0]["name"] == "bert"
+
+
+def test_a_model_that_is_kept_although_a_newer_one_exists_has_a_reason(
+    store: Store, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    with running_server(store.root, CLOZE_MODEL="bert@1", **keys_in(tmp_path)) as server:
+        publish_other(store, checkpoints)
+        changes = ask(server).json()
+        assert (changes["added"], changes["kept"]) == ([], ["bert@1"])
+        reason = changes["reasons"]["bert@1"]
+        assert "bert@2 is newer: start the server again, with --model bert to follow" in reason
+        wait_until(lambda: any(f"kept bert@1 ({reason})" in line for line in server.log))
+
+
+def test_requests_that_run_end_with_the_old_model(
+    store: Store, checkpoints: dict[str, Path]
+) -> None:
+    """The request is slow, and the reload does not wait for it."""
+    with faulty(store) as server, httpx.Client(timeout=30) as client:
+        answers: list[httpx.Response] = []
+        slow = threading.Thread(
+            target=lambda: answers.append(
+                client.post(f"{server.url}/embed", json={"inputs": "river"})
+            )
+        )
+        slow.start()
+        wait_until(lambda: any("a run with river starts" in line for line in server.log))
+        publish_other(store, checkpoints)
+        assert "added bert@2" in server.reload()
+        assert not answers
+        slow.join()
+        assert answers[0].status_code == 200
+        assert answers[0].headers["x-model"] == "bert@1"
+
+
+def test_several_at_once_are_all_answered(store: Store, tmp_path: Path) -> None:
+    """Each with a reload that began after it was asked for, or a refusal that says when to ask."""
+    with (
+        running_server(store.root, **keys_in(tmp_path)) as server,
+        ThreadPoolExecutor() as threads,
+    ):
+        answers = [future.result() for future in [threads.submit(ask, server) for _ in range(4)]]
+        done = [answer.json() for answer in answers if answer.status_code == 200]
+        refused = [answer.json()["error"] for answer in answers if answer.status_code == 409]
+        assert len(done) + len(refused) == 4
+        assert done
+        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}, "refused": {}}
+        assert all(body == unchanged for body in done)
+        assert set(refused) <= {BUSY}
+        assert server.reload() == "reloaded: kept bert@1"
+
+
+@contextmanager
+def faulty(store: Store, **settings: str) -> Iterator[Server]:
+    """Run a server in which a request with "river" takes 1.5 s."""
+    command = (sys.executable, "-m", "tests.support.faulty_server")
+    with running_server(store.root, command=command, **settings) as server:
+        yield server
+
+
+def test_a_third_snapshot_waits_for_the_first(
+    store: Store, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A request for a reload is refused at once; a signal is remembered."""
+    with faulty(store, **keys_in(tmp_path)) as server, ThreadPoolExecutor() as threads:
+        publish_other(store, checkpoints)
+        asked = {"json": {"inputs": "river"}, "headers": HEADERS, "timeout": 30}
+        slow = threads.submit(httpx.post, f"{server.url}/embed", **asked)
+        wait_until(lambda: any("a run with river starts" in line for line in server.log))
+        assert ask(server).json()["added"] == ["bert@2"]
+        refused = ask(server)
+        assert (refused.status_code, refused.json()["error"]) == (409, BUSY)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: any("a reload waits" in line for line in server.log))
+        assert not any("kept bert@2" in line for line in server.log)
+        assert slow.result().headers["x-model"] == "bert@1"
+        wait_until(lambda: any("reloaded: kept bert@2" in line for line in server.log))
+
+
+def add_good_and_wrong(store: Path, bundle: Path) -> None:
+    """Add a new good model, and after it one that opens but does not reproduce its outputs."""
+    for name in ("x-good", "x-wrong"):
+        folder = Path(shutil.copytree(bundle, store / name / "1"))
+        for file in folder.glob("golden*.json") if name == "x-wrong" else ():
+            goldens = json.loads(file.read_text())
+            goldens[0]["outputs"]["logsumexp"] = [1.0] * len(goldens[0]["outputs"]["logsumexp"])
+            file.write_text(json.dumps(goldens))
+        seal(folder, read_body(folder) | {"name": name})
+
+
+def shown_models(server: Server) -> dict[str, set[str]]:
+    """Return the models, without version, that each metric family shows."""
+    shown: dict[str, set[str]] = defaultdict(set)
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if found := re.match(r'(cloze_\w+){.*model="([^"]+)"', line):
+            shown[found[1]].add(found[2])
+    return shown
+
+
+def resources(pid: int) -> tuple[int, int]:
+    """Return the number of threads and of open files of a process."""
+    threads, files = (len(list(Path(f"/proc/{pid}/{kind}").iterdir())) for kind in ("task", "fd"))
+    return threads, files
+
+
+def test_a_refused_reload_changes_nothing(store: Store) -> None:
+    """Not the metrics, the threads nor the open files."""
+    with running_server(store.root) as server:
+        before = shown_models(server)  # which has threads of its own
+        assert before["cloze_model_info"] == before["cloze_queue_tokens"] == {"bert"}
+        add_good_and_wrong(store.root, store.root / "bert" / "1")
+        server.reload()  # the first one opens files that stay open
+        threads, files = resources(server.process.pid)
+        for _ in range(2):
+            assert server.reload().startswith("nothing was reloaded")
+        assert shown_models(server) == before
+        # A connection or a scrape may add one; a model has at least three of each.
+        wait_until(lambda: resources(server.process.pid)[0] <= threads + 2)
+        wait_until(lambda: resources(server.process.pid)[1] <= files + 4)
+
+
+def test_the_series_of_replaced_models_leave(store: Store, checkpoints: dict[str, Path]) -> None:
+    """What counts no model goes on."""
+    with running_server(store.root) as server:
+
+        def counts(version: int) -> list[str]:
+            labels = ('model="bert"', f'version="{version}"')
+            lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+            return [line for line in lines if all(label in line for label in labels)]
+
+        def not_found() -> float:
+            label = 'cloze_requests_total{model="",route="other",status="404",version=""}'
+            text = httpx.get(f"{server.url}/metrics").text
+            found = re.findall(f"^{re.escape(label)} (.*)", text, re.M)
+            return sum(map(float, found))
+
+        assert httpx.get(f"{server.url}/nowhere").status_code == 404
+        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
+        wait_until(lambda: any("_bucket" in line for line in counts(1)))
+        publish_other(store, checkpoints)
+        server.reload()
+        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
+        wait_until(lambda: not counts(1))
+        assert any("cloze_queue_tokens" in line for line in counts(2))
+        assert any("cloze_requests_total" in line for line in counts(2))
+        assert not_found() == 1
+
+
+def test_memory_returns(tmp_path: Path) -> None:
+    """Reloads that replace the model leave less than half a model (13 MB) behind, in all.
+
+    The first size may count a model that was just replaced, but no more.
+    """
+    sources = [DEFAULT_ROOT / name for name in ("cloze-bert", "cloze-bert-tasks")]
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / sources[1].name).symlink_to(sources[1])
+    with running_server(store) as server:
+        for number in range(10):
+            new, old = sources[number % 2], sources[(number + 1) % 2]
+            (store / old.name).unlink()
+            (store / new.name).symlink_to(new)
+            assert f"removed {old.name}@1" in server.reload()
+            if number == 0:
+                first_mb = memory_mb(server.process.pid)
+        wait_until(lambda: memory_mb(server.process.pid) < first_mb + 13)
+
+
+def test_refused_reloads_leave_no_memory(tmp_path: Path) -> None:
+    """A model of 26 MB opens five times, and the next one fails."""
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "cloze-bert-tasks").symlink_to(DEFAULT_ROOT / "cloze-bert-tasks")
+    with running_server(store) as server:
+        add_good_and_wrong(store, DEFAULT_ROOT / "cloze-bert" / "1")
+        server.reload()
+        first_mb = memory_mb(server.process.pid)
+        for _ in range(4):
+            server.reload()
+        wait_until(lambda: memory_mb(server.process.pid) < first_mb + 13)
+
+
+def memory_mb(pid: int) -> float:
+    """The memory of a process that no other process shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
+
+
+def test_a_bad_keys_file_refuses_the_reload(store: Store, tmp_path: Path) -> None:
+    setting = keys_in(tmp_path)
+    with running_server(store.root, **setting) as server:
+        assert httpx.post(f"{server.url}/admin/reload").status_code == 401
+        Path(setting["CLOZE_KEYS_FILE"]).write_text("[broken\n")
+        assert server.reload().startswith("nothing was reloaded")
+
+
+@pytest.mark.parametrize("target", SPELLINGS)
+def test_without_keys_no_request_reloads(servers: dict[str, Server], target: str) -> None:
+    """A proxy on the same machine may pass on the request of anybody, and change nothing in it."""
+    refusals = {"one": (403, "by SIGHUP only"), "front-ends": (409, "needs a roll of the replicas")}
+    for name, server in servers.items():
+        status, body = raw_post(server, target)
+        expected = (404, "there is no route") if "%" in target else refusals[name]
+        assert (status, expected[1] in body) == (expected[0], True), body
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_store: Path) -> Iterator[dict[str, Server]]:
+    """Return a server of each form."""
+    arguments = ("--model", "bert")
+    with (
+        running_server(tiny_store, *arguments) as one,
+        running_server(tiny_store, *arguments, "--frontends", "1") as front_ends,
+    ):
+        yield {"one": one, "front-ends": front_ends}
+
+
+def test_front_ends_do_not_reload_and_serve_on(servers: dict[str, Server]) -> None:
+    server = servers["front-ends"]
+    before = children(server.process.pid, "")
+    assert "needs a roll of the replicas" in server.reload()
+    assert httpx.post(f"{server.url}/embed", json={"inputs": "river"}).status_code == 200
+    assert children(server.process.pid, "") == before
+
+
+def test_the_certificate_is_read_again(store: Store, tmp_path: Path) -> None:
+    """New connections get the new one; a broken one is refused, and no file stays open."""
+    first = make_certificate(tmp_path)
+    old = first.public.read_text()
+    tls = {"CLOZE_TLS_CERTIFICATE": str(first.public), "CLOZE_TLS_KEY": str(first.private)}
+    body = {"inputs": "a walk"}
+    with running_server(store.root, **tls) as server:
+        make_certificate(tmp_path)
+        new = first.public.read_text()
+        server.reload()
+        host, port = server.url.removeprefix("https://").split(":")
+
+        def served() -> str:
+            return ssl.get_server_certificate((host, int(port)))
+
+        assert served().split() == new.split() != old.split()
+        _, files = resources(server.process.pid)
+        for public in ("nothing", old):  # the old one does not fit the new key
+            first.public.write_text(public)
+            refused = server.reload()
+            assert refused.startswith("nothing was reloaded")
+            assert "or its key cannot be used" in refused
+            assert served().split() == new.split()
+        wait_until(lambda: resources(server.process.pid)[1] <= files + 1)  # a connection
+        with httpx.Client(verify=ssl.create_default_context(cadata=new)) as fresh:
+            assert fresh.post(f"{server.url}/embed", json=body).status_code == 200

@@ -1,0 +1,611 @@
+"""Pre-training and distillation: a run learns, goes on, and leaves what transformers reads.
+
+The oracles are transformers and sentence-transformers, and the formulas of the papers.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    DistilBertForMaskedLM,
+)
+
+from cloze.export.errors import TrainError
+from cloze.export.families import FAMILIES
+from cloze.export.measure.examples import UNPAIRED
+from cloze.export.publish import export
+from cloze.export.train.batches import TextBatch
+from cloze.export.train.distill import Distillation, distill, kept_layers, make_student
+from cloze.export.train.folder import open_folder
+from cloze.export.train.kept_embeddings import KeptEmbeddings, open_sentences, unmasked_texts
+from cloze.export.train.objectives import MaskedText, ReplacedTokens, run_masked
+from cloze.export.train.pretrain import pretrain
+from cloze.export.train.progress import read_log
+from cloze.export.train.recipe import (
+    DistillRecipe,
+    Optimisation,
+    Phase,
+    Pretraining,
+    PretrainRecipe,
+    Sizes,
+    Vocabulary,
+)
+from cloze.export.train.run_options import RunOptions, Schedule
+from cloze.model_store import Store
+from tests.support.training import quietly, run_options, tiny_recipe
+from tests.train.test_finetune import save_source
+from tests.train.test_finetune_embed import as_sentences
+from tests.unit.export.families.test_against_transformers import ids_of, save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+}
+RATES = Optimisation(learning_rate=3e-3, precision="fp32")
+STILL = Optimisation(learning_rate=1e-9, weight_decay=0.0, precision="fp32")
+CHOSEN = torch.tensor([2, 3, 4, 11, 16])
+SPANS = torch.tensor([[2, 4], [2, 4], [2, 4], [11, 11], [16, 16]])
+
+
+def phases(steps: int, tokens: int = 32) -> list[Phase]:
+    return [Phase(tokens=tokens, sequences=8, steps=steps)]
+
+
+def further(steps: int, **pretraining: Any) -> PretrainRecipe:
+    return PretrainRecipe(
+        pretraining=Pretraining.model_validate({"sentence": "none", **pretraining}),
+        optimisation=RATES if steps > 3 else STILL,
+        phases=phases(steps),
+        held_out=0.1,
+    )
+
+
+def student_recipe(steps: int, **pretraining: Any) -> DistillRecipe:
+    return DistillRecipe.model_validate(
+        {
+            "pretraining": pretraining,
+            "optimisation": RATES if steps > 3 else STILL,
+            "phases": phases(steps),
+            "held_out": 0.1,
+            "dropout": 0.0,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a run long enough to learn words of the stories."""
+    folder = tmp_path_factory.mktemp("trained")
+    return pretrain([stories], tiny_recipe(steps=150), run_options(folder))
+
+
+# ---- objectives, against direct computations
+
+
+def bert(kind: Any = BertForPreTraining, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    network = kind(BertConfig(**SIZES, vocab_size=60)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return network
+
+
+def batch_of(ids: Tensor, next_labels: tuple[int, ...] = ()) -> TextBatch:
+    """Three sequences of nine tokens, of which five are chosen."""
+    torch.manual_seed(1)
+    return TextBatch(
+        input_ids=ids,
+        token_type_ids=torch.zeros_like(ids),
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        first_tokens=torch.tensor([9, 7, 9]),
+        positions=CHOSEN,
+        labels=torch.randint(5, 60, (len(CHOSEN),)),
+        next_labels=torch.tensor(next_labels, dtype=torch.int64),
+    )
+
+
+def tokens() -> Tensor:
+    return torch.randint(5, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_product_with_the_vocabulary_is_of_the_chosen_tokens(
+    family: str, tmp_path: Path
+) -> None:
+    network = save(family, "masked_lm", tmp_path, max_position_embeddings=66)
+    ids, shapes = ids_of(network, 9), []
+    expected = network(ids).logits
+    counting = network.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: shapes.append(tuple(output.shape[:-1]))
+    )
+    output = run_masked(network, batch_of(ids))
+    counting.remove()
+    assert shapes == ([] if family == "mobilebert" else [(5,)])
+    torch.testing.assert_close(output.logits, expected.flatten(0, 1)[CHOSEN])
+    torch.testing.assert_close(output.hidden, network.base_model(ids)[0])
+    assert torch.equal(network(ids).logits, expected), "nothing of it stays"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("labels", [(0, 1, 1), (0, UNPAIRED, 1)])
+def test_masked_tokens_and_next_sentence(labels: tuple[int, ...]) -> None:
+    """A batch with few pairs has little weight: the loss of a pair counts per sequence."""
+    network, batch = bert(), batch_of(tokens(), labels)
+    loss, figures = MaskedText(network, Pretraining(sentence_weight=3.0))(batch)
+    masked = torch.full((27,), -100)
+    masked[CHOSEN] = batch.labels
+    given = {"labels": masked.view(3, 9), "next_sentence_label": batch.next_labels}
+    whole = network(batch.input_ids, **given)
+    pairs = whole.loss - F.cross_entropy(
+        whole.prediction_logits.flatten(0, 1), masked, ignore_index=-100
+    )
+    share = sum(label != UNPAIRED for label in labels) / 3
+    torch.testing.assert_close(figures["sentence_loss"], share * pairs)
+    torch.testing.assert_close(loss, figures["masked_loss"] + 3 * share * pairs)
+
+
+@torch.no_grad()
+def test_span_boundary() -> None:
+    """Joshi et al. 2020, section 3.2: y = LN(GELU(W2 LN(GELU(W1 [left; right; place]))))."""
+    network, batch = bert(BertForMaskedLM), batch_of(tokens())
+    module = MaskedText(network, Pretraining(unit="span", span_boundary=True, sentence="none"))
+    module.eval()
+    hidden = network.bert(batch.input_ids)[0].flatten(0, 1)
+    weights = module.boundary.state_dict()
+    losses = []
+    for position, (first, last), label in zip(CHOSEN, SPANS, batch.labels, strict=True):
+        place = weights["place.weight"][position - first]
+        row = torch.cat([hidden[first - 1], hidden[last + 1], place])
+        for number in (0, 3):
+            row = F.linear(
+                row, weights[f"layers.{number}.weight"], weights[f"layers.{number}.bias"]
+            )
+            norm = (weights[f"layers.{number + 2}.{name}"] for name in ("weight", "bias"))
+            row = F.layer_norm(F.gelu(row), row.shape, *norm, eps=1e-12)
+        logits = network.bert.embeddings.word_embeddings.weight @ row + weights["decoder.bias"]
+        losses.append(-logits.log_softmax(0)[label])
+    loss, figures = module(batch)
+    torch.testing.assert_close(figures["boundary_loss"], torch.stack(losses).mean())
+    torch.testing.assert_close(loss, figures["masked_loss"] + figures["boundary_loss"])
+
+
+@torch.no_grad()
+def test_replaced_tokens() -> None:
+    """Clark et al. 2020, section 2, with a generator that is sure of one token."""
+    sure = 17
+    generator, encoder = bert(BertForMaskedLM), bert(BertModel, seed=5)
+    generator.cls.predictions.bias[sure] = 1e4
+    batch = batch_of(tokens())
+    batch.labels[1] = sure  # a right guess is no replacement
+    module = ReplacedTokens(encoder, generator)
+    corrupted = batch.input_ids.flatten().clone()
+    corrupted[CHOSEN] = sure
+    replaced = torch.zeros(27)
+    replaced[CHOSEN] = (batch.labels != sure).float()
+    scores = module.finder(encoder(corrupted.view(3, 9))[0]).flatten()
+    found = F.binary_cross_entropy_with_logits(scores, replaced)
+    guessed = F.cross_entropy(generator(batch.input_ids).logits.flatten(0, 1)[CHOSEN], batch.labels)
+    torch.testing.assert_close(module(batch)[0], guessed + 50 * found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", ["mean", ("cls", "mean")])
+def test_kept_embeddings(trained: Path, tmp_path: Path, pooling: Any) -> None:
+    """The cosine of sentence-transformers' own embeddings of the first, unmasked texts."""
+    source = as_sentences(trained, tmp_path / "sentences", pooling, ["dense"])
+    original, changed = (
+        open_sentences(open_folder(str(source))),
+        open_sentences(open_folder(str(source))),
+    )
+    for parameter in changed[0].model.parameters():
+        parameter += 0.02 * torch.randn_like(parameter)
+    batch = batch_of(tokens())
+    ids, mask = unmasked_texts(batch, 1000, 9)
+    assert ids[1].tolist()[7:] == [0, 0], "the second text is cut off"
+    features = {"input_ids": ids, "attention_mask": mask.long()}
+    ours, theirs = (model({**features})["sentence_embedding"] for model in (changed, original))
+    recipe = Pretraining(keep_embeddings=True, embedding_weight=7.0, embedding_tokens=1000)
+    kept = KeptEmbeddings(original, recipe)
+    cosine = kept.cosine(changed[0].model.eval(), batch)
+    torch.testing.assert_close(cosine, F.cosine_similarity(ours, theirs).mean())
+    network = AutoModelForMaskedLM.from_pretrained(trained).eval()
+    module = MaskedText(network, recipe, kept)
+    loss, figures = module(batch)
+    torch.testing.assert_close(loss, figures["masked_loss"] + 7 * (1 - figures["embedding_cosine"]))
+
+
+@torch.no_grad()
+def test_distillation_is_the_sum_of_three_losses() -> None:
+    """Sanh et al. 2019, section 3, by transformers' own full logits."""
+    teacher, batch = bert(BertForMaskedLM), batch_of(tokens())
+    student = make_student(teacher, dropout=0.0).eval()
+    recipe = DistillRecipe(
+        phases=phases(1), temperature=2.0, soft_weight=5.0, masked_weight=2.0, cosine_weight=3.0
+    )
+    outputs = [
+        network(batch.input_ids, output_hidden_states=True) for network in (student, teacher)
+    ]
+    logits, targets = (output.logits.flatten(0, 1)[CHOSEN] for output in outputs)
+    hidden = [output.hidden_states[-1].flatten(0, 1) for output in outputs]
+    soft = F.kl_div((logits / 2).log_softmax(1), (targets / 2).softmax(1), reduction="batchmean")
+    cosine = torch.nn.CosineEmbeddingLoss()(*hidden, torch.ones(27))
+    expected = 5 * 4 * soft + 2 * F.cross_entropy(logits, batch.labels) + 3 * cosine
+    torch.testing.assert_close(Distillation(student, teacher, recipe)(batch)[0], expected)
+
+
+# ---- runs from nothing
+
+
+class Kind(NamedTuple):
+    """A kind of run from nothing.
+
+    Attributes:
+        falls: the losses that fall.
+        result: the class of the result in transformers.
+    """
+
+    pretraining: dict[str, Any]
+    falls: tuple[str, ...]
+    result: Any
+
+
+KINDS = {
+    "masked": Kind({}, ("masked_loss",), BertForPreTraining),
+    "order": Kind({"unit": "whole-word", "sentence": "sop"}, ("masked_loss",), BertForMaskedLM),
+    "spans": Kind(
+        {"unit": "span", "span_boundary": True, "sentence": "none", "dynamic": False},
+        ("masked_loss", "boundary_loss"),
+        BertForMaskedLM,
+    ),
+    "replaced": Kind({"method": "rtd", "sentence": "none"}, ("masked_loss",), BertModel),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_it_learns_and_transformers_reads_it(kind: Kind, stories: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(steps=80, **kind.pretraining)
+    folder = pretrain([stories], recipe, run_options(tmp_path / "run"))
+    log = read_log(folder.parent)
+    for name in kind.falls:
+        assert log[-1][name] < 0.9 * log[0][name], name
+    assert log[-1]["step"] == 160
+    assert log[-1]["tokens_seen"] > log[0]["tokens_seen"] > 0
+    assert (folder.parent / "curves.png").read_bytes().startswith(b"\x89PNG")
+    card = (folder / "README.md").read_text()
+    assert "stories.txt" in card
+    assert '"seed": 1' in card
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        kind.result.__name__
+    ]
+    _, info = kind.result.from_pretrained(folder, output_loading_info=True)
+    assert not [name for name in info["missing_keys"] if "pooler" not in name]
+    assert not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.model_max_length == 64
+    assert tokenizer("The OLD king.").input_ids[1:4] == tokenizer("the old king").input_ids[1:4]
+    positions = load_file(folder / "model.safetensors")
+    (table,) = (positions[name] for name in positions if "position_embeddings" in name)
+    assert torch.equal(table[40:64], table[1:25]), "no phase reads them: they are copies"
+
+
+class StopAt(RuntimeError):
+    """A stop in the middle of a run."""
+
+
+def stopped(start: Callable[[], Path], after: int) -> None:
+    """As a kill does: whatever was not in a checkpoint is lost."""
+    real, calls = torch.nn.utils.clip_grad_norm_, 0
+
+    def stopping(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise StopAt
+        return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", stopping)
+        with pytest.raises(StopAt):
+            start()
+
+
+EVERYTHING = {
+    "accumulation": 2,
+    "average": 0.6,
+    "decay": 0.5,
+    "embedding_learning_rate": 1e-3,
+    "head_learning_rate": 2e-3,
+}
+
+
+@pytest.mark.parametrize("name", ["masked", "replaced", "every field", "student"])
+def test_going_on_equals_not_stopping(
+    name: str, trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    """Stopped at several steps, between checkpoints and phases; dropout is on."""
+    pretraining = KINDS[name].pretraining if name in KINDS else {"rate": 0.3, "final_rate": 0.15}
+    recipe = tiny_recipe(steps=10, **pretraining)
+    if name == "every field":
+        optimisation = recipe.optimisation.model_copy(update=EVERYTHING)
+        recipe = recipe.model_copy(update={"optimisation": optimisation})
+
+    def start(folder: str) -> Path:
+        options = RunOptions(
+            tmp_path / folder, torch.device("cpu"), quietly, Schedule(log=5, checkpoint=7)
+        )
+        if name == "student":
+            return distill(open_folder(str(trained)), [stories], student_recipe(20), options)
+        return pretrain([stories], recipe, options)
+
+    straight = load_file(start("straight") / "model.safetensors")
+    for after in (3, 8, 9):
+        stopped(lambda: start("interrupted"), after)
+    resumed = load_file(start("interrupted") / "model.safetensors")
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    steps = [line["step"] for line in read_log(tmp_path / "interrupted")]
+    assert steps == sorted(set(steps))
+
+
+def test_one_seed_gives_one_result(stories: Path, tmp_path: Path) -> None:
+    first, second, other = (
+        load_file(
+            pretrain(
+                [stories],
+                tiny_recipe(steps=6).model_copy(update={"seed": seed}),
+                run_options(tmp_path / name),
+            )
+            / "model.safetensors"
+        )
+        for name, seed in (("first", 1), ("second", 1), ("other", 2))
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+# ---- runs from a model
+
+
+def with_heads(trained: Path, folder: Path, *pooling: Any) -> Path:
+    """Save a sentence-transformer whose encoder has the heads of pre-training."""
+    sentences = SentenceTransformer(str(as_sentences(trained, folder, *pooling)), device="cpu")
+    sentences[0].model = BertForPreTraining.from_pretrained(trained)
+    sentences.save(str(folder), create_model_card=False)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_source(family, source)
+    given = open_folder(str(source))
+    fast = Optimisation(learning_rate=1e-2, precision="fp32")
+    recipe = further(40).model_copy(update={"optimisation": fast})
+    results = {
+        "further": pretrain([stories], recipe, run_options(tmp_path / "further"), source=given),
+        "student": distill(given, [stories], student_recipe(4), run_options(tmp_path / "student")),
+    }
+    log = read_log(tmp_path / "further")
+    assert log[-1]["masked_loss"] < 0.95 * log[0]["masked_loss"]
+    for name, folder in results.items():
+        network, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        layers, before = network.config.num_hidden_layers, given.config.num_hidden_layers
+        assert layers == (before if name == "further" else max(1, before // 2))
+        ids = AutoTokenizer.from_pretrained(folder)("an owl").input_ids
+        assert ids == given.tokenizer("an owl").input_ids
+        assert network(torch.tensor([ids])).logits.isfinite().all()
+
+
+def test_a_head_that_is_missing_is_made_or_refused(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    AutoModelForMaskedLM.from_pretrained(trained).bert.save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(trained).save_pretrained(tmp_path / "encoder")
+    encoder = open_folder(str(tmp_path / "encoder"))
+    options = RunOptions(tmp_path / "run", torch.device("cpu"), said.append)
+    made = pretrain([stories], further(2, sentence="nsp"), options, source=encoder)
+    assert said[0].startswith("the checkpoint lacks a head of the recipe")
+    assert not BertForPreTraining.from_pretrained(made, output_loading_info=True)[1]["missing_keys"]
+    with pytest.raises(TrainError, match="the teacher has no masked-language-model head"):
+        distill(encoder, [stories], student_recipe(2), run_options(tmp_path / "student"))
+    save_source("roberta", tmp_path / "roberta")
+    with pytest.raises(TrainError, match="a roberta has no head for nsp"):
+        pretrain(
+            [stories],
+            further(2, sentence="nsp"),
+            run_options(tmp_path / "other"),
+            source=open_folder(str(tmp_path / "roberta")),
+        )
+
+
+@pytest.mark.parametrize("run", ["further", "student"])
+def test_a_sentence_transformer_stays_one(
+    run: str, trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    """Its pooling of two vectors, its layers after the pooling, and its prompts."""
+    layers = ["dense", "normalize"]
+    source = with_heads(trained, tmp_path / "source", ("cls", "mean"), layers)
+    given, options = open_folder(str(source)), run_options(tmp_path / "run")
+    if run == "further":
+        folder = pretrain([stories], further(2), options, source=given)
+    else:
+        folder = distill(given, [stories], student_recipe(2), options)
+    before, after = (SentenceTransformer(str(each), device="cpu") for each in (source, folder))
+    assert after.prompts == before.prompts
+    assert [type(module) for module in after] == [type(module) for module in before]
+    for old, new in zip(list(before)[1:], list(after)[1:], strict=True):
+        assert old.state_dict().keys() == new.state_dict().keys()
+        assert all(torch.equal(new.state_dict()[key], one) for key, one in old.state_dict().items())
+    texts = ["The old king sang a song.", "an owl"]
+    assert after.encode(texts).shape == (2, 10)
+    if run == "further":
+        np.testing.assert_allclose(after.encode(texts), before.encode(texts), atol=1e-5)
+    bundle = export(str(folder), "kept", Store(tmp_path / "store"))
+    assert {"fill-mask", "embed"} <= set(bundle.manifest.tasks)
+
+
+@pytest.mark.parametrize("run", ["further", "student"])
+def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: Path) -> None:
+    source = with_heads(trained, tmp_path / "source", "cls")
+    given = open_folder(str(source))
+    texts = [line[:60] for line in stories.read_text().split("\n\n")[:20]]
+    target = SentenceTransformer(str(source), device="cpu").encode(texts, normalize_embeddings=True)
+    cosines = {}
+    for keep in (True, False):
+        changes = {"keep_embeddings": keep, "embedding_weight": 50.0}
+        options = run_options(tmp_path / str(keep))
+        if run == "further":
+            folder = pretrain([stories], further(60, **changes), options, source=given)
+        else:
+            folder = distill(given, [stories], student_recipe(60, **changes), options)
+        own = SentenceTransformer(str(folder), device="cpu").encode(
+            texts, normalize_embeddings=True
+        )
+        cosines[keep] = float((own * target).sum(1).mean())
+    assert cosines[True] > cosines[False] + 0.01
+    assert read_log(tmp_path / "True")[-1]["held_out_embedding_cosine"] > 0.9
+    if run == "further":  # a second run learns the embeddings of the original again
+        folder = pretrain(
+            [stories],
+            further(60, keep_embeddings=True, embedding_weight=50.0),
+            run_options(tmp_path / "back"),
+            source=open_folder(str(tmp_path / "False" / "checkpoint")),
+            embeddings_from=given,
+        )
+        own = SentenceTransformer(str(folder), device="cpu").encode(
+            texts, normalize_embeddings=True
+        )
+        assert float((own * target).sum(1).mean()) > cosines[False] + 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are"),
+        ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
+        ({"pretraining": Pretraining(method="rtd", sentence="none")}, "not with replaced ones"),
+        ({"phases": phases(3, tokens=65)}, "a phase of 65 tokens exceeds the model's 64 pos"),
+    ],
+)
+def test_what_a_checkpoint_decides_is_not_asked_for(
+    changes: dict[str, Any], line: str, trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    recipe = further(3).model_copy(update=changes)
+    with pytest.raises(TrainError, match=line):
+        pretrain([stories], recipe, run_options(tmp_path / "run"), source=open_folder(str(trained)))
+
+
+def test_a_run_goes_on_where_the_other_ended(trained: Path, stories: Path, tmp_path: Path) -> None:
+    folder = pretrain(
+        [stories], further(8), run_options(tmp_path / "run"), source=open_folder(str(trained))
+    )
+    first, last = read_log(folder.parent)[0], read_log(trained.parent)[-1]
+    assert first["masked_loss"] < last["masked_loss"] + 0.7
+    assert (folder / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+    assert str(trained) in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("run", ["further", "student"])
+def test_a_licence_goes_from_model_to_model(
+    run: str, trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    save_source("bert", source)
+
+    def license_of(name: str, given: str | None = None) -> str | None:
+        options = RunOptions(tmp_path / name, torch.device("cpu"), quietly, license=given)
+        folder = open_folder(str(source))
+        if run == "further":
+            result = pretrain([stories], further(1), options, source=folder)
+        else:
+            result = distill(folder, [stories], student_recipe(1), options)
+        return open_folder(str(result)).license
+
+    assert license_of("unknown") is None
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert license_of("kept") == "mit"
+    assert license_of("named", "cc-by-sa-4.0") == "cc-by-sa-4.0"
+
+
+# ---- students
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [(12, [0, 2, 4, 7, 9, 11]), (6, [0, 2, 5]), (4, [0, 3]), (2, [1]), (1, [0])],
+)
+def test_half_of_the_layers_are_kept_with_the_first_and_the_last(
+    layers: int, kept: list[int]
+) -> None:
+    assert kept_layers(layers, max(1, layers // 2)) == kept
+
+
+@torch.no_grad()
+def test_the_student_computes_as_the_kept_layers_of_the_teacher(stories: Path) -> None:
+    """A BERT without its other layers gives the numbers of the DistilBERT."""
+    teacher = bert(BertForMaskedLM)
+    student = make_student(teacher, dropout=0.0).eval()
+    assert type(student) is DistilBertForMaskedLM
+    teacher.bert.encoder.layer = torch.nn.ModuleList([teacher.bert.encoder.layer[1]])
+    ids = tokens()
+    torch.testing.assert_close(student(ids).logits, teacher(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_student_agrees(trained: Path, stories: Path, tmp_path: Path) -> None:
+    teacher = open_folder(str(trained))
+    first = distill(teacher, [stories], student_recipe(120), run_options(tmp_path / "first"))
+    log = read_log(first.parent)
+    assert log[-1]["held_out_soft_loss"] < log[0]["soft_loss"]
+    assert log[-1]["held_out_agreement"] > 0.6
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    assert "token_type_ids" not in tokenizer("an owl")
+
+
+def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
+    used = {
+        "method", "unit", "rate", "final_rate", "dynamic", "short", "sentence",
+        "keep_embeddings", "embedding_weight", "embedding_tokens",
+    }  # fmt: skip
+    for name, field in Pretraining.model_fields.items():
+        given = {name: field.get_default()} | {"sentence": "none"}
+        if name in used:
+            DistillRecipe(pretraining=given, phases=phases(1))
+        else:
+            with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+                DistillRecipe(pretraining=given, phases=phases(1))
+
+
+def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    """A mean over no pair would be no number, and would end the run."""
+    single = [Phase(tokens=32, sequences=2, steps=8, single=0.99)]
+    recipe = further(8, sentence="nsp").model_copy(update={"phases": single})
+    pretrain([stories], recipe, run_options(tmp_path), source=open_folder(str(trained)))
+    assert all(math.isfinite(line["loss"]) for line in read_log(tmp_path))

@@ -1,0 +1,535 @@
+"""From text to batches: sentences, the split, masking and pairs have the statistics that the papers
+give.
+"""
+
+import json
+import lzma
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, BertTokenizerFast
+
+from cloze.export.measure.corpus import PreparedCorpus, prepare_corpus
+from cloze.export.measure.documents import is_held_out, read_documents, split_sentences
+from cloze.export.measure.examples import (
+    IS_NEXT,
+    UNPAIRED,
+    EpochExamples,
+    ExampleOptions,
+    SentenceObjective,
+)
+from cloze.export.measure.masking import Masking, Unit, choose_spans
+from cloze.export.train.batches import TextBatches, shuffled_batches
+from cloze.export.train.folder import Folder, open_folder
+from cloze.export.train.kept_embeddings import unmasked_texts
+from cloze.export.train.objectives import runs
+from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
+from cloze.export.train.vocabulary import (
+    SPECIAL_TOKENS,
+    save_vocabulary,
+    train_tokenizer,
+)
+from tests.support.training import STORIES, write_stories
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    folder = tmp_path_factory.mktemp("vocabulary") / "tokens"
+    save_vocabulary(train_tokenizer(lambda: STORIES, size=130, lowercase=True), folder)
+    return open_folder(str(folder))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(vocabulary: Folder) -> Tokenizer:
+    return vocabulary.text
+
+
+@pytest.fixture(scope="module")
+def corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    return prepare_corpus(
+        [write_stories(folder / "stories.txt")],
+        tokenizer,
+        folder / "prepared",
+        held_out=0.2,
+        report=lambda _: None,
+    )
+
+
+# ---- text
+
+
+def test_sentences_keep_their_order_and_lose_nothing() -> None:
+    text = 'He said "Go." Then Mr. Smith left. A. B. Jones came (late). "Oh?" 3 men sat.\nA new line. e.g. this'
+    sentences = split_sentences(text)
+    assert sentences == [
+        'He said "Go."',
+        "Then Mr. Smith left.",
+        "A. B. Jones came (late).",
+        '"Oh?"',
+        "3 men sat.",
+        "A new line. e.g. this",
+    ]
+
+
+@given(st.text(alphabet="aB.!? \n\"'", max_size=60))
+def test_sentences_hold_every_character_but_white_space(text: str) -> None:
+    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+
+
+def test_documents_of_every_form_are_the_same(tmp_path: Path) -> None:
+    lines = [json.dumps({"title": story.title, "text": story.text}) for story in STORIES[:3]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    with lzma.open(tmp_path / "b.jsonl.xz", "wt") as stream:
+        stream.write("\n".join(lines))
+    write_stories(tmp_path / "c.txt")
+    jsonl, compressed, plain = (
+        list(read_documents([tmp_path / name])) for name in ("a.jsonl", "b.jsonl.xz", "c.txt")
+    )
+    assert jsonl == compressed == STORIES[:3]
+    assert [document.text.rstrip("\n") for document in plain] == [story.text for story in STORIES]
+
+
+def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_path: Path) -> None:
+    """Each document's tokens, sentence by sentence, in order, in one part or the other."""
+    parts = {True: iter(_documents(corpus.held_out)), False: iter(_documents(corpus.train))}
+    for story in read_documents([write_stories(tmp_path / "stories.txt")]):
+        expected = [
+            tokenizer.encode(text, add_special_tokens=False).ids
+            for text in split_sentences(story.text)
+        ]
+        assert next(parts[is_held_out(story.key, 0.2)]) == expected
+    assert not list(parts[True])
+    assert not list(parts[False])
+
+
+def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Each paragraph is on one side, a run of neighbours is a document, and the run says what was
+    done.
+    """
+    paragraphs = [
+        story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}."
+        for number, story in enumerate(STORIES)
+    ]
+    book = tmp_path / "book.jsonl"
+    book.write_text(json.dumps({"title": "One book", "text": "\n".join(paragraphs)}) + "\n")
+    said: list[str] = []
+    corpus = prepare_corpus(
+        [book], tokenizer, tmp_path / "prepared", held_out=0.2, report=said.append
+    )
+    assert any("split by paragraphs" in line for line in said)
+    sides = {True: [], False: []}
+    runs = {True: 0, False: 0}
+    before = None
+    for paragraph in paragraphs:
+        side = is_held_out(paragraph, 0.2)
+        sides[side] += tokenizer.encode(paragraph, add_special_tokens=False).ids
+        runs[side] += side != before
+        before = side
+    assert sides[True]
+    assert corpus.held_out.tokens.tolist() == sides[True]
+    assert corpus.train.tokens.tolist() == sides[False]
+    assert (corpus.held_out.document_count, corpus.train.document_count) == (
+        runs[True],
+        runs[False],
+    )
+
+
+def _documents(part):
+    for first, end in pairwise(part.documents):
+        starts = part.sentences[first : end + 1]
+        yield [part.tokens[a:b].tolist() for a, b in pairwise(starts)]
+
+
+@given(st.text(min_size=1), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_share_holds_out_a_superset(title: str, one: float, other: float) -> None:
+    smaller, larger = sorted([one, other])
+    assert is_held_out(title, larger) or not is_held_out(title, smaller)
+
+
+def test_the_split_goes_by_titles_in_any_spelling() -> None:
+    titles = [f"Title {number}" for number in range(4000)]
+    share = np.mean([is_held_out(title, 0.1) for title in titles])
+    assert 0.08 < share < 0.12
+    assert all(
+        is_held_out(title, 0.1) == is_held_out(title.upper().replace(" ", "_"), 0.1)
+        for title in titles
+    )
+
+
+def test_the_vocabulary_is_read_alike_by_transformers(vocabulary: Folder) -> None:
+    tokens = sorted(vocabulary.text.get_vocab().items(), key=lambda item: item[1])
+    assert [token for token, _ in tokens[:5]] == list(SPECIAL_TOKENS)
+    theirs = BertTokenizerFast(vocab=dict(tokens), do_lower_case=True)
+    read = AutoTokenizer.from_pretrained(vocabulary.path)
+    for story in STORIES[:5]:
+        given = (story.text, "A second text.")
+        assert theirs(*given).input_ids == vocabulary.text.encode(*given).ids
+        assert read(*given).token_type_ids == vocabulary.text.encode(*given).type_ids
+
+
+def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """The trainer's own order is that of a hash map with a random seed; here many characters are
+    equally common.
+    """
+    rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
+    (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
+    code = (
+        "import sys; from pathlib import Path; from cloze.export.measure.documents import read_documents;"
+        "from cloze.export.train.vocabulary import train_tokenizer;"
+        "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).backend_tokenizer.to_str())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "text.txt")]
+    first, second, third = (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)
+    )
+    assert first == second == third
+    specials = [token["content"] for token in json.loads(first)["added_tokens"]]
+    assert specials == list(SPECIAL_TOKENS)
+
+
+def test_a_cased_vocabulary_keeps_case() -> None:
+    cased = train_tokenizer(lambda: STORIES, size=140, lowercase=False)
+    assert "The" in cased.get_vocab()
+    assert cased.encode("The") != cased.encode("the")
+
+
+# ---- masking
+
+V = 50
+CONTINUES = np.arange(V) % 3 == 2
+SPECIAL = np.arange(V) < 5
+MASK_ID = 4
+
+ids = st.lists(st.integers(5, V - 1), min_size=1, max_size=60).map(
+    lambda middle: np.array([2, *middle, 3], np.int64)
+)
+
+
+def mask(
+    unit: Unit, input_ids: np.ndarray, rng: Any, rate: float = 0.15
+) -> tuple[np.ndarray, np.ndarray]:
+    return Masking(unit, MASK_ID, SPECIAL, CONTINUES)(input_ids, rate, rng)
+
+
+@settings(deadline=None)
+@given(ids, st.sampled_from(list(Unit)), st.floats(0.05, 0.6), st.integers(0, 2**32))
+def test_masking_changes_only_what_it_chose(
+    input_ids: np.ndarray, unit: Unit, rate: float, seed: int
+) -> None:
+    masked, positions = mask(unit, input_ids, np.random.default_rng(seed), rate)
+    assert len(positions) >= 1
+    assert (np.diff(positions) > 0).all()
+    assert not SPECIAL[input_ids[positions]].any()
+    untouched = np.setdiff1d(np.arange(len(input_ids)), positions)
+    np.testing.assert_array_equal(masked[untouched], input_ids[untouched])
+    assert not SPECIAL[masked[1:-1][masked[1:-1] != MASK_ID]].any()
+    around = zip(*(each.tolist() for each in runs(torch.from_numpy(positions))), strict=True)
+    for position, (first, last) in zip(positions, around, strict=True):
+        assert first <= position <= last
+        assert set(range(first, last + 1)) <= set(positions)
+        assert not {first - 1, last + 1} & set(positions)
+
+
+@settings(deadline=None)
+@given(ids, st.sampled_from([Unit.WHOLE_WORD, Unit.SPAN]), st.integers(0, 2**32))
+def test_words_are_masked_whole(input_ids: np.ndarray, unit: Unit, seed: int) -> None:
+    chosen = np.zeros(len(input_ids), bool)
+    chosen[mask(unit, input_ids, np.random.default_rng(seed))[1]] = True
+    for position in range(2, len(input_ids) - 1):
+        if CONTINUES[input_ids[position]]:
+            assert chosen[position] == chosen[position - 1]
+
+
+@pytest.mark.parametrize("unit", list(Unit))
+def test_masking_has_the_papers_shares(unit: Unit) -> None:
+    """15 % chosen; of those 80 % [MASK], 10 % random, 10 % as they were."""
+    rng = np.random.default_rng(0)
+    chosen, kinds, total = 0, np.zeros(3), 0
+    for _ in range(2000):
+        input_ids = np.array([2, *rng.integers(5, V, 100), 3])
+        masked, positions = mask(unit, input_ids, rng)
+        seen, labels = masked[positions], input_ids[positions]
+        chosen, total = chosen + len(seen), total + 100
+        kinds += [
+            (seen == MASK_ID).sum(),
+            ((seen != MASK_ID) & (seen != labels)).sum(),
+            (seen == labels).sum(),
+        ]
+    # A span may exceed what is left of the 15 % only if it is the first; a word likewise.
+    assert chosen / total == pytest.approx(0.15, abs=0.008)
+    random_hits = 0.1 / (V - 5)  # a random token may be the right one
+    np.testing.assert_allclose(
+        kinds / chosen, [0.8, 0.1 - random_hits, 0.1 + random_hits], atol=0.01
+    )
+
+
+def test_span_lengths_are_geometric_and_at_most_10_words() -> None:
+    rng = np.random.default_rng(0)
+    lengths = []
+    for _ in range(3000):
+        chosen = choose_spans(list(np.arange(1, 401)[:, None]), 60, rng)
+        lengths += [
+            len(span) for span in chosen[:3]
+        ]  # the last ones are cut to what is left of the 15 %
+    shares = np.bincount(lengths, minlength=11) / len(lengths)
+    expected = 0.8 ** np.arange(10) / (0.8 ** np.arange(10)).sum()
+    np.testing.assert_allclose(shares[1:11], expected, atol=0.03)
+
+
+def test_every_token_is_as_likely_to_be_masked() -> None:
+    rng = np.random.default_rng(0)
+    counts = np.zeros(42)
+    input_ids = np.array([2, *np.full(40, 6), 3])
+    for _ in range(4000):
+        counts[mask(Unit.TOKEN, input_ids, rng)[1]] += 1
+    np.testing.assert_allclose(counts[1:-1] / 4000, 0.15, atol=0.03)
+
+
+# ---- pairs
+
+
+def sequences(
+    corpus: PreparedCorpus, vocabulary: Folder, sentence: SentenceObjective, **more: Any
+) -> EpochExamples:
+    settings = {"length": 40, "seed": 3, "epoch": 0} | more
+    options = ExampleOptions(sentence=sentence, special=vocabulary.special, **settings)
+    return EpochExamples(corpus.train, options)
+
+
+def split(sequence, vocabulary: Folder) -> tuple[list[int], list[int]]:
+    input_ids, types = sequence.input_ids, sequence.token_type_ids
+    assert input_ids[0] == vocabulary.text.token_to_id("[CLS]")
+    first, second = input_ids[types == 0][1:], input_ids[types == 1]
+    assert first[-1] == second[-1] == vocabulary.text.token_to_id("[SEP]")
+    return first[:-1].tolist(), second[:-1].tolist()
+
+
+def test_next_sentence_pairs_are_what_they_claim(
+    vocabulary: Folder, corpus: PreparedCorpus
+) -> None:
+    source = sequences(corpus, vocabulary, SentenceObjective.NSP)
+    documents = [
+        [token for sentence in document for token in sentence]
+        for document in _documents(corpus.train)
+    ]
+    starts = [corpus.train.sentences[first] for first in corpus.train.documents]
+    labels = []
+    for number in range(len(source)):
+        sequence = source.make(number, source.rng(number))
+        first, second = split(sequence, vocabulary)
+        assert len(first) >= 1
+        assert len(second) >= 1
+        assert len(sequence.input_ids) <= 40
+        home = np.searchsorted(starts, source.start(number), "right") - 1
+        others = [tokens for other, tokens in enumerate(documents) if other != home]
+        assert _contains(documents[home], first)
+        if sequence.label == IS_NEXT:
+            assert _contains(documents[home], first + second)
+        else:
+            assert any(_contains(tokens, second) for tokens in others)
+        labels.append(sequence.label)
+    assert 0.4 < np.mean(labels) < 0.6
+
+
+def _tokens(corpus: PreparedCorpus, document: int) -> list[int]:
+    part = corpus.train
+    first, last = part.documents[document], part.documents[document + 1]
+    return part.tokens[part.sentences[first] : part.sentences[last]].tolist()
+
+
+def _contains(tokens: list[int], piece: list[int]) -> bool:
+    text, part = (",".join(map(str, numbers)) for numbers in (tokens, piece))
+    return f",{part}," in f",{text},"
+
+
+def test_sentence_order_pairs_are_in_order_or_swapped(
+    vocabulary: Folder, corpus: PreparedCorpus
+) -> None:
+    source = sequences(corpus, vocabulary, SentenceObjective.SOP)
+    documents = [_tokens(corpus, number) for number in range(corpus.train.document_count)]
+    labels = []
+    for number in range(len(source)):
+        sequence = source.make(number, source.rng(number))
+        first, second = split(sequence, vocabulary)
+        joined = first + second if sequence.label == IS_NEXT else second + first
+        assert any(_contains(tokens, joined) for tokens in documents)
+        labels.append(sequence.label)
+    assert 0.4 < np.mean(labels) < 0.6
+
+
+def test_single_texts_hold_the_whole_corpus(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+    source = sequences(corpus, vocabulary, SentenceObjective.NONE)
+    seen = np.zeros(len(corpus.train.tokens), bool)
+    for number in range(len(source)):
+        piece = source.make(number, source.rng(number)).input_ids[1:-1].tolist()
+        at = source.start(number)
+        assert corpus.train.tokens[at : at + len(piece)].tolist() == piece
+        seen[at : at + len(piece)] = True
+    assert seen.all()
+    sequence = source.make(0, source.rng(0))
+    assert sequence.label is None
+    assert not sequence.token_type_ids.any()
+
+
+def test_epochs_differ_and_a_seed_is_one_epoch(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+    def first(**more: int) -> list[list[int]]:
+        source = sequences(corpus, vocabulary, SentenceObjective.NSP, **more)
+        return [source.make(n, source.rng(n)).input_ids.tolist() for n in range(20)]
+
+    assert first() == first()
+    assert first() != first(epoch=1)
+    assert first() != first(seed=4)
+
+
+# ---- batches
+
+
+def text_batches(
+    corpus: PreparedCorpus,
+    vocabulary: Folder,
+    recipe: Pretraining,
+    phases: list[Phase],
+    seed: int = 1,
+) -> TextBatches:
+    plan = TextRecipe(pretraining=recipe, phases=phases, seed=seed)
+    return TextBatches(corpus.train, plan, vocabulary)
+
+
+def test_the_mask_rate_falls_in_a_straight_line(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+    recipe = Pretraining(rate=0.3, final_rate=0.15)
+    phases = [Phase(tokens=40, sequences=64, steps=51), Phase(tokens=40, sequences=64, steps=50)]
+    batches = text_batches(corpus, vocabulary, recipe, phases)
+    for step, rate in ((0, 0.3), (50, 0.225), (100, 0.15)):
+        batch = batches(step, 0)
+        ordinary = batch.tokens - 3 * len(batch.input_ids)
+        assert len(batch.positions) / ordinary == pytest.approx(rate, abs=0.012)
+
+
+@pytest.mark.parametrize("sentence", [SentenceObjective.NSP, SentenceObjective.NONE])
+@pytest.mark.parametrize("length", [8, 20, 40])
+def test_embeddings_are_of_the_unmasked_first_texts(
+    vocabulary: Folder, corpus: PreparedCorpus, sentence: SentenceObjective, length: int
+) -> None:
+    recipe = Pretraining(sentence=sentence, rate=0.5)
+    phase = Phase(tokens=40, sequences=32, steps=3)
+    batches = text_batches(corpus, vocabulary, recipe, [phase])
+    options = ExampleOptions(
+        length=40,
+        sentence=sentence,
+        special=vocabulary.special,
+        seed=1,
+        epoch=0,
+    )
+    source = EpochExamples(corpus.train, options)
+    input_ids, mask = unmasked_texts(batches(0, 0), tokens=160, length=length)
+    assert input_ids.shape == (160 // length, length)
+    for row, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
+        sequence = source.make(row, source.rng(row))
+        first = sequence.input_ids[sequence.token_type_ids == 0].tolist()
+        cut = first if len(first) <= length else [*first[: length - 1], first[-1]]
+        assert ids[real].tolist() == cut
+        assert first[-1] == vocabulary.text.token_to_id("[SEP]")
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_any_batch_can_be_asked_for_at_any_time(
+    vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool
+) -> None:
+    recipe = Pretraining(dynamic=dynamic)
+    phases = [Phase(tokens=24, sequences=16, steps=40), Phase(tokens=40, sequences=8, steps=40)]
+
+    def batches() -> TextBatches:
+        return text_batches(corpus, vocabulary, recipe, phases)
+
+    straight, jumping = batches(), batches()
+    in_order = [straight(step, 0) for step in range(80)]
+    for step in (79, 3, 41, 40, 39, 0):
+        other = jumping(step, 0)
+        assert (other.input_ids == in_order[step].input_ids).all()
+        assert (other.positions == in_order[step].positions).all()
+    assert in_order[0].input_ids.shape == (16, 24)
+    assert in_order[40].input_ids.shape == (8, 40)
+
+
+def test_each_phase_has_its_share_of_single_sentences(
+    vocabulary: Folder, corpus: PreparedCorpus
+) -> None:
+    phases = [
+        Phase(tokens=24, sequences=16, steps=40, single=0.9),
+        Phase(tokens=40, sequences=8, steps=20),
+    ]
+    batches = text_batches(corpus, vocabulary, Pretraining(), phases)
+    labels = [batches(step, 0).next_labels for step in range(60)]
+    assert 0.8 < (np.concatenate(labels[:40]) == UNPAIRED).mean() < 1
+    assert not (np.concatenate(labels[40:]) == UNPAIRED).any()
+
+
+def test_a_share_of_examples_is_one_sentence(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+    examples = sequences(corpus, vocabulary, SentenceObjective.NSP, single=0.5)
+    made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
+    single = [example for example in made if example.label == UNPAIRED]
+    assert 0.4 < len(single) / len(made) < 0.6
+    separator = vocabulary.text.token_to_id("[SEP]")
+    starts = set(corpus.train.sentences.tolist())
+    for number, example in enumerate(made):
+        is_single = example.label == UNPAIRED
+        assert (example.input_ids == separator).sum() == (1 if is_single else 2)
+        if is_single:
+            assert not example.token_type_ids.any()
+            first = examples.start(number)
+            inside = set(range(first + 1, first + len(example.input_ids) - 2))
+            assert not inside & starts, "one sentence, or the part of one that fits"
+
+
+def test_single_sentences_need_no_sentence_objective(
+    vocabulary: Folder, corpus: PreparedCorpus
+) -> None:
+    examples = sequences(corpus, vocabulary, SentenceObjective.NONE, single=0.99)
+    starts = set(corpus.train.sentences.tolist())
+    crossed = 0
+    for number in range(len(examples)):
+        example = examples.make(number, examples.rng(number))
+        assert example.label is None
+        first = examples.start(number)
+        inside = range(first + 1, first + len(example.input_ids) - 2)
+        crossed += bool(starts.intersection(inside))
+    assert crossed < 0.1 * len(examples)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_static_masking_repeats_itself(
+    vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool
+) -> None:
+    recipe = Pretraining(dynamic=dynamic)
+    phase = Phase(tokens=40, sequences=1, steps=10_000)
+    batches = text_batches(corpus, vocabulary, recipe, [phase])
+    (epoch,) = batches.epoch_lengths
+    same = [
+        bool((batches(n, 0).input_ids == batches(n + epoch, 0).input_ids).all()) for n in range(30)
+    ]
+    assert all(same) if not dynamic else not any(same)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 33), st.integers(0, 99)
+)
+def test_shuffled_batches_hold_every_example_once_an_epoch(
+    lengths: list[int], size: int, seed: int
+) -> None:
+    batch = shuffled_batches(lengths, size, seed)
+    count = -(-len(lengths) // size)
+    for epoch in range(2):
+        numbers = [index for n in range(count) for index in batch(epoch * count + n)]
+        assert set(numbers) == set(range(len(lengths)))
+        assert len(numbers) == count * size

@@ -1,0 +1,241 @@
+"""The store: publish all or nothing, open only what was published, versions, two publishers at
+once.
+"""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cloze.model_store import Manifest, Store, StoreError
+from cloze.model_store.manifest import BundleSpec, parse_reference
+
+SPEC = BundleSpec.model_validate(
+    {
+        "name": "tiny",
+        "tasks": ["embed"],
+        "architecture": {
+            "family": "bert", "vocab_size": 10, "hidden_size": 4, "layers": 1, "heads": 1, "intermediate_size": 8, "max_positions": 16,
+            "type_vocab_size": 2, "activation": "gelu", "layer_norm_eps": 1e-12, "parameters": 100,
+        },
+        "source": {"kind": "directory", "location": "x", "revision": None, "weights_sha256": "0" * 64},
+        "license": "apache-2.0",
+        "tokenizer": {"file": "t.json", "vocab_size": 10, "lowercase": True, "cls_id": 1, "sep_id": 2, "mask_id": None, "mask_token": None},
+        "limits": {"max_tokens": 16},
+        "embedding": {"dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 16, "prompts": {"q": "query: "}},
+        "graph": {"file": "g.onnx", "layout": "dense", "precision": "fp32", "opset": 20, "operators": {"MatMul": 6}},
+        "parity": {"tolerance": 1e-4, "batches": [1], "lengths": [3], "max_error": {"embeddings": 1e-6}, "golden_file": "golden.json"},
+    }
+)  # fmt: skip
+
+
+def publish(
+    root: Path, name: str = "tiny", payload: bytes = b"weights", pause_s: float = 0.0
+) -> Manifest:
+    store = Store(root)
+    with store.staging() as folder:
+        for file in ("t.json", "g.onnx", "golden.json"):
+            (folder / file).write_bytes(payload)
+            time.sleep(pause_s)
+        return store.publish(folder, SPEC.model_copy(update={"name": name})).manifest
+
+
+def test_any_flipped_byte_is_refused(tmp_path: Path) -> None:
+    published = publish(tmp_path)
+    folder = tmp_path / "tiny" / "1"
+    rng = random.Random(0)
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        places = range(len(data)) if len(data) < 100 else rng.sample(range(len(data)), 300)
+        for place in places:
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << rng.randrange(8)
+            file.write_bytes(flipped)
+            with pytest.raises(StoreError):
+                Store(tmp_path).open("tiny")
+        file.write_bytes(data)
+    assert Store(tmp_path).open("tiny").manifest == published
+
+
+def test_missing_linked_and_longer_files_are_refused(tmp_path: Path) -> None:
+    publish(tmp_path)
+    file = tmp_path / "tiny" / "1" / "g.onnx"
+    file.write_bytes(b"weights and more")
+    with pytest.raises(StoreError, match="16 bytes, published with 7"):
+        Store(tmp_path).open("tiny")
+    file.unlink()
+    with pytest.raises(StoreError, match="missing"):
+        Store(tmp_path).open("tiny")
+    (tmp_path / "elsewhere").write_bytes(b"weights")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="missing"):
+        Store(tmp_path).open("tiny")
+
+
+@pytest.mark.parametrize(
+    ("closed", "command"),
+    [
+        ("tiny/1/g.onnx", "store verify"),
+        ("tiny/1/manifest.json", "store list"),
+        (".", "store list"),
+        ("tiny/1/manifest.json", "doctor"),
+        ("tiny", "serve --port 0 --model tiny"),
+        ("..", "serve --port 0"),
+    ],
+)
+def test_what_may_not_be_read_is_said_with_the_user_and_the_path(closed: str, command: str) -> None:
+    """As another user, where the tests run as root."""
+    with TemporaryDirectory() as folder:  # pytest's are only for root
+        root = Path(folder) / "folder" / "store"
+        publish(root)
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
+        (root / "lost+found").mkdir(mode=0o700)
+        shut = (root / closed).resolve()
+        shut.chmod(0)
+        try:
+            done = run_as_another_user([*command.split(), "--model-store", str(root)])
+        finally:
+            shut.chmod(0o755)
+    said = done.stdout + done.stderr
+    assert done.returncode in (1, 2), said
+    assert f"Permission denied for user {os.geteuid() or 65534}: {shut}" in said
+    assert "Traceback" not in said
+    assert "no bundle" not in said
+
+
+def run_as_another_user(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    code = f"""
+import os
+import onnxruntime, cloze.service.server.process, cloze.service.engine.session
+from cloze.cli import main
+if os.geteuid() == 0:
+    os.setuid(65534)
+main({arguments!r})
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[3],
+    )
+
+
+def test_a_moved_folder_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path)
+    shutil.copytree(tmp_path / "tiny", tmp_path / "renamed")
+    with pytest.raises(StoreError, match="published as tiny@1"):
+        Store(tmp_path).open("renamed")
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    publish(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    store = Store(tmp_path)
+    with pytest.raises(RuntimeError, match="disk"), store.staging() as folder:
+        (folder / "g.onnx").write_bytes(b"half")
+        raise RuntimeError("disk")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+PUBLISHER = """
+import sys
+from pathlib import Path
+from tests.unit.model_store.test_store import publish
+print("go", flush=True)
+while True:
+    publish(Path(sys.argv[1]), payload=b"x" * 200_000, pause_s=0.001)
+"""
+
+
+def test_killed_publishers_leave_only_whole_bundles(tmp_path: Path) -> None:
+    """SIGKILL at random moments: every version that is visible opens, and they are without gaps."""
+    rng = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PUBLISHER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[3],
+        )
+        assert process.stdout is not None
+        with process.stdout as output:
+            assert output.readline() == b"go\n"
+            time.sleep(rng.uniform(0.02, 0.2))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    store = Store(tmp_path)
+    versions = [store.manifest(reference).version for reference in store.references()]
+    assert versions == list(range(1, len(versions) + 1))
+    assert versions
+    for version in versions:
+        store.open(f"tiny@{version}")
+    # A day later, the next publish clears away what the killed ones left.
+    for folder in tmp_path.glob(".staging-*"):
+        os.utime(folder, (0, 0))
+    publish(tmp_path)
+    assert not list(tmp_path.glob(".staging-*"))
+
+
+def _publish_some(root: Path, payload: bytes) -> None:
+    for _ in range(5):
+        publish(root, payload=payload)
+
+
+def test_two_publishers_at_once_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_publish_some, args=(tmp_path, bytes([n]) * 50_000))
+        for n in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    store = Store(tmp_path)
+    payloads = [
+        store.open(reference).file("g.onnx").read_bytes()[:1] for reference in store.references()
+    ]
+    assert sorted(payloads) == sorted(bytes([n]) for n in range(3) for _ in range(5))
+
+
+# ---- the manifest --------------------------------------------------------------------------------------------------
+
+names = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z")
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    name=names,
+    version=st.integers(1, 10**6),
+    license_name=st.none() | texts,
+    prompts=st.dictionaries(texts, texts, max_size=3),
+)
+def test_a_manifest_comes_back_as_it_was_written(
+    name: str, version: int, license_name: str | None, prompts: dict[str, str]
+) -> None:
+    data = SPEC.model_dump(mode="json") | {
+        "name": name,
+        "version": version,
+        "license": license_name,
+        "created": "2026-01-02T03:04:05Z",
+    }
+    data["embedding"]["prompts"] = prompts
+    data["files"] = {
+        file: {"sha256": "a" * 64, "size": 1} for file in ("t.json", "g.onnx", "golden.json")
+    }
+    manifest = Manifest.model_validate(data)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert parse_reference(manifest.reference) == (name, version)

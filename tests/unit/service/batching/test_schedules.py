@@ -1,0 +1,111 @@
+"""Every order of a few steps of clients and workers, with the invariants after each step.
+
+`test_scheduler` draws orders at random, with threads. Here one thread makes all steps (see
+`tests/support/stepped.py`), so that each order comes exactly once, and a failure is the same each time.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from cloze.service.errors import DeadlineExceeded, EngineDead, EngineFailed, ShuttingDown
+from tests.support.schedule import CANCELLED, RESULT, Case, Request, Schedule, Step
+
+SHORT: Sequence[Request] = (("a", (4, 6)), ("b", (4,)), ("a", (4,)))
+LONG_FIRST: Sequence[Request] = (("a", (20,)), ("b", (4, 6)), ("a", (20,)))
+CASES = {
+    "new-workers": Case(True, 2, SHORT, (), depth=5),
+    "workers-wait": Case(True, 2, SHORT, (("look", 0), ("look", 1)), depth=5),
+    "equal-lengths": Case(False, 2, SHORT, (("look", 0), ("look", 1), ("look", 2)), depth=5),
+    "a-mixed-batch": Case(True, 1, SHORT, (("submit", 0), ("submit", 1), ("look", 0)), depth=4),
+    "two-batches": Case(
+        False, 2, SHORT, (("submit", 0), ("submit", 1), ("look", 0), ("look", 1)), depth=4
+    ),
+    "a-long-text-runs": Case(
+        False, 1, LONG_FIRST, (("look", 1), ("submit", 0), ("look", 0)), depth=5
+    ),
+}
+OUTCOMES = {RESULT, CANCELLED, DeadlineExceeded, EngineDead, EngineFailed, ShuttingDown}
+
+
+def all_orders(case: Case, depth: int) -> Iterator[Schedule]:
+    """Yield every order of so many steps, after the steps that finish it."""
+    choices: list[int] = []
+    while True:
+        schedule = Schedule(case)
+        try:
+            sizes = make_order(schedule, case.start, depth, choices)
+        except BaseException as error:
+            error.add_note(f"the steps: {schedule.steps}")
+            raise
+        yield schedule
+        choices += [0] * (len(sizes) - len(choices))
+        while choices and choices[-1] + 1 == sizes[len(choices) - 1]:
+            choices.pop()
+        if not choices:
+            return
+        choices[-1] += 1
+
+
+def make_order(
+    schedule: Schedule, start: Sequence[Step], depth: int, choices: Sequence[int]
+) -> list[int]:
+    """Make one order of steps: the chosen ones, then the first possible ones.
+
+    Returns:
+        The number of possible steps at each choice.
+    """
+    for step in start:
+        schedule.make(step)
+    sizes = []
+    for place in range(depth):
+        if not (steps := list(schedule.possible())):
+            break
+        sizes.append(len(steps))
+        schedule.make(steps[choices[place] if place < len(choices) else 0])
+    schedule.finish()
+    return sizes
+
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+@each_case
+def test_every_order_of_steps_ends_each_request_once(case: Case) -> None:
+    assert outcomes(case, case.depth).keys() >= OUTCOMES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@each_case
+def test_every_longer_order_of_steps_ends_each_request_once(case: Case) -> None:
+    assert outcomes(case, case.depth + 1).keys() >= OUTCOMES
+
+
+def outcomes(case: Case, depth: int) -> Counter[object]:
+    """Return how often requests ended how, in all orders of so many steps."""
+    return Counter(
+        request.outcome for schedule in all_orders(case, depth) for request in schedule.requests
+    )
+
+
+@each_case
+def test_no_order_is_left_out(case: Case) -> None:
+    """A recursion, which repeats the first steps again and again, finds the same orders."""
+
+    def orders_after(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
+        schedule = Schedule(case)
+        for step in (*case.start, *steps):
+            schedule.make(step)
+        possible = list(schedule.possible())
+        if len(steps) == 2 or not possible:
+            yield steps
+            return
+        for step in possible:
+            yield from orders_after((*steps, step))
+
+    first, end = len(case.start), len(case.start) + 2
+    found = [tuple(schedule.steps[first:end]) for schedule in all_orders(case, 2)]
+    assert found == list(orders_after(()))
+    assert len(set(found)) == len(found)

@@ -597,7 +597,7 @@ def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
         if name in used:
             DistillRecipe(pretraining=given, phases=phases(1))
         else:
-            with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            with pytest.raises(ValidationError, match=f"distillation does not use {name}"):
                 DistillRecipe(pretraining=given, phases=phases(1))
 
 

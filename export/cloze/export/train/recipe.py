@@ -193,11 +193,14 @@ class DistilledText(Pretraining):
 
     @model_validator(mode="after")
     def _is_honoured(self) -> Self:
-        if self.sentence != "none" or self.method != "mlm" or self.span_boundary:
+        if self.sentence != "none" or self.method != "mlm":
             raise ValueError(
                 "distillation learns from single texts with masked tokens: "
                 'set method = "mlm" and sentence = "none"'
             )
+        pairs = {"span_boundary", "sentence_weight", "generator", "generator_weight"}
+        if unused := sorted(pairs & self.model_fields_set):
+            raise ValueError(f"distillation does not use {', '.join(unused)}")
         return self
 
 

@@ -27,8 +27,7 @@ WITHOUT = (
 )
 """Programs of this project's developers, and a module that needs an extra of its own."""
 
-WITHOUT_WINDOWS = ("cloze/bench/soak/", "cloze/bench/studies/", "cloze/service/processes/")
-"""What does not run on Windows."""
+STUDIES = ("cloze/bench/soak/", "cloze/bench/studies/")
 
 LARGE = ("cloze.bench", "cloze.export")
 """Packages that take seconds to import: torch, matplotlib."""
@@ -136,7 +135,10 @@ def test_commands_read_and_write_text_of_any_language(tiny_store: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("platform", "left_out"), [("darwin", ()), ("win32", WITHOUT_WINDOWS)])
+@pytest.mark.parametrize(
+    ("platform", "left_out"),
+    [("darwin", STUDIES), ("win32", (*STUDIES, "cloze/service/processes/"))],
+)
 def test_types_of_other_systems_have_what_is_used(
     platform: str, left_out: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -263,7 +263,7 @@ def test_a_text_that_is_too_long_is_named_and_no_vector_is_null(
     refused = client.post(route, json=with_texts(body, ["a", LONG, "walk"]))
     assert error_of(refused) == (status, "text_too_long")
     assert f"{place} " in refused.text
-    assert {"20", str(MODEL_TOKENS)} <= set(re.findall(r"\d+", refused.text))
+    assert str(MODEL_TOKENS) in re.findall(r"\d+", refused.text)
     rest = client.post(route, json=with_texts(body, ["a", "walk", "red"]))
     assert rest.status_code == 200
     assert "null" not in rest.text

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
+.PHONY: help docs site install serve test-unit test test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
 
 # With an older Python, pip finds no version of some dependency, and does not say why.
 define check-python
@@ -52,6 +52,10 @@ lint: install  ## Run ruff, mypy --strict, import-linter, codespell and the budg
 # fork come first: a fork of a process in which other tests have left threads may hang.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 3 --dist loadfile
 FORKING := tests/unit/service/processes
+
+test-unit: install  ## Run the unit tests: what one module promises, without a server.
+	$(PYTEST) $(FORKING)
+	$(PYTEST) --ignore=$(FORKING) tests/unit
 
 test: lint  ## Run the linters and all tests except the slow ones.
 	$(PYTEST) $(FORKING)

@@ -351,16 +351,7 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
         "--turns",
         "2",
     ]
-    command += [
-        "--clients",
-        "1,4",
-        "--pauses",
-        "20,50",
-        "--shares",
-        "0.3",
-        "--count",
-        "60",
-    ]
+    command += ["--clients", "1,4", "--pauses", "20,50", "--shares", "0.3", "--count", "60"]
     done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "results" / "tiny")])
     assert done.exit_code == 0, done.output
     found = Result.from_json(tmp_path / "results" / "tiny.json")
@@ -386,8 +377,7 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     )
     assert same.output.startswith("nothing moved")
     every = CliRunner().invoke(
-        cli,
-        ["bench", "compare", "--all", "--json", *[str(tmp_path / "results" / "tiny.json")] * 2],
+        cli, ["bench", "compare", "--all", "--json", *[str(tmp_path / "results" / "tiny.json")] * 2]
     )
     rows = [json.loads(line) for line in every.output.splitlines()]
     assert {row["verdict"] for row in rows} == {"same"}

@@ -10,18 +10,8 @@ from pathlib import Path
 import pytest
 
 from cloze.service.settings import Settings
+from tests.support.command import cloze
 from tests.support.ports import free_port
-from tests.support.serving import bare_environment
-
-
-def cloze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cloze", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=bare_environment(COLUMNS="120") | environment,
-    )
 
 
 def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(

@@ -24,6 +24,7 @@ from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import StoreError
 from tests.export.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
 from tests.export.test_sentence import saved as sentence_transformer
+from tests.support.command import cloze
 from tests.support.object_store import ObjectStore, running_object_store
 from tests.support.ports import free_port
 from tests.support.serving import bare_environment, failed_start, running_server
@@ -43,14 +44,8 @@ def bundle(tiny_store: Path) -> Path:
 
 
 def fetch(store: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "cloze", "fetch", *arguments, "--model-store", str(store)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=bare_environment(HOME=str(store.parent)) | environment,
-    )
+    home = {"HOME": str(store.parent)}
+    return cloze("fetch", *arguments, "--model-store", str(store), **home, **environment)
 
 
 def archive_of(folder: Path, inside: str = "") -> bytes:
@@ -139,11 +134,7 @@ def test_other_archives_and_a_checkpoint_in_one(
 
 @pytest.mark.parametrize("kind", ["bundle", "checkpoint"])
 def test_a_folder_of_an_object_store_is_fetched_once(
-    objects: ObjectStore,
-    bundle: Path,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
+    objects: ObjectStore, bundle: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     folder = bundle if kind == "bundle" else checkpoints["bert"]
     for file in folder.iterdir():

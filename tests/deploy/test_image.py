@@ -214,8 +214,7 @@ def build_export(folder: Path) -> str:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     subprocess.run([*pip, torch], check=True, timeout=600)
     return build(
-        "export",
-        *("--volume", f"{wheels}:/wheels:ro", "--build-arg", "PIP_FIND_LINKS=/wheels"),
+        "export", *("--volume", f"{wheels}:/wheels:ro", "--build-arg", "PIP_FIND_LINKS=/wheels")
     )
 
 

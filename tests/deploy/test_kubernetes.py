@@ -65,8 +65,7 @@ def renders(
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda c: "+".join((c[0], *c[1])))
 def objects(
-    request: pytest.FixtureRequest,
-    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+    request: pytest.FixtureRequest, renders: dict[tuple[str, tuple[str, ...]], list[Object]]
 ) -> list[Object]:
     """The objects of one combination."""
     return renders[request.param]

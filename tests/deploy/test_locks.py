@@ -135,12 +135,7 @@ def test_every_package_has_a_locked_file_for_aarch64(target: str, tmp_path: Path
         *(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"),
         *("--only-binary", ":all:", "--require-hashes", "--no-deps", *AARCH64),
         *("--python-version", "3.11", "--implementation", "cp", "--target", str(tmp_path / "none")),
-        *(
-            "--report",
-            str(report),
-            "--requirement",
-            str(ROOT / f"locks/{target}.txt"),
-        ),
+        *("--report", str(report), "--requirement", str(ROOT / f"locks/{target}.txt")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

@@ -31,11 +31,7 @@ from tests.support.crafted import Body, craft
 from tests.support.serving import Server, running_server
 from tests.unit.export.families.test_against_transformers import save
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0

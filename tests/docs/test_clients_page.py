@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from tests.cli.test_client import cloze_ask
+from tests.support.command import cloze
 from tests.support.serving import Server, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_the_commands(default_server: Server) -> None:
     assert commands
     for task, rest in commands:
         texts = re.findall(r'"([^"]+)"', rest)
-        done = cloze_ask(task, *texts, "--url", default_server.url)
+        done = cloze("ask", task, *texts, "--url", default_server.url)
         assert done.returncode == 0, done.stderr
 
 

@@ -92,8 +92,7 @@ def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> N
     assert httpx.get(f"{full.url}/healthz").status_code == 200
     assert (
         metric(
-            full,
-            r'cloze_requests_total\{model="bert",route="/embed",status="429",version="1"\}',
+            full, r'cloze_requests_total\{model="bert",route="/embed",status="429",version="1"\}'
         )
         >= 1
     )

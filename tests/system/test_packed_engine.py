@@ -301,20 +301,12 @@ class Timed(FakeEngine, VirtualClock):
 
 
 @pytest.mark.parametrize(
-    "cost",
-    [
-        BatchCostModel(5e-4, 4e-7),
-        BatchCostModel(2e-3, 1e-6),
-        BatchCostModel(1e-5, 3e-6),
-    ],
+    "cost", [BatchCostModel(5e-4, 4e-7), BatchCostModel(2e-3, 1e-6), BatchCostModel(1e-5, 3e-6)]
 )
 def test_costs_are_found_by_measuring(cost: BatchCostModel) -> None:
     engine = Timed(cost)
     found = measure_cost(engine, (), 512, engine)
-    for one, other in (
-        (found.fixed, cost.fixed),
-        (found.per_token, cost.per_token),
-    ):
+    for one, other in ((found.fixed, cost.fixed), (found.per_token, cost.per_token)):
         assert one == pytest.approx(other, rel=0.01, abs=1e-12)
 
 

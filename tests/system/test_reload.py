@@ -199,10 +199,7 @@ def test_requests_that_run_end_with_the_old_model(
 
 def test_several_at_once_are_all_answered(store: Store, tmp_path: Path) -> None:
     """Each with a reload that began after it was asked for, or a refusal that says when to ask."""
-    with (
-        running_server(store.root, **keys_in(tmp_path)) as server,
-        ThreadPoolExecutor() as threads,
-    ):
+    with running_server(store.root, **keys_in(tmp_path)) as server, ThreadPoolExecutor() as threads:
         answers = [future.result() for future in [threads.submit(ask, server) for _ in range(4)]]
         done = [answer.json() for answer in answers if answer.status_code == 200]
         refused = [answer.json()["code"] for answer in answers if answer.status_code == 409]

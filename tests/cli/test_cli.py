@@ -12,6 +12,7 @@ import pytest
 from cloze.service.settings import Settings
 from tests.support.command import cloze
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 
 def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(

@@ -23,9 +23,9 @@ from packaging.requirements import Requirement
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
 from tests.support.serving import bare_environment, running_server
+from tests.support.wheels import NOT_SOURCE, build, pip
 
 ROOT = Path(__file__).parents[2]
-NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
 SHIPPED = ["cloze-bert", "cloze-bert-tasks", "cloze-distilbert"]
 
 
@@ -62,23 +62,6 @@ class Install:
         done = self.cloze("store", "list", **environment)
         assert done.returncode == 0, done.stderr
         return [line.split()[0] for line in done.stdout.splitlines()]
-
-
-def pip(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--quiet", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def build(source: Path, folder: Path) -> Path:
-    offline = ("--no-deps", "--no-index", "--no-build-isolation")
-    pip("wheel", *offline, "--wheel-dir", str(folder), str(source))
-    (built,) = folder.glob("*.whl")
-    return built
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import pytest
 
 from cloze.model_store.manifest import SCHEMA_VERSION
-from tests.system.test_released_clients import CLIENTS, environment, printed
+from tests.support.released_clients import CLIENTS, environment, printed
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"

@@ -18,8 +18,8 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
+from tests.support.faulty import assert_close
 from tests.support.waiting import wait_until
-from tests.system.test_promises import assert_close
 
 
 class WatchedEngine(OnnxEngine):

@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.scheduler import Scheduler
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 from cloze.service.errors import StartupError
 from cloze.service.models.served_models import onnx_engine
 from cloze.service.settings import load_settings
-from tests.support.encodings import submit
-from tests.support.fake_engine import FakeEngine
-from tests.support.waiting import wait_until
 
 WIDTH, PRODUCTS = 1024, 8
 WEIGHTS_MB = PRODUCTS * WIDTH * WIDTH * 4 / 2**20
@@ -102,48 +94,6 @@ def test_the_packed_weights_leave_no_file(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     cpu_session(graph, 1, 2)
     assert not list(tmp_path.iterdir())
-
-
-class Recording(FakeEngine):
-    """Records whether each batch ran alone; a batch ends when the test allows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alone: list[bool] = []
-        self.go = threading.Semaphore(0)
-
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-        self.alone.append(alone)
-        assert self.go.acquire(timeout=30)
-        return super().run(batch)
-
-
-def sized(length: int) -> Encoding:
-    return Encoding(np.ones(length, np.int32), np.zeros(length, np.int32))
-
-
-def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:
-    engine = Recording()
-    scheduler = Scheduler(engine, SchedulerLimits(2, 512, 10_000, 60.0))
-    scheduler.start()
-    try:
-        wait_until(lambda: scheduler._idle_workers == 2)
-        futures = [submit(scheduler, [sized(5)], float("inf"))]
-        wait_until(lambda: len(engine.alone) == 1)
-        futures.append(submit(scheduler, [sized(6)], float("inf")))
-        wait_until(lambda: len(engine.alone) == 2)
-        engine.go.release(2)
-        for future in futures:
-            future.result(timeout=30)
-        wait_until(lambda: scheduler._idle_workers == 2)
-        futures.append(submit(scheduler, [sized(7)], float("inf")))
-        wait_until(lambda: len(engine.alone) == 3)
-        engine.go.release()
-        futures[-1].result(timeout=30)
-    finally:
-        engine.go.release(10)
-        scheduler.close()
-    assert engine.alone == [True, False, True]
 
 
 def test_more_threads_than_cores_are_refused() -> None:

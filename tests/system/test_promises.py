@@ -9,11 +9,8 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
 from cloze.client import Client, ServerBusy
-from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
@@ -36,72 +32,28 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.support.command import cloze
 from tests.support.fake_engine import FakeEngine
-from tests.support.faulty_server import started_line
+from tests.support.faulty import (
+    BATCHES,
+    QUEUED,
+    WORDS,
+    Faulty,
+    assert_close,
+    at_once,
+    embed,
+    front_ends,
+    metric,
+    one_process,
+    until,
+    wait_for_run,
+)
 from tests.support.refusals import error_of
 from tests.support.serving import Server, children, running_server
 from tests.support.sources import file_of
-from tests.support.tiny import save_checkpoint
 from tests.support.waiting import wait_until
-
-FAULTY = (sys.executable, "-m", "tests.support.faulty_server")
-FAULTY_ENGINE_PROCESS = (sys.executable, "-m", "tests.support.faulty_engine_process")
-WORDS = ["paris", "france", "door", "house", "time", "year", "water", "red", "green", "walk"]
-QUEUED = r'cloze_queue_tokens\{model="bert",version="1"\}'
-BATCHES = r'cloze_batch_sequences_count\{model="bert",version="1"\}'
-
-
-Faulty = Callable[..., AbstractContextManager[Server]]
-"""Starts a server whose engine misbehaves on certain words."""
-
-
-@contextmanager
-def one_process(store: Path, **environment: str) -> Iterator[Server]:
-    with running_server(store, "--model", "bert", command=FAULTY, **environment) as server:
-        yield server
-
-
-@contextmanager
-def front_ends(store: Path, **environment: str) -> Iterator[Server]:
-    arguments = ("--model", "bert", "--frontends", "2")
-    with running_server(store, *arguments, command=FAULTY_ENGINE_PROCESS, **environment) as server:
-        yield server
-
-
-@pytest.fixture
-def faulty_server() -> Faulty:
-    return one_process
-
 
 both_forms = pytest.mark.parametrize(
     "faulty_server", [one_process, front_ends], ids=["one-process", "front-ends"]
 )
-
-
-def embed(server: Server, inputs: str | list[str], timeout: float = 30.0) -> httpx.Response:
-    return httpx.post(f"{server.url}/embed", json={"inputs": inputs}, timeout=timeout)
-
-
-def at_once(server: Server, texts: list[Any]) -> list[httpx.Response]:
-    # One client: making one takes tens of milliseconds, so that the requests of many would come one
-    # after the other.
-    with (
-        httpx.Client(timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
-        ThreadPoolExecutor(len(texts)) as pool,
-    ):
-        return list(
-            pool.map(lambda text: client.post(f"{server.url}/embed", json={"inputs": text}), texts)
-        )
-
-
-def metric(server: Server, pattern: str) -> float:
-    found = re.search(rf"^{pattern} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-def wait_for_run(server: Server, word: str, count: int = 1) -> None:
-    """Return when so many runs with the word have started."""
-    line = started_line(word)
-    wait_until(lambda: sum(line in logged for logged in server.log) >= count)
 
 
 # ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
@@ -131,8 +83,8 @@ def test_1_every_request_is_answered_whatever_happens(
         assert answered() == {"200": 16, "500": 8, "400": 8}
 
 
-def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server: Faulty) -> None:
-    with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="700", CLOZE_WORKERS="2") as server:
+def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
+    with one_process(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="700", CLOZE_WORKERS="2") as server:
         with ThreadPoolExecutor(1) as pool:
             hung = pool.submit(embed, server, "tree")
             wait_for_run(server, "tree")
@@ -142,10 +94,10 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
     """One worker, busy for longer than a request may take: who waits gets 504 and is never run."""
     with (
-        faulty_server(
+        one_process(
             tiny_store,
             CLOZE_REQUEST_TIMEOUT_MS="500",
             CLOZE_WORKERS="1",
@@ -165,9 +117,9 @@ def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Fault
         assert metric(server, BATCHES) == 2, "only the slow one and the last one"
 
 
-def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path) -> None:
     with (
-        faulty_server(
+        one_process(
             tiny_store, CLOZE_MAX_QUEUE_TOKENS="20", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1"
         ) as server,
         ThreadPoolExecutor(2) as pool,
@@ -190,8 +142,8 @@ def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path, faulty_serve
         assert {running.result().status_code, waiting.result().status_code} == {200}
 
 
-def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server: Faulty) -> None:
-    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
+def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
+    with one_process(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
         body = json.dumps({"inputs": ["moon " * n for n in range(1, 101)]}).encode()  # 15 s of work
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -291,21 +243,6 @@ def test_3_batched_equals_single_for_mixed_tasks(server: Server) -> None:
                 assert_close(batched, alone)
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key in expected:
-            assert_close(actual[key], expected[key])
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_close(one, other)
-    elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, abs=1e-5)
-    else:
-        assert actual == expected
-
-
 # ---- 4: a dead engine is known, and ends the process -----------------------------------------------------------------
 
 
@@ -329,20 +266,6 @@ def test_4_a_dead_engine_ends_the_process(tiny_store: Path, text: str, reason: s
         assert {future.result().status_code for future in queued} <= {503}
         assert server.process.wait(15) == 1
     assert any(reason in line for line in server.log)
-
-
-def test_4_a_process_that_was_stopped_does_not_hang(tiny_store: Path) -> None:
-    """Its run took longer than any run may, but the watchdog was stopped as well."""
-    with one_process(tiny_store) as server, ThreadPoolExecutor(1) as pool:
-        assert embed(server, "paris").status_code == 200  # measures the engine
-        slow = pool.submit(embed, server, "river")
-        wait_for_run(server, "river")
-        server.process.send_signal(signal.SIGSTOP)
-        try:
-            time.sleep(4.0)
-        finally:
-            server.process.send_signal(signal.SIGCONT)
-        assert slow.result().status_code == 200
 
 
 def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> None:
@@ -441,17 +364,6 @@ def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
         assert time.monotonic() - began < 15
 
 
-def test_4_a_request_that_ends_two_engine_processes_is_given_up(tiny_store: Path) -> None:
-    with front_ends(tiny_store) as server, ThreadPoolExecutor(1) as pool:
-        guilty = pool.submit(embed, server, "river")
-        for run in (1, 2):
-            wait_for_run(server, "river", count=run)
-            (engine,) = children(server.process.pid, "engine-0")
-            os.kill(engine, signal.SIGKILL)
-        assert error_of(guilty.result()) == (503, "engine_dead")
-        until(lambda: embed(server, "paris"), 200)
-
-
 @pytest.mark.parametrize("name", ["engine-0", "frontend-0"])
 def test_4_a_process_that_hangs_is_replaced(tiny_store: Path, name: str) -> None:
     with front_ends(tiny_store) as server, ThreadPoolExecutor(8) as pool:
@@ -500,27 +412,9 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
         assert {response.status_code for response in at_once(server, WORDS)} == {200}
 
 
-def test_4_what_is_published_meanwhile_is_not_taken_up(
-    tiny_store: Path, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """An engine process that starts again serves what the others know, not what is newest by then."""
-    shutil.copytree(tiny_store, tmp_path / "store")
-    arguments = ("--model", "bert", "--frontends", "1")
-    with running_server(
-        tmp_path / "store", *arguments, command=FAULTY_ENGINE_PROCESS, CLOZE_WORKERS="1"
-    ) as server:
-        before = embed(server, "paris").json()
-        save_checkpoint(tmp_path / "other", "bert", seed=7)
-        export(str(tmp_path / "other"), "bert", Store(tmp_path / "store"))
-        assert embed(server, "war").status_code == 503
-        np.testing.assert_allclose(
-            until(lambda: embed(server, "paris"), 200).json(), before, atol=1e-6
-        )
-
-
-def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path) -> None:
     with (
-        faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server,
+        one_process(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server,
         ThreadPoolExecutor(1) as pool,
     ):
         slow = pool.submit(embed, server, ["moon " * n for n in range(1, 15)])  # 2 s
@@ -538,14 +432,12 @@ def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path, faulty_serve
         assert server.process.wait(20) == 0
 
 
-def test_7_a_request_of_several_rounds_gets_them_all(
-    tiny_store: Path, faulty_server: Faulty
-) -> None:
+def test_7_a_request_of_several_rounds_gets_them_all(tiny_store: Path) -> None:
     """Though the server drains and the queue is full when later rounds begin."""
     limits = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1", "CLOZE_MAX_QUEUE_TOKENS": "1"}
     parameters = {"decode": "left-to-right", "top_k": 1}
     body = {"inputs": "moon [MASK] [MASK] [MASK] [MASK]", "parameters": parameters}
-    with faulty_server(tiny_store, **limits) as server, ThreadPoolExecutor(2) as pool:
+    with one_process(tiny_store, **limits) as server, ThreadPoolExecutor(2) as pool:
         rounds = pool.submit(httpx.post, f"{server.url}/fill-mask", json=body, timeout=30)
         wait_for_run(server, "moon")
         waiting = pool.submit(embed, server, "river walk")  # 3 s in the engine or in the queue
@@ -565,18 +457,6 @@ def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
         server.stop(signal.SIGKILL)
         files = [Path(f"/proc/{pid}/cmdline") for pid in family]
         wait_until(lambda: not any(file.exists() and file.read_bytes() for file in files))
-
-
-def until(ask: Callable[[], httpx.Response], status: int) -> httpx.Response:
-    """Ask again until that is the answer."""
-    answers: list[httpx.Response] = []
-
-    def is_given() -> bool:
-        answers.append(ask())
-        return answers[-1].status_code == status
-
-    wait_until(is_given)
-    return answers[-1]
 
 
 def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
@@ -734,11 +614,9 @@ def test_7_a_text_that_is_being_tokenized_was_accepted(tiny_store: Path) -> None
         assert server.process.wait(20) == 0
 
 
-def test_7_what_cannot_finish_in_the_grace_period_is_told_so(
-    tiny_store: Path, faulty_server: Faulty
-) -> None:
+def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path) -> None:
     with (
-        faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_SHUTDOWN_GRACE_MS="500") as server,
+        one_process(tiny_store, CLOZE_WORKERS="1", CLOZE_SHUTDOWN_GRACE_MS="500") as server,
         ThreadPoolExecutor(4) as pool,
     ):
         hung = pool.submit(embed, server, "tree")

@@ -21,8 +21,8 @@ from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
-from tests.support.command import cloze
 from tests.support import tiny
+from tests.support.command import cloze
 from tests.support.serving import Server, running_server
 
 TEXTS = ["the king", "paris is the capital of france", "year time door green " * 60, "red"]

@@ -99,3 +99,19 @@ def until(ask: Callable[[], httpx.Response], status: int) -> httpx.Response:
 
     wait_until(is_given)
     return answers[-1]
+
+
+def numbers(answer: object) -> list[float]:
+    """All scores and vectors of an answer, in order; not ids and offsets, which are not near each
+    other when they differ.
+    """
+    if isinstance(answer, dict):
+        return [
+            number
+            for key, part in answer.items()
+            if key not in ("token", "start", "end")
+            for number in numbers(part)
+        ]
+    if isinstance(answer, list):
+        return [number for part in answer for number in numbers(part)]
+    return [answer] if isinstance(answer, float) else []

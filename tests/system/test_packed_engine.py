@@ -30,6 +30,7 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.support import encodings
 from tests.support.fake_engine import FakeEngine
+from tests.support.faulty import numbers
 
 
 class Packed(OnnxEngine):
@@ -136,22 +137,6 @@ def test_a_mixed_batch_is_answered_as_each_encoding_alone_on_a_cpu(
                 assert one.shape == other.shape, name
                 atol = 0.02 * max(1, np.abs(other).max(initial=0))
                 np.testing.assert_allclose(one, other, atol=atol, err_msg=name)
-
-
-def numbers(answer: object) -> list[float]:
-    """All scores and vectors of an answer, in order; not ids and offsets, which are not near each
-    other when they differ.
-    """
-    if isinstance(answer, dict):
-        return [
-            number
-            for key, part in answer.items()
-            if key not in ("token", "start", "end")
-            for number in numbers(part)
-        ]
-    if isinstance(answer, list):
-        return [number for part in answer for number in numbers(part)]
-    return [answer] if isinstance(answer, float) else []
 
 
 def test_every_route_answers_and_batches_mix_lengths(packed_store: Path, on_cuda: bool) -> None:

@@ -21,8 +21,6 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from cloze.bench import device, one_size, run, sizes
 from cloze.bench.compare import compare
@@ -44,7 +42,6 @@ from cloze.bench.result import (
 from cloze.bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
 from cloze.export.graph.session import ReferenceSession
-from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.installation import DISTRIBUTION
@@ -53,6 +50,8 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.settings import Settings
 from tests.support.serving import Server
+
+pytestmark = pytest.mark.anyio
 
 WORDS = ["river", "stone", "house", "winter"]
 
@@ -131,38 +130,25 @@ def test_throughput_is_what_the_server_answers_within_the_time() -> None:
     assert found.seconds == 0.95
 
 
-def test_a_pause_lies_between_requests_and_is_no_latency() -> None:
-    """Requests that begin after 0, 0.2, 0.4, 0.6 and 0.8 s, or later on a slow machine."""
-    with stub() as url:
-        load = closed_loop(url, REQUESTS, clients=1, seconds=0.95, pause_s=0.2)
-        found = asyncio.run(load)
-    assert 2 <= found.requests <= 5
-    assert found.latencies.get_value_at_percentile(50) < 200_000
-
-
-def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
+async def test_an_idle_connection_that_was_closed_is_opened_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a peer's uvicorn does after 5 s: not a failure of the server."""
+    connections: list[Connection] = []
+    original = Connection.connect
+
+    async def to(url: str) -> Connection:
+        connections.append(await original(url))
+        return connections[-1]
+
     with stub() as url:
-
-        async def twice() -> tuple[int, int]:
-            connections: list[Connection] = []
-            original = Connection.connect
-
-            async def to(url: str) -> Connection:
-                connections.append(await original(url))
-                return connections[-1]
-
-            arrivals = np.array([0.0, 0.0, 0.5])
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Connection, "connect", to)
-                running = asyncio.create_task(open_loop(url, REQUESTS, arrivals))
-                await asyncio.sleep(0.35)
-                for connection in connections:
-                    await connection.close()
-                found = await running
-            return found.statuses[200], len(connections)
-
-        assert asyncio.run(twice()) == (3, 3)
+        monkeypatch.setattr(Connection, "connect", to)
+        running = asyncio.create_task(open_loop(url, REQUESTS, np.array([0.0, 0.0, 0.5])))
+        await asyncio.sleep(0.35)
+        for connection in connections:
+            await connection.close()
+        found = await running
+    assert (found.statuses[200], len(connections)) == (3, 3)
 
 
 def test_a_server_that_is_gone_is_one_line() -> None:
@@ -324,11 +310,6 @@ def test_a_server_stands_beside_its_engine_and_the_peers() -> None:
     assert "| closed 4 closed texts | a server | a server engine | 2.00 |" in table(found)
 
 
-def test_failures_are_in_the_table() -> None:
-    failed = replace(turns("one", [1.0])[0], failed={"429": 3, "0": 2})
-    assert table(result(failed)).rstrip().endswith("| 5 |")
-
-
 def test_a_server_that_does_not_start_is_told_in_its_own_words() -> None:
     with (
         pytest.raises(BenchError, match=r"ended with 3: no such model"),
@@ -339,59 +320,29 @@ def test_a_server_that_does_not_start_is_told_in_its_own_words() -> None:
 
 def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     """Engine and server on a tiny bundle: a table, and figures that compare with themselves."""
-    command = [
-        "bench",
-        "run",
-        "--model",
-        "bert",
-        "--model-store",
-        str(tiny_store),
-        "--seconds",
-        "0.4",
-        "--turns",
-        "2",
-    ]
-    command += [
-        "--clients",
-        "1,4",
-        "--pauses",
-        "20,50",
-        "--shares",
-        "0.3",
-        "--count",
-        "60",
-    ]
-    done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "results" / "tiny")])
+    out = tmp_path / "results" / "tiny"
+    store = ["--model", "bert", "--model-store", str(tiny_store), "--out", str(out)]
+    sizes = "--seconds 0.4 --turns 2 --clients 1,4 --pauses 20,50 --shares 0.3 --count 60"
+    done = CliRunner().invoke(cli, ["bench", "run", *store, *sizes.split()])
     assert done.exit_code == 0, done.output
-    found = Result.from_json(tmp_path / "results" / "tiny.json")
-    assert [load.name for load in found.loads()] == [
-        "closed 1",
-        "closed 4",
-        "pause 20",
-        "pause 50",
-        "poisson 0.3",
-        "single beside bulk",
-    ]
+    found = Result.from_json(out.with_suffix(".json"))
+    loads = ["closed 1", "closed 4", "pause 20", "pause 50", "poisson 0.3", "single beside bulk"]
+    assert [load.name for load in found.loads()] == loads
     assert found.subjects() == ["bert engine", "bert server"]
     assert found.versions["Cloze"][DISTRIBUTION] == version(DISTRIBUTION)
-    for subject, load in itertools.product(["bert server"], found.loads()):
-        assert [turn.turn for turn in found.of(subject, load)] == [0, 1]
-        assert all(turn.texts_per_s > 0 and not turn.failed for turn in found.of(subject, load))
+    for load in found.loads():
+        turns = found.of("bert server", load)
+        assert [turn.turn for turn in turns] == [0, 1]
+        assert all(turn.texts_per_s > 0 and not turn.failed for turn in turns)
+        assert all(10 < turn.pss_mb < turn.rss_mb for turn in turns)  # a page that others map too
     assert all(start.rss_mb > 20 for start in found.starts)
-    turns = [turn for turn in found.turns if turn.subject == "bert server"]
-    assert all(10 < turn.pss_mb < turn.rss_mb for turn in turns)  # a page that others map too
-    assert "| closed 4 | bert server |" in (tmp_path / "results" / "tiny.md").read_text()
-    same = CliRunner().invoke(
-        cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2]
-    )
-    assert same.output.startswith("nothing moved")
-    every = CliRunner().invoke(
-        cli,
-        ["bench", "compare", "--all", "--json", *[str(tmp_path / "results" / "tiny.json")] * 2],
-    )
+    assert "| closed 4 | bert server |" in out.with_suffix(".md").read_text()
+    compare = ["bench", "compare", *[str(out.with_suffix(".json"))] * 2]
+    assert CliRunner().invoke(cli, compare).output.startswith("nothing moved")
+    every = CliRunner().invoke(cli, [*compare, "--all", "--json"])
     rows = [json.loads(line) for line in every.output.splitlines()]
     assert {row["verdict"] for row in rows} == {"same"}
-    assert {row["load"] for row in rows} == {load.name for load in found.loads()}
+    assert {row["load"] for row in rows} == set(loads)
 
 
 def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> None:
@@ -421,8 +372,6 @@ def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> Non
         ("texts,share\n", "has no kind of request"),
         ("texts,share\na.txt,1\na.txt,1\n", "one kind twice"),
         ("texts,share\na.txt,-1\n", "the share of 'a.txt' is '-1', no number above 0"),
-        ("texts,share\na.txt,much\n", "is 'much', no number above 0"),
-        ("texts,share\na.txt\n", "is '', no number above 0"),
         ("texts,share\nnowhere.txt,1\n", "the result has no 'nowhere' (it has any)"),
     ],
 )
@@ -437,22 +386,15 @@ def test_a_mix_that_cannot_be_read_is_one_line(content: str, line: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("command", "line"),
     [
-        (["run", "--model", "nowhere"], "no bundle named 'nowhere'"),
-        (
-            ["run", "--model", "bert", "--infinity", "python"],
-            "peers need the weights as a checkpoint: give --checkpoint",
-        ),
-        (["run", "--model", "bert", "--texts", "nowhere.txt"], "No such file"),
-        (["compare", "nowhere.json", "nowhere.json"], "No such file"),
+        ("run --model nowhere --model-store {}", "no bundle named 'nowhere'"),
+        ("run --model bert --model-store {} --texts nowhere.txt", "No such file"),
+        ("compare nowhere.json nowhere.json", "No such file"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
-    arguments: list[str], line: str, tiny_store: Path
-) -> None:
-    store = ["--model-store", str(tiny_store)] if arguments[0] == "run" else []
-    done = CliRunner().invoke(cli, ["bench", *arguments, *store])
+def test_what_cannot_be_measured_is_one_line(command: str, line: str, tiny_store: Path) -> None:
+    done = CliRunner().invoke(cli, ["bench", *command.format(tiny_store).split()])
     assert done.exit_code == 1
     assert line in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -463,67 +405,27 @@ def test_all_that_a_device_gives(tmp_path: Path) -> None:
     """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's
     ways, a server.
     """
-    command = [
-        "bench",
-        "device",
-        "--device",
-        "cpu",
-        "--sizes",
-        "tiny",
-        "--lengths",
-        "16,64,512",
-        "--batch-tokens",
-        "32,512",
-    ]
-    command += [
-        "--frontends",
-        "1",
-        "--sequences",
-        "40",
-        "--seconds",
-        "0.03",
-        "--out",
-        str(tmp_path / "tiny"),
-    ]
-    done = CliRunner().invoke(cli, command)
+    command = (
+        "bench device --device cpu --sizes tiny --lengths 16,64,512 --batch-tokens 32,512"
+        f" --frontends 1 --sequences 40 --seconds 0.03 --out {tmp_path / 'tiny'}"
+    )
+    done = CliRunner().invoke(cli, command.split())
     assert done.exit_code == 0, done.output
     found = Result.from_json(tmp_path / "tiny.json")
     cells = {
         (cell.group, cell.subject, cell.lengths, cell.batch_tokens): cell for cell in found.cells
     }
-    grid = {
-        key[1:] for key in cells if key[0] == ONE_LENGTH
-    }  # 64 do not fit into 32, nor 512 into the model
-    assert grid == {
-        ("tiny engine", "16", 32),
-        ("tiny engine", "16", 512),
-        ("tiny engine", "64", 512),
-    }
+    grid = {key[2:] for key in cells if key[:2] == (ONE_LENGTH, "tiny engine")}
+    # 64 do not fit into 32, nor 512 into the model
+    assert grid == {("16", 32), ("16", 512), ("64", 512)}
     ran = {subject for _, subject, lengths, _ in cells if lengths == "SQuAD"}
     assert ran >= {"tiny engine", "tiny engine, padded", "tiny torch padded", "tiny torch nested"}
-    told = "".join(found.notes)
-    assert ("tiny torch compiled" in ran) == ("tiny torch compiled: left out" not in told), (
-        "a machine may have no compiler"
-    )
-    assert all(
-        cell.of_peak > 0 and cell.tokens_per_s > cell.sequences_per_s > 0 for cell in found.cells
-    )
-    mixed = cells[COMPARED, "tiny engine", "SQuAD", 512]
-    assert mixed.tokens_per_s / mixed.sequences_per_s == pytest.approx(174 * 64 / 384, rel=0.15)
+    assert all(c.of_peak > 0 and c.tokens_per_s > c.sequences_per_s > 0 for c in found.cells)
     assert [load.name for load in found.loads()] == ["closed 4 SQuAD x 32", "closed 1 short"]
     assert not any(turn.failed for turn in found.turns)
     written = (tmp_path / "tiny.md").read_text()
     assert "| tiny engine, padded | SQuAD | 512 |" in written
-    assert "| 64 |  | " in written, "one length a batch has a row for each length"
     assert "closed 4 SQuAD x 32 | tiny 1 front end server | tiny engine |" in written
-
-
-def test_operations_are_those_that_torch_counts() -> None:
-    config = sizes.SIZES["tiny"]
-    model = Model(config).eval()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(torch.zeros(3, 40, dtype=torch.long))
-    assert sizes.flops(config, [40] * 3) == counter.get_total_flops()
 
 
 def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
@@ -583,59 +485,22 @@ def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "servers: failed: RuntimeError: no servers" in found.notes
 
 
-def test_what_torch_and_the_engine_disagree_about_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    on_reference(monkeypatch)
-    monkeypatch.setattr(one_size, "_LARGEST_ERROR", 1e-12)
-    monkeypatch.setattr(device._DeviceRun, "servers", lambda *_: None)
-    monkeypatch.setattr(device, "_TORCH_VARIANTS", {"padded": {}})
-    found = device.measure_device(
-        device.DevicePlan(Device.CUDA, ("tiny",), (16,), (64,), (), sequences=4, seconds=0.01),
-        tmp_path,
-        lambda _: None,
-    )
-    assert found.failed == ["tiny torch padded"]
-    assert (
-        "tiny torch padded: failed: BenchError: tiny torch padded and the engine differ by"
-        in found.notes[-1]
-    )
-    assert not [cell for cell in found.cells if "torch" in cell.subject]
-
-
-def test_what_no_longer_fits_into_the_time_is_told(tmp_path: Path) -> None:
-    found = device.measure_device(
-        device.DevicePlan(Device.CPU, ("tiny",), minutes=0.0), tmp_path, lambda _: None
-    )
-    assert not found.cells
-    assert found.notes[1:] == [
-        "tiny, written and compared with torch: left out, for want of time in 0 minutes"
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--device", "cuda"], "CUDA was asked for, but torch sees no GPU"),
-        (
-            ["--device", "cpu", "--sizes", "huge"],
-            "'huge' is none of bert-base, bert-large, distilbert, tiny",
-        ),
-        (
-            ["--device", "cpu", "--lengths", "16,-1"],
-            "Invalid value for '--lengths': -1 is not in the range x>=1",
-        ),
+        ("--device cuda", "CUDA was asked for, but torch sees no GPU"),
+        ("--device cpu --sizes huge", "'huge' is none of bert-base, bert-large, distilbert, tiny"),
     ],
 )
-def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line: str) -> None:
-    if arguments == ["--device", "cuda"] and torch.cuda.is_available():
+def test_what_cannot_be_measured_of_a_device_is_told(arguments: str, line: str) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("torch sees a GPU")
-    done = CliRunner().invoke(cli, ["bench", "device", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "device", *arguments.split()])
     assert done.exit_code != 0
     assert line in done.stderr
 
 
-@pytest.mark.parametrize("missing", ["cloze.bench.command", "hdrh", "psutil"])
+@pytest.mark.parametrize("missing", ["cloze.bench.command", "hdrh"])
 def test_an_installation_without_the_benchmark_says_what_to_install(missing: str) -> None:
     """As in an image, and in an installation without the extra."""
     hidden = f"import sys; sys.modules['{missing}'] = None\nfrom cloze.cli import main; main()"
@@ -647,32 +512,26 @@ def test_an_installation_without_the_benchmark_says_what_to_install(missing: str
     assert "[bench]" in line
 
 
-def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:
+async def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:
     """The answer says so; the end of the connection may arrive later."""
     ended = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for ends in (False, True):
+        for header in (b"", b"connection: close\r\n"):
             await reader.readuntil(b"\r\n\r\n")
-            header = b"connection: close\r\n" if ends else b""
             writer.write(b"HTTP/1.1 200 OK\r\n" + header + b"content-length: 0\r\n\r\n")
         await reader.read()  # the client ends the connection
         writer.close()
         await writer.wait_closed()
         ended.set()
 
-    async def play() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            connection = await Connection.connect(f"http://127.0.0.1:{port}")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connection = await Connection.connect(f"http://127.0.0.1:{port}")
+        for is_open in (True, False):
             await connection.send(b"GET / HTTP/1.1\r\n\r\n")
-            assert connection.open
+            assert connection.open == is_open
+        with pytest.raises(ConnectionResetError):
             await connection.send(b"GET / HTTP/1.1\r\n\r\n")
-            assert not connection.open
-            with pytest.raises(ConnectionResetError):
-                await connection.send(b"GET / HTTP/1.1\r\n\r\n")
-            await connection.close()
-            await asyncio.wait_for(ended.wait(), 10)
-
-    asyncio.run(play())
+        await connection.close()
+        await asyncio.wait_for(ended.wait(), 10)

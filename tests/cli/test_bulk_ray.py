@@ -18,10 +18,10 @@ import pytest
 from uv import find_uv_bin
 
 from tests.cli.test_bulk import bulk, numbered, read, write
+from tests.support.released_clients import install
 from tests.support.serving import bare_environment
 from tests.support.sources import python_path
 from tests.support.waiting import wait_until
-from tests.system.test_released_clients import install
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -90,12 +89,7 @@ def test_little_memory_and_a_misspelt_variable_are_noted(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000_000))
     monkeypatch.setenv("CLOZE_PORTT", "1")
     found = findings("--model-store", str(tiny_store))
-    assert found["memory"] == {
-        "status": "note",
-        "subject": "memory",
-        "finding": "300 MB available",
-        "advice": "serve fewer models, or int8 ones",
-    }
+    assert (found["memory"]["status"], found["memory"]["finding"]) == ("note", "300 MB available")
     assert found["settings"]["finding"] == "CLOZE_PORTT is not a setting"
 
 
@@ -130,20 +124,6 @@ def test_a_listed_bundle_has_its_values_as_json(tiny_store: Path) -> None:
     assert rows["bert@1"]["bytes"] > 100_000
 
 
-def test_a_terminal_gets_a_table_and_a_pipe_plain_lines(tiny_store: Path) -> None:
-    command = [sys.executable, "-m", "cloze", "store", "list", "--model-store", str(tiny_store)]
-    piped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert len(piped.splitlines()) == 3
-    assert all(line.isascii() for line in piped.splitlines())
-    leader, follower = pty.openpty()
-    subprocess.run(command, stdout=follower, check=True, env=os.environ | {"COLUMNS": "150"})
-    os.close(follower)
-    shown = os.read(leader, 100_000).decode()
-    os.close(leader)
-    assert "bundle" in shown.splitlines()[1]
-    assert "\u2500" in shown, "a line below the header"
-
-
 def test_shell_completion_knows_the_commands() -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("cloze"))],
@@ -160,11 +140,7 @@ def test_shell_completion_knows_the_commands() -> None:
     "command",
     [
         ["doctor"],
-        ["store", "list"],
-        ["store", "verify", "bert"],
-        ["ask", "embed", "the king", "--model", "bert"],
         ["bulk", "embed", "{home}/../texts.jsonl", "--output", "{home}/../out", "--model", "bert"],
-        ["keys", "add", "one", "--file", "{home}/../keys"],
         ["export", "{bert}", "--name", "bert", "--model-store", "{home}/../new"],
     ],
     ids=lambda command: " ".join(command[:2]),

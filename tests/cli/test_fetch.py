@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,11 +20,10 @@ from cloze import archives
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.fetch import fetch_model
 from cloze.model_store import Store
-from cloze.model_store.manifest import BundleSpec
 from cloze.model_store.plain_files import sha256_of
-from cloze.model_store.store import StoreError
 from tests.export.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
 from tests.export.test_sentence import saved as sentence_transformer
+from tests.support.command import cloze
 from tests.support.object_store import ObjectStore, running_object_store
 from tests.support.ports import free_port
 from tests.support.serving import bare_environment, failed_start, running_server
@@ -43,14 +43,8 @@ def bundle(tiny_store: Path) -> Path:
 
 
 def fetch(store: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "cloze", "fetch", *arguments, "--model-store", str(store)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=bare_environment(HOME=str(store.parent)) | environment,
-    )
+    home = {"HOME": str(store.parent)}
+    return cloze("fetch", *arguments, "--model-store", str(store), **home, **environment)
 
 
 def archive_of(folder: Path, inside: str = "") -> bytes:
@@ -119,40 +113,16 @@ def test_with_a_hash_a_new_signature_fetches_nothing(
     assert len(objects.asked) > asked
 
 
-@pytest.mark.parametrize("ending", ["tar.zst", "tgz"])
-def test_other_archives_and_a_checkpoint_in_one(
-    objects: ObjectStore, checkpoints: dict[str, Path], tmp_path: Path, ending: str
-) -> None:
-    data = archive_of(checkpoints["bert"], "checkpoint")
-    if ending == "tar.zst":
-        with tarfile.open(fileobj=io.BytesIO(data)) as plain:
-            assert plain.fileobj is not None
-            plain.fileobj.seek(0)
-            data = zstandard.compress(plain.fileobj.read())
-    objects.objects[f"/my model.{ending}"] = data
-    done = fetch(tmp_path / "store", f"{objects.url}/my%20model.{ending}?signature=s3cret")
-    assert done.stdout == "my-20model@1\n", done.stderr
-    assert hashlib.sha256(data).hexdigest() in done.stderr
-    assert "s3cret" not in done.stderr
-    assert "fill-mask" in Store(tmp_path / "store").open("my-20model").manifest.tasks
-
-
 @pytest.mark.parametrize("kind", ["bundle", "checkpoint"])
 def test_a_folder_of_an_object_store_is_fetched_once(
-    objects: ObjectStore,
-    bundle: Path,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
+    objects: ObjectStore, bundle: Path, checkpoints: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     folder = bundle if kind == "bundle" else checkpoints["bert"]
     for file in folder.iterdir():
         objects.objects[f"/bucket/models/mine/{file.name}"] = file.read_bytes()
     objects.objects["/bucket/models/mine-too/config.json"] = b"of another model"
     listed = "find . -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum | sha256sum"
-    digest = subprocess.run(
-        ["sh", "-c", listed], cwd=folder, capture_output=True, text=True, check=True
-    ).stdout.split()[0]
+    digest = subprocess.check_output(["sh", "-c", listed], cwd=folder, text=True).split()[0]
     store, model = tmp_path / "store", "s3://bucket/models/mine"
     done = fetch(store, model, "--sha256", digest, **objects.s3)
     expected = "bert@1" if kind == "bundle" else "mine@1"
@@ -161,10 +131,8 @@ def test_a_folder_of_an_object_store_is_fetched_once(
     again = fetch(store, f"{model}#sha256={digest}", **objects.s3)
     assert (again.stdout, again.stderr) == (f"{expected}\n", "")
     assert len(objects.asked) == asked
-    other = fetch(store, f"{model}#sha256={'0' * 64}", **objects.s3)
-    assert last_line(other) == (
-        f"cloze: model {model}: its sha256 is {digest}, but {'0' * 64} was asked for"
-    )
+    other = last_line(fetch(store, f"{model}#sha256={'0' * 64}", **objects.s3))
+    assert f"its sha256 is {digest}, but {'0' * 64} was asked for" in other
 
 
 def test_a_sentence_transformer_without_a_root_config_is_what_its_modules_say(
@@ -211,32 +179,6 @@ def test_a_repository_is_fetched_once(
     assert len(hub.asked) == asked
 
 
-def test_a_bundle_keeps_its_version_and_is_no_other_bundle(
-    bundle: Path, tiny_store: Path, tmp_path: Path
-) -> None:
-    first, second = Store(tmp_path / "first"), Store(tmp_path / "second")
-    for store in (first, second):
-        for _ in range(2):  # an equal bundle is taken as it is
-            with store.staging() as folder:
-                shutil.copytree(bundle, folder / "new")
-                (folder / "new/more").write_text("not of the bundle")
-                assert store.adopt(folder / "new").manifest.reference == "bert@1"
-    assert not (first.root / "bert/1/more").exists()
-    other = Store(tmp_path / "other")
-    answers = Store(tiny_store).open("bert-qa")
-    spec = {name: getattr(answers.manifest, name) for name in BundleSpec.model_fields}
-    with other.staging() as folder:
-        for name in answers.manifest.files:
-            shutil.copy2(answers.file(name), folder)
-        other.publish(folder, BundleSpec(**spec | {"name": "bert"}))
-    with second.staging() as folder:
-        shutil.copytree(other.root / "bert/1", folder / "new")
-        with pytest.raises(StoreError, match="has another bert@1; remove it first"):
-            second.adopt(folder / "new")
-    assert second.open("bert@1").manifest == first.open("bert@1").manifest
-    assert not list(second.root.glob(".staging-*"))
-
-
 # ---- what is refused -------------------------------------------------------------------------------
 
 
@@ -272,15 +214,10 @@ def test_what_does_not_answer_is_one_line(tmp_path: Path) -> None:
     [
         ("/missing.tar.gz", "cannot be read: HTTP Error 404: Not Found"),
         ("/folder", "an address of http must be that of an archive (.tar.gz, .tgz, .tar.zst)"),
-        (
-            "/empty.tar.gz",
-            "it has neither a bundle (manifest.json) nor a checkpoint (config.json or modules.json)",
-        ),
-        ("/noise.tar.gz", "the archive is damaged: Not a gzipped file"),
+        ("/empty.tar.gz", "it has neither a bundle (manifest.json) nor a checkpoint"),
         ("/noise.tar.zst", "the archive is damaged: "),
         ("/two.tar.gz", "it has 2 bundles; an address names one model"),
         ("/changed.tar.gz", "bundle bert@1: "),
-        ("/manifest.tar.gz", "the manifest of "),
     ],
 )
 def test_what_is_no_model_is_one_line(
@@ -288,17 +225,13 @@ def test_what_is_no_model_is_one_line(
 ) -> None:
     changed = Path(shutil.copytree(bundle, tmp_path / "changed"))
     (changed / "tokenizer.json").write_text("{}")
+    two = [(tarfile.TarInfo(f"{name}/manifest.json"), b"{}") for name in "ab"]
     objects.objects |= {
         "/empty.tar.gz": archive_with((tarfile.TarInfo("a/readme"), b"")),
-        "/noise.tar.gz": b"noise",
         "/noise.tar.zst": b"noise",
-        "/two.tar.gz": archive_of(bundle.parents[1]),
+        "/two.tar.gz": archive_with(*two),
         "/changed.tar.gz": archive_of(changed),
-        "/manifest.tar.gz": archive_with((tarfile.TarInfo("manifest.json"), b"{}")),
     }
-    objects.objects["/two.tar.gz"] = archive_with(
-        (tarfile.TarInfo("a/manifest.json"), b"{}"), (tarfile.TarInfo("b/manifest.json"), b"{}")
-    )
     line = last_line(fetch(tmp_path / "store", objects.url + path))
     assert line.startswith(f"cloze: model {objects.url}{path}: {message}"), line
     assert_nothing_is_left(tmp_path / "store")
@@ -322,30 +255,26 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
 
 
 @pytest.mark.parametrize(
-    ("info", "message"),
+    "info",
     [
-        (member("../../escaped"), "leads out of the archive"),
-        (member("a/../../escaped"), "leads out of the archive"),
-        (member("/tmp/escaped"), "leads out of the archive"),
-        (member("link", tarfile.SYMTYPE, "/etc"), "is neither a file nor a folder"),
-        (member("link", tarfile.LNKTYPE, "config.json"), "is neither a file nor a folder"),
-        (member("pipe", tarfile.FIFOTYPE), "is neither a file nor a folder"),
-        (member("config.json"), "is there twice"),
-        (member("config.json/x"), "is there twice"),
+        member("../../escaped"),
+        member("/tmp/escaped"),
+        member("link", tarfile.SYMTYPE, "/etc"),
+        member("link", tarfile.LNKTYPE, "config.json"),
+        member("pipe", tarfile.FIFOTYPE),
+        member("config.json"),
+        member("config.json/x"),
     ],
+    ids=lambda info: info.name,
 )
-def test_an_archive_cannot_write_elsewhere(
-    tmp_path: Path, info: tarfile.TarInfo, message: str
-) -> None:
+def test_an_archive_cannot_write_elsewhere(tmp_path: Path, info: tarfile.TarInfo) -> None:
     archive, folder = tmp_path / "a.tar.gz", tmp_path / "inside/folder"
     archive.write_bytes(archive_with((member("config.json"), b"{}"), (info, b"")))
     folder.mkdir(parents=True)
-    with pytest.raises(archives.ExportError, match=message):
+    with pytest.raises(archives.ExportError, match=r"leads out|neither a file|there twice"):
         archives.unpack(archive, ".tar.gz", folder)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
-        "a.tar.gz",
-        "config.json",
-    ]
+    written = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == ["a.tar.gz", "config.json"]
 
 
 def test_an_archive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,12 +298,7 @@ def test_an_archive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ((), "name a model to fetch, or set CLOZE_MODEL"),
         (("hub:a/b", "--sha256", "0" * 64), "--sha256 needs exactly one address"),
         (("s3://a/b#sha256=" + "0" * 64, "--sha256", "0" * 64), "the address has a hash already"),
-        (
-            ("s3://a/b", "--sha256", "12"),
-            "model s3://a/b: write #sha256= and 64 hexadecimal digits",
-        ),
         (("s3://a/b#v2",), "model s3://a/b: write #sha256= and 64 hexadecimal digits"),
-        (("nothing",), "no bundle named 'nothing'"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -415,19 +339,23 @@ def test_two_processes_add_one_checkpoint_once(
 ) -> None:
     """As two pods do that share a volume."""
     store = tmp_path / "store"
-    command = [sys.executable, "-m", "cloze", "fetch", str(checkpoints["bert"])]
-    processes = [
-        subprocess.Popen(
-            [*command, "--model-store", str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=bare_environment(HOME=str(tmp_path)),
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert len({answer for answer, _ in outputs}) == 1
-    assert [answer.strip() for answer, _ in outputs[:1]] == Store(store).references()
-    assert sum("waits until another process" in messages for _, messages in outputs) == 1
+    with ThreadPoolExecutor(2) as pool:
+        done = [*pool.map(lambda _: fetch(store, str(checkpoints["bert"])), range(2))]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert {each.stdout.strip() for each in done} == set(Store(store).references())
+    assert sum("waits until another process" in each.stderr for each in done) == 1
+
+
+def test_a_compressed_checkpoint_is_exported(
+    objects: ObjectStore, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(checkpoints["bert"], arcname="checkpoint")
+    data = zstandard.compress(buffer.getvalue())
+    objects.objects["/my model.tar.zst"] = data
+    done = fetch(tmp_path / "store", f"{objects.url}/my%20model.tar.zst?signature=s3cret")
+    assert done.stdout == "my-20model@1\n", done.stderr
+    assert hashlib.sha256(data).hexdigest() in done.stderr
+    assert "s3cret" not in done.stderr
+    assert "fill-mask" in Store(tmp_path / "store").open("my-20model").manifest.tasks

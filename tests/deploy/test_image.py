@@ -37,7 +37,7 @@ DISTRIBUTIONS = (
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
 )
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +160,6 @@ def test_sigterm_finishes_the_accepted_requests(cpu_image: str) -> None:
         assert "draining" in container.logs()
 
 
-def test_a_wrong_setting_ends_with_one_line(cpu_image: str) -> None:
-    ended = containers.run(cpu_image, options=("--env", "CLOZE_MAX_BATCH_TOKENS=many"), check=False)
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("cloze: ")
-    assert "CLOZE_MAX_BATCH_TOKENS" in line
-    assert ended.stdout == ""
-
-
 def test_a_volume_of_bundles_is_served(cpu_image: str, tiny_store: Path, tmp_path: Path) -> None:
     bundles = readable_copy(tiny_store, tmp_path / "bundles")
     with running_container(cpu_image, "--volume", f"{bundles}:/bundles:ro") as container:
@@ -177,7 +168,6 @@ def test_a_volume_of_bundles_is_served(cpu_image: str, tiny_store: Path, tmp_pat
         assert "fill-mask" in ask_every_task(container.url)
 
 
-@pytest.mark.slow
 def test_the_export_image_exports_what_the_serving_image_serves(
     cpu_image: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -211,12 +201,10 @@ def build_export(folder: Path) -> str:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     subprocess.run([*pip, torch], check=True, timeout=600)
     return build(
-        "export",
-        *("--volume", f"{wheels}:/wheels:ro", "--build-arg", "PIP_FIND_LINKS=/wheels"),
+        "export", *("--volume", f"{wheels}:/wheels:ro", "--build-arg", "PIP_FIND_LINKS=/wheels")
     )
 
 
-@pytest.mark.slow
 def test_the_gpu_image_needs_a_gpu_only_to_use_it() -> None:
     """Without a GPU the image starts on the CPU, or says in one line what is missing."""
     image = build("gpu")

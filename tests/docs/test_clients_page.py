@@ -5,14 +5,12 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cloze.model_store.locations import DEFAULT_ROOT
-from tests.cli.test_client import cloze_ask
-from tests.support.serving import Server, running_server
+from tests.support.command import cloze
+from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clients.md").read_text()
@@ -25,13 +23,6 @@ EXPECTED = {
     "huggingface_hub": "door\n(1, 384)\n[0.8",
     "openai": "384 ['cloze-bert",
 }
-
-
-@pytest.fixture(scope="module")
-def default_server() -> Iterator[Server]:
-    models = ",".join(sorted(folder.name for folder in DEFAULT_ROOT.glob("cloze-*")))
-    with running_server(DEFAULT_ROOT, "--precision", "fp32", CLOZE_MODEL=models) as server:
-        yield server
 
 
 def test_every_program_is_checked() -> None:
@@ -51,7 +42,7 @@ def test_the_commands(default_server: Server) -> None:
     assert commands
     for task, rest in commands:
         texts = re.findall(r'"([^"]+)"', rest)
-        done = cloze_ask(task, *texts, "--url", default_server.url)
+        done = cloze("ask", task, *texts, "--url", default_server.url)
         assert done.returncode == 0, done.stderr
 
 

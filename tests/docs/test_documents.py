@@ -95,16 +95,6 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
     assert broken == []
 
 
-USERS = ("start", "models", "api", "clients", "deploy", "operate", "security", "train",
-         "measurements", "architecture")  # fmt: skip
-GENERATED = ("commands", "families", "routes", "settings", "tensors")
-
-
-def test_the_pages_are_ten_beside_the_generated_ones() -> None:
-    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
-    assert pages == {*USERS, *GENERATED, "dependencies"}
-
-
 @pytest.mark.parametrize("block", CALLS, ids=named)
 def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
     """The models are small and random, so test_readme compares answers."""

@@ -2,46 +2,20 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from cloze.model_store.locations import DEFAULT_ROOT
 from tests.http.test_answers import assert_alike
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join((ROOT / page).read_text() for page in ("README.md", "docs/start.md"))
 EXAMPLES = re.findall(
     r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", TEXT, re.MULTILINE
 )
-
-
-@pytest.fixture(scope="module")
-def default_server() -> Iterator[Server]:
-    """As ``make serve``, but for bundles that a developer added, and in fp32 whatever the
-    processor.
-    """
-    models = ",".join(sorted(folder.name for folder in DEFAULT_ROOT.glob("cloze-*")))
-    with running_server(DEFAULT_ROOT, "--precision", "fp32", CLOZE_MODEL=models) as server:
-        yield server
-
-
-def test_there_is_an_example_of_each_task() -> None:
-    assert [route for route, _, _ in EXAMPLES] == [
-        "/fill-mask",
-        "/embed",
-        "/embed",
-        "/fill-mask",
-        "/nsp",
-        "/qa",
-        "/classify",
-        "/token-classification",
-        "/zero-shot-classification",
-    ]
 
 
 @pytest.mark.parametrize(

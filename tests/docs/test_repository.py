@@ -1,6 +1,5 @@
 """The files around the code repeat nothing and agree with the Makefile."""
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -13,12 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cloze.model_store.installation import DISTRIBUTION
 from tests.conftest import named_folder
 from tests.support.documents import DOCUMENTS
 
 ROOT = Path(__file__).parents[2]
-MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def load(path: str) -> Any:
@@ -37,20 +34,6 @@ def tracked_files() -> Iterator[tuple[str, str]]:
             yield path, (ROOT / path).read_text(errors="replace")
 
 
-def recipe(target: str) -> list[str]:
-    """Return the commands of a target of the Makefile."""
-    rule = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
-    assert rule, f"the Makefile has no target {target!r} with commands"
-    return [line.strip() for line in rule[1].splitlines()]
-
-
-def test_the_hooks_run_the_commands_of_make_lint() -> None:
-    (repository,) = load(".pre-commit-config.yaml")["repos"]
-    assert repository["repo"] == "local"
-    entries = [hook["entry"].replace(".venv/bin/", "$(BIN)/") for hook in repository["hooks"]]
-    assert entries == recipe("lint")
-
-
 @pytest.mark.parametrize(
     ("workflow", "command"),
     [("ci", "make test"), ("audit", "make audit-dependencies"), ("release", "make wheel")],
@@ -67,11 +50,6 @@ def test_external_data_is_skipped_only_when_nobody_names_it() -> None:
     with pytest.raises(pytest.fail.Exception, match="CLOZE_TEST_DATA names no folder: nowhere"):
         named_folder("nowhere")
     assert named_folder(str(ROOT)) == ROOT
-
-
-def test_only_the_ci_script_says_where_external_data_lies() -> None:
-    places = [path for path, text in tracked_files() if re.search(r"\bshared\W{1,5}data\b", text)]
-    assert places == [".ci/run"]
 
 
 # A changelog and a recorded measurement name the version of their day. A bundle is published as it
@@ -136,7 +114,3 @@ def test_a_checkout_says_its_revision(git: str, tmp_path: Path) -> None:
         text=True,
     )
     assert shown.stdout == f"cloze, version {VERSION}, revision {revision}\n"
-
-
-def test_the_installed_version_is_the_project_s() -> None:
-    assert importlib.metadata.version(DISTRIBUTION) == VERSION, "run `make install` again"

@@ -11,8 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from cloze.model_store.manifest import SCHEMA_VERSION
-from tests.system.test_released_clients import CLIENTS, environment, printed
+from tests.support.released_clients import CLIENTS, environment, printed
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
@@ -63,11 +62,6 @@ def test_every_link_of_a_page_leads_to_a_file_of_the_site(site: Path) -> None:
             ):
                 broken.append(f"{page.relative_to(site)}: {kind} {address}")
     assert broken == []
-
-
-def test_the_section_on_upgrading_has_the_schema_of_the_manifests() -> None:
-    text = (ROOT / "docs" / "operate.md").read_text()
-    assert f"`schema_version` in the manifest is {SCHEMA_VERSION}." in text
 
 
 def test_the_site_is_read_and_searched_from_files(site: Path, tmp_path: Path) -> None:

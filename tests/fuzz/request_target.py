@@ -6,7 +6,7 @@ bundle. Random numbers stand for the outputs of the engine.
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,13 @@ def numbers(random: np.random.Generator, *shape: int) -> Any:
     return random.standard_normal(shape, np.float32)
 
 
+def parts(value: Any) -> Iterable[Any]:
+    """Return the values that a JSON value holds."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def check_places(value: Any, longest: int) -> None:
     """Check every place in a text: ``start`` and ``end``, windows and offsets."""
     if isinstance(value, dict):
@@ -258,9 +265,7 @@ def check_places(value: Any, longest: int) -> None:
             places += [place for place in value.get(name) or () if isinstance(place, list)]
         for start, end in places:
             assert 0 <= start <= end <= longest, (start, end, longest)
-    for each in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
+    for each in parts(value):
         check_places(each, longest)
 
 
@@ -277,9 +282,7 @@ def answers_in(value: Any) -> Iterator[dict[str, Any]]:
     """Yield the answers in a result."""
     if isinstance(value, dict) and "answer" in value:
         yield value
-    for each in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
+    for each in parts(value):
         yield from answers_in(each)
 
 
@@ -287,9 +290,7 @@ def texts_of(value: Any) -> Iterator[str]:
     """Yield the texts in a JSON value."""
     if isinstance(value, str):
         yield value
-    for each in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
+    for each in parts(value):
         yield from texts_of(each)
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from tests.support.certificates import make_certificate
 from tests.support.cores import Stopwatch
+from tests.support.faulty import FAULTY, embed, wait_for_run
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
-from tests.system.test_promises import FAULTY, embed, wait_for_run
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -27,8 +27,8 @@ from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.manifest import Manifest, Weights
 from tests.export.test_sentence import saved
 from tests.support.refusals import error_of
+from tests.support.released_clients import run
 from tests.support.serving import Server, running_server
-from tests.system.test_released_clients import run
 from tests.unit.service.tasks.model import manifest
 
 PROMPTS = {"query": "ask : ", "passage": "the : "}

@@ -11,8 +11,8 @@ import pytest
 
 from cloze.model_store.store import Store
 from cloze.service.tasks import TASKS
+from tests.support.released_clients import CLIENTS, environment
 from tests.support.serving import Server, running_server
-from tests.system.test_released_clients import CLIENTS, environment
 
 DEFAULT_STORE = Path(__file__).parents[2] / "model_store" / "bundles"
 

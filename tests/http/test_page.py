@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
+from tests.support.faulty import embed, metric, one_process, wait_for_run
+from tests.support.released_clients import CLIENTS, environment, printed
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
-from tests.system.test_promises import embed, metric, one_process, wait_for_run
-from tests.system.test_released_clients import CLIENTS, environment, printed
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -20,8 +20,8 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks.patterns import Pattern, find
 from tests.support import tiny
+from tests.support.released_clients import run
 from tests.support.serving import running_server
-from tests.system.test_released_clients import run
 
 LABELS = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "misc"]))
 TEXTS = [

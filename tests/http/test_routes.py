@@ -23,11 +23,11 @@ from cloze.service.tasks.task import TaskLimits
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_on_thread
+from tests.support.faulty import FAULTY, metric
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 from tests.system.test_admission import SLOW, exchange
-from tests.system.test_promises import FAULTY, metric
 
 OPERATORS = {"/admin/reload"}
 """The POST routes that run no model."""

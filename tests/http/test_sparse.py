@@ -21,8 +21,8 @@ from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
-from tests.cli.test_client import cloze_ask
 from tests.support import tiny
+from tests.support.command import cloze
 from tests.support.serving import Server, running_server
 
 TEXTS = ["the king", "paris is the capital of france", "year time door green " * 60, "red"]
@@ -95,7 +95,7 @@ def test_our_client_names_the_words(server: Server) -> None:
     assert [[w.token for w in words] for words in found] == [
         [row["token"] for row in rows] for rows in expected
     ]
-    done = cloze_ask("embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
+    done = cloze("ask", "embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
     assert done.stdout.splitlines()[0].split() == ["weight", "index", "token"]
     assert len(done.stdout.splitlines()) == 3
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
@@ -33,25 +32,6 @@ _LONGEST_S = 600.0
 """Time for the tests without a mutant."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `make mutants` takes.
-
-    Attributes:
-        target: a package or a module.
-        size: number of mutants.
-        seed: seed of the sample.
-        seconds: time for all mutants; those that are left then are not counted.
-        processes: number of mutants that are tested at the same time.
-    """
-
-    target: str
-    size: int
-    seed: int
-    seconds: float
-    processes: int
-
-
 def main() -> int:
     options = _options()
     mutants = sample(modules(options.target), options.size, options.seed, Equivalents())
@@ -64,14 +44,14 @@ def main() -> int:
     return 0
 
 
-def _options() -> Options:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("target", help="a package or module, for example service/tasks")
     parser.add_argument("--size", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     parser.add_argument("--seconds", type=float, default=1200.0, help="default: 1200")
     parser.add_argument("--processes", type=int, default=2, help="default: 2")
-    return Options(**vars(parser.parse_args()))
+    return parser.parse_args()
 
 
 def _load_libraries() -> None:
@@ -91,7 +71,7 @@ def _load_libraries() -> None:
     )
 
 
-def _run(mutants: Sequence[Mutant], options: Options) -> Counter[bool]:
+def _run(mutants: Sequence[Mutant], options: argparse.Namespace) -> Counter[bool]:
     """Test each mutant until the time is over; return how many were noticed, and how many not."""
     trees: Queue[Path] = Queue()
     noticed: Counter[bool] = Counter()

@@ -33,7 +33,15 @@ class ReplaceException(exception_replacer.ExceptionReplacer):
         return [name.get_last_leaf() for name in names]
 
 
-class DropStatement(Operator):
+class _Operator(Operator):
+    """An operator without examples in its documentation."""
+
+    @classmethod
+    def examples(cls) -> tuple[()]:
+        return ()
+
+
+class DropStatement(_Operator):
     """Replace a call, or an assignment to an attribute or an item, by ``pass``."""
 
     def mutation_positions(self, node: NodeOrLeaf) -> Iterator[Position]:
@@ -56,12 +64,8 @@ class DropStatement(Operator):
         node.children[0] = parso.parse(statement.get_first_leaf().prefix + "pass")
         return node
 
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
 
-
-class DropOperand(Operator):
+class DropOperand(_Operator):
     """Drop one operand of ``and`` or ``or``."""
 
     def mutation_positions(self, node: NodeOrLeaf) -> Iterator[Position]:
@@ -76,12 +80,8 @@ class DropOperand(Operator):
         node.get_first_leaf().prefix = prefix
         return node
 
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
 
-
-class ConstantCondition(Operator):
+class ConstantCondition(_Operator):
     """Replace a condition by True or by False; leave the loops with ``while`` alone."""
 
     _PLACES: ClassVar = {"ternary": 2, "test": 2, "comp_if": 1}
@@ -107,12 +107,8 @@ class ConstantCondition(Operator):
         node.children[place] = parso.parse(f" {index % 2 == 0}")
         return node
 
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
 
-
-class DropCall(Operator):
+class DropCall(_Operator):
     """Replace ``min(a, b)`` and ``max(a, b)`` by one argument, and ``reversed(x)`` by ``x``."""
 
     _ONE = ("reversed", "sorted", "abs", "isfinite", "ceil")
@@ -143,30 +139,16 @@ class DropCall(Operator):
         argument = self._arguments(node)[index].strip()
         return parso.parse(f"{node.get_first_leaf().prefix}({argument})")
 
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
 
-
-class SwapName(Operator):
+class SwapName(_Operator):
     """Replace a reduction by another, for example ``min`` by ``max`` and ``any`` by ``all``."""
 
-    _OTHER: ClassVar = {
-        "min": "max",
-        "max": "min",
-        "any": "all",
-        "all": "any",
-        "mean": "min",
-        "minimum": "maximum",
-        "maximum": "minimum",
-        "floor": "ceil",
-        "ceil": "floor",
-        "startswith": "endswith",
-        "endswith": "startswith",
-        "lstrip": "rstrip",
-        "rstrip": "lstrip",
-        "ones": "zeros",
-        "zeros": "ones",
+    _PAIRS = (
+        ("min", "max"), ("any", "all"), ("minimum", "maximum"), ("floor", "ceil"),
+        ("startswith", "endswith"), ("lstrip", "rstrip"), ("ones", "zeros"),
+    )  # fmt: skip
+    _OTHER: ClassVar = {name: other for pair in _PAIRS for name, other in (pair, pair[::-1])} | {
+        "mean": "min"
     }
 
     def mutation_positions(self, node: NodeOrLeaf) -> Iterator[Position]:
@@ -182,12 +164,8 @@ class SwapName(Operator):
         node.value = self._OTHER[node.value]
         return node
 
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
 
-
-class ReplaceWord(Operator):
+class ReplaceWord(_Operator):
     """Change a string of one word: a key, a name on the wire, a kind of error."""
 
     _WORD = re.compile(r"""^[a-z]?(["'])[\w./:-]+\1$""")
@@ -199,10 +177,6 @@ class ReplaceWord(Operator):
     def mutate(self, node: NodeOrLeaf, index: int) -> NodeOrLeaf:
         node.value = f"{node.value[:-1]}x{node.value[-1]}"
         return node
-
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
 
 
 def _named(module: object, *names: str) -> Iterator[Operator]:
@@ -220,30 +194,17 @@ def _arithmetic() -> Iterable[str]:
     return (f"ReplaceBinaryOperator_{pair}" for pair in pairs.split())
 
 
+_UNARY = "ReplaceUnaryOperator_Delete_Not ReplaceUnaryOperator_Delete_USub"
+_BOOLEAN = "ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd AddNot"
+
 OPERATORS: tuple[Operator, ...] = (
     *_named(comparison_operator_replacement, *_comparisons()),
     *_named(binary_operator_replacement, *_arithmetic()),
-    *_named(
-        unary_operator_replacement,
-        "ReplaceUnaryOperator_Delete_Not",
-        "ReplaceUnaryOperator_Delete_USub",
-    ),
-    *_named(
-        boolean_replacer,
-        "ReplaceTrueWithFalse",
-        "ReplaceFalseWithTrue",
-        "ReplaceAndWithOr",
-        "ReplaceOrWithAnd",
-        "AddNot",
-    ),
+    *_named(unary_operator_replacement, *_UNARY.split()),
+    *_named(boolean_replacer, *_BOOLEAN.split()),
     *_named(break_continue, "ReplaceBreakWithContinue", "ReplaceContinueWithBreak"),
     ReplaceException(),
     number_replacer.NumberReplacer(),
     zero_iteration_for_loop.ZeroIterationForLoop(),
-    DropStatement(),
-    DropOperand(),
-    ConstantCondition(),
-    DropCall(),
-    SwapName(),
-    ReplaceWord(),
+    *(kind() for kind in _Operator.__subclasses__()),
 )

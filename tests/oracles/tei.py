@@ -1,13 +1,12 @@
-"""The same requests to text-embeddings-inference and to us: the requests, and how answers compare.
+"""The same requests to text-embeddings-inference and to us, and how answers compare.
 
-tests/oracles/tei.json has what text-embeddings-inference answered.
+tests/oracles/tei.json has the requests, with what text-embeddings-inference answered.
 """
 
 import json
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +77,7 @@ def save_models(root: Path) -> dict[str, Path]:
     return folders
 
 
-# ---- the requests --------------------------------------------------------------------------------
-
-_LONG = "the king was in the old house " * 8
-_TEXTS = ["the king", "who was the king of france?", "wörld ünd 日本 🙂", _LONG]
-_BAD_TYPES: list[Any] = [None, 5, 1.5, True, {}, {"text": "a"}, [None], [True], [1.5], [{}]]
-_EMPTY: list[Any] = ["", [], [""], ["the king", ""], [[]], [[5], []]]
+# ---- the requests ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,197 +98,6 @@ class Case:
         return f"{self.route} {self.content.decode(errors='replace')[:150]}"
 
 
-def _with(base: dict[str, Any], **options: list[Any]) -> list[dict[str, Any]]:
-    """Return the base with one value of one option at a time."""
-    return [base | {name: value} for name, values in options.items() for value in values]
-
-
-_TRUNCATION: dict[str, list[Any]] = {
-    "truncate": [True, False, None, "yes", 1],
-    "truncation_direction": ["left", "right", "Left", "Right", "up", 5],
-}
-_PROMPT: dict[str, list[Any]] = {"prompt_name": ["query", "nobody", None, 5]}
-_UNKNOWN: dict[str, list[Any]] = {"colour": ["red"], "normalise": [True]}
-
-
-def _embedder() -> Iterator[Case]:
-    ids = [5, 60, 61]
-    good: list[Any] = [*_TEXTS, _TEXTS[:2], _TEXTS, ids, [ids, [7]], ["the king", ids], [2, 5, 3]]
-    for route in ("/embed", "/embed_all"):
-        for inputs in [*good, *_EMPTY, *_BAD_TYPES, [-1], [10**6], [10**30], ["a"] * 33]:
-            yield Case(route, {"inputs": inputs})
-        for base in ({"inputs": "the king"}, {"inputs": ["red", _LONG]}, {"inputs": [[5, 6], "a"]}):
-            for body in _with(base, **_TRUNCATION, **_PROMPT, **_UNKNOWN):
-                yield Case(route, body)
-        combinations = product([True, False], ["Left", "Right"], [None, "query"])
-        for truncate, direction, prompt in combinations:
-            options = {"truncate": truncate, "truncation_direction": direction}
-            yield Case(route, {"inputs": [_LONG, "a"], "prompt_name": prompt} | options)
-    vectors: dict[str, list[Any]] = {
-        "normalize": [True, False, None, "yes", 1],
-        "dimensions": [1, 8, 16, 17, 0, -1, "8", None, 1.5],
-    }
-    for inputs in ("the king", ["red", "green"]):
-        for body in _with({"inputs": inputs}, **vectors):
-            yield Case("/embed", body)
-    for normalize, dimensions in product([True, False], [4, 16]):
-        yield Case("/embed", {"inputs": "a", "normalize": normalize, "dimensions": dimensions})
-
-    pair = {"source_sentence": "the king", "sentences": ["the old king", "a ship", "walk"]}
-    for inputs in (
-        pair,
-        pair | {"sentences": []},
-        pair | {"sentences": ["a", ""]},
-        pair | {"sentences": "a"},
-        pair | {"sentences": [5]},
-        pair | {"sentences": ["a"] * 33},
-        pair | {"source_sentence": ""},
-        pair | {"source_sentence": 5},
-        pair | {"source_sentence": _LONG, "sentences": [_LONG, "the king"]},
-        pair | {"colour": "red"},
-        {"source_sentence": "a"},
-        {"sentences": ["a"]},
-        *_BAD_TYPES,
-    ):
-        yield Case("/similarity", {"inputs": inputs})
-    for parameters in [*_with({}, **_TRUNCATION, **_PROMPT, **_UNKNOWN), None, {}, 5]:
-        yield Case("/similarity", {"inputs": pair, "parameters": parameters})
-    long = pair | {"sentences": [_LONG]}
-    yield Case("/similarity", {"inputs": long, "parameters": {"truncate": False}})
-
-    yield from _tokenizer()
-    for route in ("/v1/embeddings", "/embeddings"):
-        for inputs in [*good, *_EMPTY, *_BAD_TYPES, ["a"] * 33]:
-            yield Case(route, {"input": inputs, "model": "embedder"})
-        openai: dict[str, list[Any]] = {
-            "encoding_format": ["float", "base64", None, "binary"],
-            "dimensions": [4, 16, 17, 0, None, "4"],
-            "user": ["me", None],
-        }
-        for body in _with({"input": ["the king", "red"], "model": "embedder"}, **openai):
-            yield Case(route, body)
-        yield Case(route, {"model": "embedder"})
-    yield from _malformed("/embed", "/embed_all", "/similarity", "/tokenize", "/v1/embeddings")
-    yield Case("/embed_sparse", {"inputs": "the king"})
-    for route, body in (
-        ("/predict", {"inputs": "the king"}),
-        ("/rerank", {"query": "the king", "texts": ["a"]}),
-    ):
-        yield Case(route, body)
-
-
-def _tokenizer() -> Iterator[Case]:
-    good: list[Any] = [
-        *_TEXTS,
-        _TEXTS[:3],
-        "paris's cafés",
-        "[CLS] the [MASK] [SEP]",
-        "unknown ☃ snow",
-    ]
-    for inputs in [*good, *_EMPTY, *_BAD_TYPES, ["a"] * 33, " ", "\n\t"]:
-        yield Case("/tokenize", {"inputs": inputs})
-    options: dict[str, list[Any]] = {"add_special_tokens": [True, False, None, "yes"]}
-    for inputs in ("the wörld", ["the king", "red"]):
-        for body in _with({"inputs": inputs}, **options, **_PROMPT, **_UNKNOWN):
-            yield Case("/tokenize", body)
-    ids = [2, 60, 61, 3]
-    for values in (
-        ids,
-        [ids, [7, 8]],
-        [],
-        [[]],
-        [ids, []],
-        [-1],
-        [10**6],
-        [[10**6]],
-        [2**32],
-        [2**31],
-        ["a"],
-        "a",
-        [1.5],
-        None,
-        {},
-        5,
-        [[5]] * 33,
-    ):
-        yield Case("/decode", {"ids": values})
-    skip: dict[str, list[Any]] = {"skip_special_tokens": [True, False, None, "yes"]}
-    for body in _with({"ids": ids}, **skip, **_UNKNOWN):
-        yield Case("/decode", body)
-    yield Case("/decode", {})
-    yield Case("/tokenize", {})
-
-
-def _malformed(*routes: str) -> Iterator[Case]:
-    bodies = (b"", b"{", b"[]", b"null", b'"text"', b"{}", b"\xff\xfe", b'{"inputs": "a",}', b"  ")
-    for route in routes:
-        for body in bodies:
-            yield Case(route, body)
-
-
-def _classifier() -> Iterator[Case]:
-    pairs = [["the king"], ["the king", "red"], [_LONG, "a"], ["a", _LONG], [_LONG, _LONG]]
-    good: list[Any] = [*_TEXTS, *pairs, pairs, [["a"], ["b"]]]
-    bad: list[Any] = [
-        ["a", "b", "c"],
-        [["a", "b", "c"]],
-        ["a", 5],
-        [["a"], "b"],
-        [["a", ""]],
-        ["a", ""],
-    ]
-    for inputs in [*good, *bad, *_EMPTY, *_BAD_TYPES, [["a"]] * 33]:
-        yield Case("/predict", {"inputs": inputs})
-    raw: dict[str, list[Any]] = {"raw_scores": [True, False, None, "yes"]}
-    for inputs in ("the king", ["the king", _LONG], [["red"], ["the", "green"]]):
-        for body in _with({"inputs": inputs}, **raw, **_TRUNCATION, **_UNKNOWN):
-            yield Case("/predict", body)
-    yield from _malformed("/predict")
-    for route, body in (
-        ("/embed", {"inputs": "the king"}),
-        ("/embed_all", {"inputs": "the king"}),
-        ("/rerank", {"query": "the king", "texts": ["a"]}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
-        ("/v1/embeddings", {"input": "the king", "model": "classifier"}),
-        ("/tokenize", {"inputs": "the king"}),
-        ("/decode", {"ids": [5, 6]}),
-    ):
-        yield Case(route, body)
-
-
-def _reranker() -> Iterator[Case]:
-    texts = ["the king", "red green", "who was the king?", _LONG]
-    base = {"query": "who was the king", "texts": texts}
-    yield Case("/rerank", base)
-    for query in ("", 5, None, _LONG, "🙂"):
-        yield Case("/rerank", base | {"query": query})
-    for values in ([], [""], ["a", ""], "a", [5], None, {}, ["a"], ["a"] * 33, ["same", "same"]):
-        yield Case("/rerank", base | {"texts": values})
-    options: dict[str, list[Any]] = {
-        "raw_scores": [True, False, None, "yes"],
-        "return_text": [True, False, None, "yes"],
-    }
-    for start in (base, base | {"query": _LONG}):
-        for body in _with(start, **options, **_TRUNCATION, **_UNKNOWN):
-            yield Case("/rerank", body)
-    yield Case("/rerank", base | {"raw_scores": True, "return_text": True})
-    yield Case("/rerank", {"query": "a"})
-    yield Case("/rerank", {"texts": ["a"]})
-    for inputs in ("the king", ["the king", "red"], [["a"], ["b", "c"]]):
-        for body in _with({"inputs": inputs}, raw_scores=[True, False]):
-            yield Case("/predict", body)
-    yield from _malformed("/rerank")
-    yield Case("/embed", {"inputs": "the king"})
-    yield Case("/nowhere", {"inputs": "the king"})
-
-
-CASES: dict[str, list[Case]] = {
-    "embedder": list(_embedder()),
-    "classifier": list(_classifier()),
-    "reranker": list(_reranker()),
-}
-
-
 # ---- the answers ---------------------------------------------------------------------------------
 
 
@@ -305,6 +108,23 @@ class Answer:
     status: int
     is_json: bool
     value: Any
+
+
+def _recorded() -> Iterator[tuple[str, Case, Answer]]:
+    """Yield the requests and answers with their kinds; a string is a body that is no object."""
+    for kind, rows in json.loads(RECORDED.read_text()).items():
+        for route, body, *answer in rows:
+            raw = body.encode("latin-1") if isinstance(body, str) else body
+            yield kind, Case(route, raw), Answer(*answer)
+
+
+CASES: dict[str, list[Case]] = {kind: [] for kind in KINDS}
+ANSWERS: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
+"""What text-embeddings-inference answered to the requests, by kind."""
+
+for _kind, _case, _theirs in _recorded():
+    CASES[_kind].append(_case)
+    ANSWERS[_kind].append(_theirs)
 
 
 def ask(url: str, kind: str) -> list[Answer]:
@@ -452,9 +272,3 @@ INTENDED: dict[str, tuple[set[tuple[int, int]], Callable[[Case], bool]]] = {
     ),
 }
 """Why an answer differs on purpose: in which (their, our) statuses, and for which requests."""
-
-
-def recorded() -> dict[str, list[Answer]]:
-    """Return the answers that text-embeddings-inference gave to all requests, by kind."""
-    answers = json.loads(RECORDED.read_text())
-    return {kind: [Answer(*answer) for answer in answers[kind]] for kind in CASES}

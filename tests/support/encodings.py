@@ -43,3 +43,19 @@ def submit(
     submission = Submission(Terms(deadline, **terms), encodings)
     queue.submit(submission)
     return submission
+
+
+def of_tasks(tasks: Sequence[str], sequences: int, length: int) -> list[Encoding]:
+    """Return a batch in which every third encoding asks for masks, a pair or an embedding."""
+    masked = "fill-mask" in tasks
+    return [
+        encoding(
+            [5] * length,
+            masks=[1] if masked and i % 3 == 0 else (),
+            top_k=1 if masked and i % 3 == 0 else 0,
+            pair="nsp" in tasks and i % 3 == 1,
+            embed="embed" in tasks and i % 3 == 2,
+            span="qa" in tasks,
+        )
+        for i in range(sequences)
+    ]

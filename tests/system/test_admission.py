@@ -12,10 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.refusals import error_of
-from tests.support.serving import Server, running_server
-from tests.support.waiting import wait_until
-from tests.system.test_promises import (
+from tests.support.faulty import (
     FAULTY,
     at_once,
     embed,
@@ -24,6 +21,9 @@ from tests.system.test_promises import (
     one_process,
     wait_for_run,
 )
+from tests.support.refusals import error_of
+from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
 
 # ---- over HTTP -----------------------------------------------------------------------------------
 
@@ -92,8 +92,7 @@ def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> N
     assert httpx.get(f"{full.url}/healthz").status_code == 200
     assert (
         metric(
-            full,
-            r'cloze_requests_total\{model="bert",route="/embed",status="429",version="1"\}',
+            full, r'cloze_requests_total\{model="bert",route="/embed",status="429",version="1"\}'
         )
         >= 1
     )

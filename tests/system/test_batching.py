@@ -18,8 +18,8 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
+from tests.support.faulty import assert_close
 from tests.support.waiting import wait_until
-from tests.system.test_promises import assert_close
 
 
 class WatchedEngine(OnnxEngine):
@@ -109,14 +109,9 @@ def test_fill_mask_nsp_and_embed_share_one_batch(tiny_store: Path) -> None:
 @pytest.mark.timeout(60)
 def test_windows_of_all_questions_share_batches(tiny_store: Path) -> None:
     context = "the king of the old city had a green house and saw the moon " * 6
+    parameters = {"max_seq_len": 40, "doc_stride": 10}
     requests: list[tuple[str, dict[str, Any]]] = [
-        (
-            "/qa",
-            {
-                "inputs": {"question": question, "context": context},
-                "parameters": {"max_seq_len": 40, "doc_stride": 10},
-            },
-        )
+        ("/qa", {"inputs": {"question": question, "context": context}, "parameters": parameters})
         for question in ("who ?", "what ?", "when ?")
     ]
     with watched(tiny_store, "bert-qa") as (client, engine, waiting):
@@ -124,6 +119,5 @@ def test_windows_of_all_questions_share_batches(tiny_store: Path) -> None:
         windows = sum(map(len, engine.batches))
         assert windows >= 4
         send_together(client, engine, waiting, 3 * (windows - 1) * 40, requests)
-        assert max(map(len, engine.batches)) >= 3 * (windows - 1), (
-            "the full windows of three requests in one batch"
-        )
+        most = max(map(len, engine.batches))
+        assert most >= 3 * (windows - 1), "the full windows of three requests in one batch"

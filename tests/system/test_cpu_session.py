@@ -1,11 +1,7 @@
 """Batches that run alone use all cores, with the same results and the same weights in memory."""
 
-import logging
-import resource
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.scheduler import Scheduler
-from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 from cloze.service.errors import StartupError
 from cloze.service.models.served_models import onnx_engine
 from cloze.service.settings import load_settings
-from tests.support.encodings import submit
-from tests.support.fake_engine import FakeEngine
-from tests.support.waiting import wait_until
 
 WIDTH, PRODUCTS = 1024, 8
 WEIGHTS_MB = PRODUCTS * WIDTH * WIDTH * 4 / 2**20
@@ -69,43 +58,6 @@ def test_threads_change_no_bit(graph: Path, rows: int) -> None:
         np.testing.assert_array_equal(session.run(outputs, feeds)[0], expected)
 
 
-@pytest.mark.usefixtures("disk")
-def test_weights_behind_a_vector_of_an_odd_size_end_no_process(tmp_path: Path) -> None:
-    """onnxruntime writes packed weights of less than 1 MB without gaps; kernels want alignment."""
-    rng, width = np.random.default_rng(0), 384
-    weights = [onnx.numpy_helper.from_array(rng.normal(size=301).astype(np.float32), "odd")]
-    nodes = [
-        helper.make_node("Gather", ["odd", "numbers"], ["picked"]),
-        helper.make_node("Add", ["x", "picked"], ["y0"]),
-    ]
-    for number in range(PRODUCTS):
-        weight = rng.normal(size=(width, width)).astype(np.float32) / width**0.5
-        weights.append(onnx.numpy_helper.from_array(weight, f"w{number}"))
-        nodes.append(helper.make_node("MatMul", [f"y{number}", f"w{number}"], [f"y{number + 1}"]))
-    inputs = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", width]),
-        helper.make_tensor_value_info("numbers", TensorProto.INT64, ["T", 1]),
-    ]
-    output = helper.make_tensor_value_info(f"y{PRODUCTS}", TensorProto.FLOAT, ["T", width])
-    body = helper.make_graph(nodes, "g", inputs, [output], weights)
-    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save_model(model, str(tmp_path / "graph.onnx"))
-    code = f"""
-import numpy as np
-from pathlib import Path
-from cloze.service.engine.session import CpuSession, cpu_session
-for alone_threads in (0, 2):
-    session = cpu_session(Path({str(tmp_path / "graph.onnx")!r}), 1, alone_threads)
-    feeds = {{"x": np.ones((200, {width}), np.float32), "numbers": np.zeros((200, 1), np.int64)}}
-    is_twice = isinstance(session, CpuSession)
-    sessions = [session.side_by_side, session.alone] if is_twice else [session]
-    print(*(round(float(s.run(["y{PRODUCTS}"], feeds)[0].sum()), 1) for s in sessions))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
-    assert len(set(done.stdout.split())) == 1
-
-
 def private_mb(graph: Path, alone_threads: int) -> float:
     """Return the memory in MB that a process takes for open sessions, without mapped files."""
     code = f"""
@@ -142,86 +94,6 @@ def test_the_packed_weights_leave_no_file(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     cpu_session(graph, 1, 2)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("missing", ["folder", "space"])
-def test_without_packed_weights_a_lone_batch_runs_as_every_batch(
-    graph: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    missing: str,
-) -> None:
-    folder = tmp_path / "gone" if missing == "folder" else tmp_path
-    monkeypatch.setattr(sessions, "temporary_folder", lambda: folder)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if missing == "space":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
-        with caplog.at_level(logging.WARNING, "cloze"):
-            session = cpu_session(graph, 1, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not isinstance(session, CpuSession)
-    (line,) = caplog.messages
-    assert line.startswith(f"a lone request runs on one core: {folder} is not usable: ")
-    assert not list(tmp_path.iterdir())
-    feeds = {"x0": np.ones((2, WIDTH), np.float32)}
-    assert session.run([f"x{PRODUCTS}"], feeds)[0].shape == (2, WIDTH)
-
-
-def test_folders_in_memory_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = tmp_path / "mounts"
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    mounts.write_text("overlay / overlay rw 0 0\n")
-    assert temporary_folder(mounts) == tmp_path
-    mounts.write_text(f"overlay / overlay rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n")
-    assert temporary_folder(mounts) in (Path("/var/tmp"), Path("/tmp"))
-    mounts.write_text("tmpfs / tmpfs rw 0 0\n")
-    assert temporary_folder(mounts) is None
-    assert temporary_folder(tmp_path / "none, on another system") == tmp_path
-
-
-class Recording(FakeEngine):
-    """Records whether each batch ran alone; a batch ends when the test allows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alone: list[bool] = []
-        self.go = threading.Semaphore(0)
-
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-        self.alone.append(alone)
-        assert self.go.acquire(timeout=30)
-        return super().run(batch)
-
-
-def sized(length: int) -> Encoding:
-    return Encoding(np.ones(length, np.int32), np.zeros(length, np.int32))
-
-
-def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:
-    engine = Recording()
-    scheduler = Scheduler(engine, SchedulerLimits(2, 512, 10_000, 60.0))
-    scheduler.start()
-    try:
-        wait_until(lambda: scheduler._idle_workers == 2)
-        futures = [submit(scheduler, [sized(5)], float("inf"))]
-        wait_until(lambda: len(engine.alone) == 1)
-        futures.append(submit(scheduler, [sized(6)], float("inf")))
-        wait_until(lambda: len(engine.alone) == 2)
-        engine.go.release(2)
-        for future in futures:
-            future.result(timeout=30)
-        wait_until(lambda: scheduler._idle_workers == 2)
-        futures.append(submit(scheduler, [sized(7)], float("inf")))
-        wait_until(lambda: len(engine.alone) == 3)
-        engine.go.release()
-        futures[-1].result(timeout=30)
-    finally:
-        engine.go.release(10)
-        scheduler.close()
-    assert engine.alone == [True, False, True]
 
 
 def test_more_threads_than_cores_are_refused() -> None:

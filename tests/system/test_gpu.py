@@ -4,21 +4,21 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from cloze.model_store import Bundle, Store
-from cloze.model_store.batch import Encoding
+from cloze.model_store import Store
 from cloze.service.core import Device
 from cloze.service.engine import session
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from tests.conftest import has_gpu
-from tests.support.encodings import encoding
+from tests.support import encodings
+from tests.support.faulty import numbers
 from tests.support.profiling import placed, profiled
 from tests.support.serving import running_server
-from tests.system.test_packed_engine import numbers
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -39,26 +39,10 @@ def end(engine: OnnxEngine) -> None:
     (inner._session if isinstance(inner, session.DeviceSession) else inner).end_profiling()
 
 
-def make_batch(bundle: Bundle, sequences: int, length: int) -> list[Encoding]:
-    """Return a batch in which some encodings ask each head of the bundle."""
-    tasks = bundle.manifest.tasks
-    return [
-        encoding(
-            [5] * length,
-            masks=[1] if "fill-mask" in tasks and i % 3 == 0 else (),
-            top_k=1 if "fill-mask" in tasks and i % 3 == 0 else 0,
-            pair="nsp" in tasks and i % 3 == 1,
-            embed="embed" in tasks and i % 3 == 2,
-            span="qa" in tasks,
-        )
-        for i in range(sequences)
-    ]
-
-
 def test_a_profile_says_where_nodes_ran(tiny_store: Path, profile: Path) -> None:
     bundle = Store(tiny_store).open("bert")
     engine = OnnxEngine(bundle, Device.CPU)
-    engine.run(make_batch(bundle, 4, 8))
+    engine.run(encodings.of_tasks(bundle.manifest.tasks, 4, 8))
     end(engine)
     operators = placed(profile.glob("profile*.json"))
     assert {operator.split()[0] for operator in operators} == {session.CPU}
@@ -75,7 +59,7 @@ class TestOnGpu:
     def test_every_node_runs_on_cuda(self, name: str, packed_store: Path, profile: Path) -> None:
         bundle = Store(packed_store).open(name)
         engine = OnnxEngine(bundle, Device.CUDA, "auto")
-        engine.run(make_batch(bundle, 6, 30))
+        engine.run(encodings.of_tasks(bundle.manifest.tasks, 6, 30))
         end(engine)
         found = placed(profile.glob("profile*.json"))
         assert {operator.split()[0] for operator in found} == {session.CUDA}
@@ -89,40 +73,30 @@ class TestOnGpu:
         engine = OnnxEngine(
             bundle, Device.CUDA, "auto", options=SessionOptions(gpu_memory_limit=96 * 2**20)
         )
-        small = make_batch(bundle, 6, 30)
+        small = encodings.of_tasks(bundle.manifest.tasks, 6, 30)
         before = engine.run(small)
         with pytest.raises(Exception, match=r"(?i)memory|alloc"):
-            engine.run(make_batch(bundle, 8000, 160))
+            engine.run(encodings.of_tasks(bundle.manifest.tasks, 8000, 160))
         for one, other in zip(before, engine.run(small), strict=True):
             assert one.keys() == other.keys()
             if "embedding" in one:
                 expected, actual = one["embedding"].array, other["embedding"].array
                 np.testing.assert_allclose(actual, expected, atol=1e-3)
 
-    @pytest.mark.parametrize(
-        "arguments", [(), ("--frontends", "2")], ids=["one-process", "front-ends"]
-    )
-    def test_the_server_answers_as_on_a_cpu(
-        self, arguments: tuple[str, ...], packed_store: Path
-    ) -> None:
-        asked = {
-            "/embed": {
-                "inputs": ["a", "the cat sat", "the dog ran and the cat sat on the mat"],
-                "model": "bert",
-            },
-            "/nsp": {"inputs": [{"text": "the cat sat", "next": "the dog ran"}], "model": "bert"},
-            "/fill-mask": {"inputs": ["the [MASK] sat"], "model": "bert"},
-            "/qa": {
-                "inputs": {"question": "who sat", "context": "the cat sat and the dog ran"},
-                "model": "bert-qa",
-            },
+    def test_the_server_answers_as_on_a_cpu(self, packed_store: Path) -> None:
+        texts = ["a", "the cat sat", "the dog ran and the cat sat on the mat"]
+        asked: dict[str, Any] = {
+            "/embed": texts,
+            "/nsp": [{"text": "the cat sat", "next": "the dog ran"}],
+            "/fill-mask": ["the [MASK] sat"],
+            "/qa": {"question": "who sat", "context": "the cat sat and the dog ran"},
         }
         found = []
         for device in ("cpu", "cuda"):
-            with running_server(packed_store, "--device", device, *arguments) as server:
+            with running_server(packed_store, "--device", device, "--frontends", "2") as server:
                 replies = {
-                    path: httpx.post(server.url + path, json=body, timeout=60)
-                    for path, body in asked.items()
+                    path: httpx.post(server.url + path, json={"inputs": inputs}, timeout=60)
+                    for path, inputs in asked.items()
                 }
                 assert all(reply.status_code == 200 for reply in replies.values()), replies
                 found.append(replies)

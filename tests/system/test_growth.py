@@ -3,7 +3,6 @@
 Run as a module, the file is a server that has the task besides its own.
 """
 
-import ast
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from cloze.service.tasks.texts import LongTextRule, encode_texts
 from cloze.service.tasks.wire import NoParameters
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
-from tests.support.sources import file_of
 from tests.support.waiting import wait_until
 
 # ---- the toy task: how large a text's embedding is -----------------------------------------------
@@ -114,12 +112,7 @@ def test_bad_input_gets_the_errors_of_every_task(toy_server: Server) -> None:
 
 def test_a_bug_is_an_answer_with_an_id_and_a_line(toy_server: Server) -> None:
     failed = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": ["a"] * BUG})
-    assert failed.status_code == 500
-    assert failed.json() == {
-        "error": "an internal error; it was logged",
-        "error_type": "Backend",
-        "code": "internal_error",
-    }
+    assert error_of(failed) == (500, "internal_error")
     line = f"POST /toy-length 500 id={failed.headers['x-request-id']} client=127.0.0.1 model=bert@1"
     wait_until(lambda: any(line in logged for logged in toy_server.log))
     assert "error=internal_error" in next(logged for logged in toy_server.log if line in logged)
@@ -129,10 +122,8 @@ def test_a_bug_is_an_answer_with_an_id_and_a_line(toy_server: Server) -> None:
 def test_everything_else_lists_it(toy_server: Server) -> None:
     info = httpx.get(f"{toy_server.url}/info").json()
     assert info["defaults"]["toy-length"] == "bert@1"
-    assert {m["name"] for m in info["models"] if "toy-length" in m["tasks"]} == {
-        "bert",
-        "distilbert",
-    }
+    able = {model["name"] for model in info["models"] if "toy-length" in model["tasks"]}
+    assert able == {"bert", "distilbert"}
     document = httpx.get(f"{toy_server.url}/openapi.json").json()
     operation = document["paths"]["/toy-length"]["post"]
     assert operation["requestBody"]["content"]["application/json"]["examples"]["One text"]
@@ -142,22 +133,6 @@ def test_everything_else_lists_it(toy_server: Server) -> None:
     series = 'model="distilbert",route="/toy-length",status="200",version="1"} 0.0'
     assert f"cloze_requests_total{{{series}" in metrics
     assert 'cloze_requests_total{model="bert",route="/toy-length"' in metrics
-
-
-def test_only_tasks_and_protocols_name_a_task() -> None:
-    """Every other module of the service iterates over the registry."""
-    service = file_of("service")
-    names = {text for task in TASKS.values() for text in (task.name, task.route)}
-    allowed = {service / "tasks", service / "protocols"}
-    for module in service.rglob("*.py"):
-        if allowed & set(module.parents):
-            continue
-        strings = {
-            node.value
-            for node in ast.walk(ast.parse(module.read_text()))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        assert not strings & names, f"{module.relative_to(service)} names a task"
 
 
 if __name__ == "__main__":

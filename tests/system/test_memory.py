@@ -21,6 +21,7 @@ from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.processor import int8_advantage
 from cloze.service.text.tokenizer import Tokenizer
+from tests.support.faulty import metric
 from tests.support.serving import Server, running_server
 from tests.unit.export.families.test_against_transformers import save
 
@@ -28,11 +29,7 @@ TOKENS = 1_000_000
 
 
 def tokens_run(server: Server) -> float:
-    found = re.search(
-        r"^cloze_tokens_total\{.*\} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
-    )
-    assert found
-    return float(found[1])
+    return metric(server, r"cloze_tokens_total\{.*\}")
 
 
 @pytest.mark.slow

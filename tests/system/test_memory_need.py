@@ -60,16 +60,6 @@ def test_only_the_weights_of_the_graph_that_runs_count(
     assert unsupported == 0, "the engine refuses the precision, and says why"
 
 
-def test_a_server_does_not_start_with_too_little(
-    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cloze.service.service import single_process
-
-    monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)
-    with pytest.raises(StartupError, match="10 MB, and the models need at least 7"):
-        single_process(Settings(model_store=tiny_store, model=("bert",)))
-
-
 @pytest.fixture
 def control_group() -> Iterator[Path]:
     """Return a control group of version 1 for one test."""

@@ -5,61 +5,20 @@ cannot be installed, the test skips and says why.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from uv import find_uv_bin
 
+from tests.support.released_clients import CLIENTS, install, printed, run
 from tests.support.serving import Server, running_server
 
-CLIENTS = Path(__file__).parents[1] / "clients"
 TEXTS = ["the king", "the old king", "a moon over the sea"]
-QUIET = {
-    "HAYSTACK_TELEMETRY_ENABLED": "False",
-    "LANGCHAIN_TRACING_V2": "false",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "ANONYMIZED_TELEMETRY": "False",
-}
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def install(*command: str, cwd: Path | None = None) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-    if done.returncode:
-        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        pytest.skip(
-            f"{Path(command[0]).name} {command[1]} failed: {lines[-1] if lines else done.returncode}"
-        )
-
-
-def environment(lock: str, folder: Path) -> Path:
-    """Install the packages of a lock of tests/clients; return the folder of their programs."""
-    uv, python = find_uv_bin(), folder / "bin" / "python"
-    install(uv, "venv", "--quiet", "--python", sys.executable, str(folder))
-    install(uv, "pip", "sync", "--quiet", "--python", str(python), str(CLIENTS / lock))
-    return python.parent
-
-
-def run(program: str, lock: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run a program of tests/clients with the packages of a lock; return what it printed."""
-    python = environment(lock, folder) / "python"
-    return printed([str(python), str(CLIENTS / program), *arguments])
-
-
-def printed(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | QUIET)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import ssl
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -197,23 +197,6 @@ def test_requests_that_run_end_with_the_old_model(
         assert answers[0].headers["x-model"] == "bert@1"
 
 
-def test_several_at_once_are_all_answered(store: Store, tmp_path: Path) -> None:
-    """Each with a reload that began after it was asked for, or a refusal that says when to ask."""
-    with (
-        running_server(store.root, **keys_in(tmp_path)) as server,
-        ThreadPoolExecutor() as threads,
-    ):
-        answers = [future.result() for future in [threads.submit(ask, server) for _ in range(4)]]
-        done = [answer.json() for answer in answers if answer.status_code == 200]
-        refused = [answer.json()["code"] for answer in answers if answer.status_code == 409]
-        assert len(done) + len(refused) == 4
-        assert done
-        unchanged = {"added": [], "removed": [], "kept": ["bert@1"], "reasons": {}, "refused": {}}
-        assert all(body == unchanged for body in done)
-        assert set(refused) <= {"reload_refused"}
-        assert server.reload() == "reloaded: kept bert@1"
-
-
 @contextmanager
 def faulty(store: Store, **settings: str) -> Iterator[Server]:
     """Run a server in which a request with "river" takes 1.5 s."""
@@ -292,12 +275,6 @@ def test_the_series_of_replaced_models_leave(store: Store, checkpoints: dict[str
             lines = httpx.get(f"{server.url}/metrics").text.splitlines()
             return [line for line in lines if all(label in line for label in labels)]
 
-        def not_found() -> float:
-            label = 'cloze_requests_total{model="",route="other",status="404",version=""}'
-            text = httpx.get(f"{server.url}/metrics").text
-            found = re.findall(f"^{re.escape(label)} (.*)", text, re.M)
-            return sum(map(float, found))
-
         assert httpx.get(f"{server.url}/nowhere").status_code == 404
         httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
         wait_until(lambda: any("_bucket" in line for line in counts(1)))
@@ -307,7 +284,8 @@ def test_the_series_of_replaced_models_leave(store: Store, checkpoints: dict[str
         wait_until(lambda: not counts(1))
         assert any("cloze_queue_tokens" in line for line in counts(2))
         assert any("cloze_requests_total" in line for line in counts(2))
-        assert not_found() == 1
+        kept = 'cloze_requests_total{model="",route="other",status="404",version=""} 1.0'
+        assert kept in httpx.get(f"{server.url}/metrics").text
 
 
 def test_memory_returns(tmp_path: Path) -> None:
@@ -330,20 +308,6 @@ def test_memory_returns(tmp_path: Path) -> None:
         wait_until(lambda: memory_mb(server.process.pid) < first_mb + 13)
 
 
-def test_refused_reloads_leave_no_memory(tmp_path: Path) -> None:
-    """A model of 26 MB opens five times, and the next one fails."""
-    store = tmp_path / "store"
-    store.mkdir()
-    (store / "cloze-bert-tasks").symlink_to(DEFAULT_ROOT / "cloze-bert-tasks")
-    with running_server(store) as server:
-        add_good_and_wrong(store, DEFAULT_ROOT / "cloze-bert" / "1")
-        server.reload()
-        first_mb = memory_mb(server.process.pid)
-        for _ in range(4):
-            server.reload()
-        wait_until(lambda: memory_mb(server.process.pid) < first_mb + 13)
-
-
 def memory_mb(pid: int) -> float:
     """The memory of a process that no other process shares."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -358,31 +322,20 @@ def test_a_bad_keys_file_refuses_the_reload(store: Store, tmp_path: Path) -> Non
         assert server.reload().startswith("nothing was reloaded")
 
 
-@pytest.mark.parametrize("target", SPELLINGS)
-def test_without_keys_no_request_reloads(servers: dict[str, Server], target: str) -> None:
+@pytest.mark.parametrize("front_ends", [0, 1])
+def test_without_keys_no_request_reloads(
+    servers: Callable[[tuple[str, ...]], Server], front_ends: int
+) -> None:
     """A proxy on the same machine may pass on the request of anybody, and change nothing in it."""
-    refusals = {"one": (403, "by SIGHUP only"), "front-ends": (409, "needs a roll of the replicas")}
-    for name, server in servers.items():
-        status, body = raw_post(server, target)
-        expected = (404, "there is no route") if "%" in target else refusals[name]
-        assert (status, expected[1] in body) == (expected[0], True), body
-
-
-@pytest.fixture(scope="module")
-def servers(tiny_store: Path) -> Iterator[dict[str, Server]]:
-    """Return a server of each form."""
-    arguments = ("--model", "bert")
-    with (
-        running_server(tiny_store, *arguments) as one,
-        running_server(tiny_store, *arguments, "--frontends", "1") as front_ends,
-    ):
-        yield {"one": one, "front-ends": front_ends}
-
-
-def test_front_ends_do_not_reload_and_serve_on(servers: dict[str, Server]) -> None:
-    server = servers["front-ends"]
+    server = servers(("--frontends", "2") if front_ends else ())
+    refusal = (409, "needs a roll of the replicas") if front_ends else (403, "by SIGHUP only")
     before = children(server.process.pid, "")
-    assert "needs a roll of the replicas" in server.reload()
+    for target in SPELLINGS:
+        status, body = raw_post(server, target)
+        expected = (404, "there is no route") if "%" in target else refusal
+        assert (status, expected[1] in body) == (expected[0], True), body
+    if front_ends:
+        assert "needs a roll of the replicas" in server.reload()
     assert httpx.post(f"{server.url}/embed", json={"inputs": "river"}).status_code == 200
     assert children(server.process.pid, "") == before
 

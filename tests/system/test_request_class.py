@@ -5,18 +5,14 @@ from pathlib import Path
 import httpx
 
 from cloze.client import Client
+from tests.support.faulty import embed, metric, one_process
 from tests.support.waiting import wait_until
-from tests.system.test_promises import Faulty, embed, faulty_server, metric
-
-__all__ = ["faulty_server"]
 
 CLASS = "x-request-class"
 
 
-def test_a_class_is_stated_and_a_lost_device_is_noticed(
-    faulty_server: Faulty, tiny_store: Path
-) -> None:
-    with faulty_server(tiny_store, CLOZE_CANARY_INTERVAL_MS="200") as server:
+def test_a_class_is_stated_and_a_lost_device_is_noticed(tiny_store: Path) -> None:
+    with one_process(tiny_store, CLOZE_CANARY_INTERVAL_MS="200") as server:
         for route in ("/embed", "/v1/embeddings", "/v2/models/bert.embed/infer"):
             wrong = httpx.post(f"{server.url}{route}", json={}, headers={CLASS: "bulky"})
             assert wrong.status_code in (400, 422)

@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import pytest
 
-import cloze.client
 from cloze.client import AsyncClient, Client, calls, clients, vector_calls
 from cloze.client.errors import (
     ClientError,
@@ -33,6 +32,9 @@ from cloze.client.results import (
     Word,
     WordPrediction,
 )
+from cloze.service.tasks import TASKS
+
+pytestmark = pytest.mark.anyio
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -77,103 +79,117 @@ def test_predictions_of_one_and_of_several_masks() -> None:
     )
     one = Prediction(0.5, 7, "red", "red door")
     assert result == [[[one]], [[one], [one, one]]]
-    assert recorded.bodies == [
-        {
-            "inputs": ["a", "b"],
-            "parameters": {"top_k": 2, "targets": ["x"], "long_text": "window"},
-            "model": "m",
-        }
-    ]
-    assert recorded.requests[0].url == "http://cloze/fill-mask"
-    assert recorded.requests[0].method == "POST"
-    assert recorded.requests[0].headers["accept"] == "application/json"
-
-
-def test_what_is_not_given_is_not_sent() -> None:
+    parameters = {"top_k": 2, "targets": ["x"], "long_text": "window"}
+    assert recorded.bodies == [{"inputs": ["a", "b"], "parameters": parameters, "model": "m"}]
+    [request] = recorded.requests
+    assert (request.method, request.url) == ("POST", "http://cloze/fill-mask")
+    assert request.headers["accept"] == "application/json"
     recorded = answering([[]])
     assert recorded.client.fill_mask("a") == [[[]]]
-    assert recorded.bodies == [{"inputs": ["a"]}]
+    assert recorded.bodies == [{"inputs": ["a"]}], "what is not given is not sent"
 
 
 def test_words_and_fillings() -> None:
     word = {"score": 0.5, "tokens": [7, 8], "token_str": "reds", "sequence": "s", "later": 1}
     recorded = answering([[word]])
-    assert recorded.client.fill_mask_words("a", ["reds"], top_k=1) == [
-        [[WordPrediction(0.5, [7, 8], "reds", "s")]]
-    ]
-    assert recorded.bodies[0]["parameters"] == {
-        "top_k": 1, "targets": ["reds"], "targets_as": "words",
-    }  # fmt: skip
+    result = recorded.client.fill_mask_words("a", ["reds"], top_k=1)
+    assert result == [[[WordPrediction(0.5, [7, 8], "reds", "s")]]]
+    parameters = {"top_k": 1, "targets": ["reds"], "targets_as": "words"}
+    assert recorded.bodies[0]["parameters"] == parameters
     filling = {"score": 0.5, "tokens": [7], "token_strs": ["red"], "sequence": "s"}
     recorded = answering([[filling]])
     assert recorded.client.fill_mask_jointly("a") == [[Filling(0.5, [7], ["red"], "s")]]
     assert recorded.bodies[0]["parameters"] == {"decode": "beam"}
 
 
-def test_scores() -> None:
+def test_scores_and_entities() -> None:
     token = {"token": "a", "start": 0, "end": 1, "log_probability": -2.0}
     recorded = answering([{"score": -2.0, "tokens": [token]}])
-    assert recorded.client.score("a", long_text="window") == [
-        Score(-2.0, [ScoredToken("a", 0, 1, -2.0)])
-    ]
+    result = recorded.client.score("a")
+    assert result == [Score(-2.0, [ScoredToken("a", 0, 1, -2.0)])]
     assert recorded.requests[0].url.path == "/score"
-    assert recorded.bodies == [{"inputs": ["a"], "parameters": {"long_text": "window"}}]
+    place = {"score": 0.5, "word": "w", "start": 1, "end": 2}
+    tokens = [place | {"entity_group": "PER"}, place | {"entity": "B-PER", "index": 1}]
+    recorded = answering([tokens])
+    result = recorded.client.token_classification("a")
+    assert result == [[Entity("PER", 0.5, "w", 1, 2), Entity("B-PER", 0.5, "w", 1, 2)]]
+    assert recorded.requests[0].url.path == "/token-classification"
 
 
 def test_next_sentences_are_the_scores_of_the_first_label() -> None:
     labels = [{"label": "IsNext", "score": 0.75}, {"label": "NotNext", "score": 0.25}]
-    recorded = answering([labels, labels])
-    result = recorded.client.nsp([("a", "b"), ("c", "d")])
-    assert (result.tolist(), result.dtype) == ([0.75, 0.75], np.float32)
-    assert recorded.bodies[0]["inputs"] == [{"text": "a", "next": "b"}, {"text": "c", "next": "d"}]
-    recorded = answering([labels])
+    recorded = answering([labels, labels], [labels, labels], [labels])
+    two = [{"text": "a", "next": "b"}, {"text": "c", "next": "d"}]
+    for pairs in ([("a", "b"), ("c", "d")], (("a", "b"), ("c", "d"))):
+        result = recorded.client.nsp(pairs)
+        assert (result.tolist(), result.dtype) == ([0.75, 0.75], np.float32)
     assert recorded.client.nsp(("a", "b")).tolist() == [0.75]
-    assert recorded.bodies[0]["inputs"] == [{"text": "a", "next": "b"}]
+    assert [body["inputs"] for body in recorded.bodies] == [two, two, two[:1]]
     assert recorded.requests[0].url.path == "/nsp"
 
 
 def test_answers_of_one_and_of_several() -> None:
     answer = {"answer": "red", "score": 0.5, "start": 0, "end": 3}
     recorded = answering([answer, [answer, answer]])
-    result = recorded.client.qa(
-        [("q", "c"), ("r", "d")],
-        top_k=2,
-        doc_stride=3,
-        max_answer_len=4,
-        handle_impossible_answer=True,
-    )
     one = Answer("red", 0.5, 0, 3)
-    assert result == [[one], [one, one]]
-    assert recorded.bodies[0] == {
-        "inputs": [{"question": "q", "context": "c"}, {"question": "r", "context": "d"}],
-        "parameters": {"top_k": 2, "doc_stride": 3, "max_answer_len": 4, "handle_impossible_answer": True},
-    }  # fmt: skip
+    assert recorded.client.qa([("q", "c"), ("r", "d")], top_k=2) == [[one], [one, one]]
+    inputs = [{"question": "q", "context": "c"}, {"question": "r", "context": "d"}]
+    assert recorded.bodies[0] == {"inputs": inputs, "parameters": {"top_k": 2}}
     assert recorded.requests[0].url.path == "/qa"
 
 
-def test_labels_of_texts_and_pairs() -> None:
-    recorded = answering([[{"label": "x", "score": 0.5}]] * 2)
-    assert (
-        recorded.client.classify(["a", ("b", "c")], label_set="s", function_to_apply="none")
-        == [[Label("x", 0.5)]] * 2
-    )
-    assert recorded.bodies[0]["inputs"] == ["a", {"text": "b", "text_pair": "c"}]
-    assert recorded.bodies[0]["parameters"] == {"label_set": "s", "function_to_apply": "none"}
-    recorded = answering([[]])
-    recorded.client.classify(("b", "c"))
-    assert recorded.bodies[0]["inputs"] == [{"text": "b", "text_pair": "c"}]
+@pytest.mark.parametrize(
+    ("texts", "sent"),
+    [
+        ("a", ["a"]),
+        (("a", "b"), [{"text": "a", "text_pair": "b"}]),
+        (["a", ("b", "c")], ["a", {"text": "b", "text_pair": "c"}]),
+        ((("a", "b"), ["c", "d"]), [{"text": t, "text_pair": p} for t, p in ("ab", "cd")]),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (iter(["a", "b"]), ["a", "b"]),
+    ],
+)
+def test_only_a_tuple_is_a_pair(texts: Any, sent: list[Any]) -> None:
+    recorded = answering([[{"label": "x", "score": 0.5}]] * len(sent))
+    assert recorded.client.classify(texts) == [[Label("x", 0.5)]] * len(sent)
+    assert recorded.bodies == [{"inputs": sent}]
     assert recorded.requests[0].url.path == "/classify"
 
 
-def test_entities_of_groups_and_of_tokens() -> None:
-    place = {"score": 0.5, "word": "w", "start": 1, "end": 2}
-    recorded = answering(
-        [[place | {"entity_group": "PER"}, place | {"entity": "B-PER", "index": 1}]]
-    )
-    result = recorded.client.token_classification("a", label_set="s", stride=2)
-    assert result == [[Entity("PER", 0.5, "w", 1, 2), Entity("B-PER", 0.5, "w", 1, 2)]]
-    assert recorded.bodies[0]["parameters"] == {"label_set": "s", "stride": 2}
-    assert recorded.requests[0].url.path == "/token-classification"
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.qa("hi"), TypeError, "qa"),
+        (lambda c: c.qa(["hi", "ho"]), TypeError, "qa .*, got one text at 0"),
+        (lambda c: c.qa(("a", "b", "c")), TypeError, "qa .*, got one text at 0"),
+        (lambda c: c.nsp([("a",)]), TypeError, "nsp .*, got a tuple of 1 at 0"),
+        (lambda c: c.nsp(None), TypeError, "nsp .*, got None"),
+        (lambda c: c.classify(["a", ["b"]]), TypeError, "classify .*got a list of 1 at 1"),
+        (lambda c: c.classify({"text": "a"}), TypeError, "classify .*dict"),
+        (lambda c: c.embed_all(b"a"), TypeError, "embed_all .*bytes"),
+        (lambda c: c.embed_sparse(["a", None]), TypeError, "embed_sparse .*got None at 1"),
+        (lambda c: c.token_classification([("a", "b")]), TypeError, "token_class.*a tuple of 2"),
+        (lambda c: c.fill_mask("a", targets="moon"), TypeError, "fill_mask .*targets"),
+        (lambda c: c.fill_mask_words("a", "moon"), TypeError, "fill_mask_words .*targets"),
+        (lambda c: c.fill_mask("a", top_k=True), TypeError, "fill_mask .*whole number"),
+        (lambda c: c.fill_mask_jointly("a", decode="best"), ValueError, "fill_mask_jointly"),
+        (lambda c: c.similarity(["a"], "b"), TypeError, "similarity .*source"),
+        (lambda c: c.rerank(None, ["b"]), TypeError, "rerank .*query"),
+        (lambda c: c.embed("a", pooling="sum"), ValueError, "embed .*cls, mean, max"),
+        (lambda c: c.embed("a", dtype=4), TypeError, "embed .*dtype"),
+        (lambda c: c.qa(("a", "b"), topk=2), TypeError, "qa.* unexpected keyword argument 'topk'"),
+    ],
+)
+async def test_every_method_says_what_it_takes(
+    call: Callable[[Any], Any], error: type[Exception], message: str
+) -> None:
+    recorded = answering()
+    with pytest.raises(error, match=f"^{message}"):
+        call(recorded.client)
+    async with AsyncClient(transport=httpx.MockTransport(lambda _: None)) as client:
+        with pytest.raises(error, match=f"^{message}"):
+            await call(client)
+    assert recorded.requests == []
 
 
 def test_ranks_are_joined_by_their_scores() -> None:
@@ -190,14 +206,10 @@ def test_ranks_are_joined_by_their_scores() -> None:
 
 def test_vectors_are_bytes() -> None:
     recorded = Recorded(echo_rows, batch_size=2)
-    result = recorded.client.embed(
-        ["a", "bb", "ccc"], normalize=False, prompt_name="p", layers="first"
-    )
+    result = recorded.client.embed(["a", "bb", "ccc"], normalize=False, prompt_name="p")
     assert (result.tolist(), result.dtype) == ([[1], [2], [3]], np.float32)
     assert [body["inputs"] for body in recorded.bodies] == [["a", "bb"], ["ccc"]]
-    assert recorded.bodies[1] == {
-        "inputs": ["ccc"], "normalize": False, "prompt_name": "p", "layers": "first",
-    }  # fmt: skip
+    assert recorded.bodies[1] == {"inputs": ["ccc"], "normalize": False, "prompt_name": "p"}
     assert recorded.requests[0].headers["accept"] == "application/octet-stream; dtype=float32"
 
 
@@ -288,29 +300,34 @@ def test_no_input_is_one_request() -> None:
     assert len(recorded.requests) == 1
 
 
-def test_a_full_batch_is_one_request() -> None:
-    recorded = Recorded(echo_rows, batch_size=2)
-    recorded.client.embed(["a", "b"])
-    assert len(recorded.requests) == 1
-
-
 def test_options_out_of_their_limits() -> None:
-    for options in ({"batch_size": 0}, {"retries": -1}):
-        with pytest.raises(ValueError, match="must be at least"):
-            Client("http://cloze", **options)  # type: ignore[arg-type]
+    for kind in (Client, AsyncClient):
+        for options in (
+            {"batch_size": 0},
+            {"retries": -1},
+            *({"url": url} for url in ("ftp://host", "", "localhost:port")),
+        ):
+            with pytest.raises(ValueError, match=r"must be at least|no address of a server"):
+                kind(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
         AsyncClient("http://cloze", concurrency=0)
     Client("http://cloze", batch_size=1, retries=0).close()
 
 
-def test_defaults() -> None:
-    client = Client()
-    assert (client._options.batch_size, client._options.retries) == (256, 3)
-    assert client._options.progress is False
-    assert client._http.timeout.read == 60
-    assert str(client._http.base_url) == "http://localhost:8000"
-    client.close()
-    assert client._http.is_closed
+@pytest.mark.parametrize(
+    ("header", "expected"), [("7", [7]), ("30", [30]), ("0", [0]), ("-3", [0]), ("31", None)]
+)
+def test_the_server_s_time_is_waited_for_up_to_half_a_minute(
+    header: str, expected: list[float] | None, waits: list[float]
+) -> None:
+    recorded, info = failing(503, 1, headers={"retry-after": header})
+    if expected is None:
+        with pytest.raises(ServerBusy) as caught:
+            info()
+        assert (len(recorded.requests), caught.value.retry_after_s) == (1, float(header))
+    else:
+        info()
+        assert waits == expected
 
 
 @pytest.fixture
@@ -360,46 +377,9 @@ def test_retries_end(waits: list[float]) -> None:
     assert caught.value.retry_after_s is None
 
 
-def test_waits_grow_to_half_a_minute() -> None:
-    longest = list(clients._Options(batch_size=1, retries=9, progress=False).waits_s())
-    assert len(longest) == 9
-    for retry, wait in enumerate(longest):
-        assert 0.5 * min(30, 0.5 * 2**retry) <= wait <= min(30, 0.5 * 2**retry)
-
-
-def test_the_server_s_time_is_waited_for(waits: list[float]) -> None:
-    _, info = failing(429, 2, headers={"retry-after": "7"})
-    info()
-    assert waits == [7, 7]
-
-
-def test_a_time_of_half_a_minute_is_the_longest(waits: list[float]) -> None:
-    _, info = failing(503, 1, headers={"retry-after": "30"})
-    info()
-    assert waits == [30]
-    recorded, info = failing(503, 1, headers={"retry-after": "31"})
-    with pytest.raises(ServerBusy) as caught:
-        info()
-    assert len(recorded.requests) == 1
-    assert caught.value.retry_after_s == 31
-
-
-@pytest.mark.parametrize("header", ["-3", "0"])
-def test_a_time_in_the_past_is_now(header: str, waits: list[float]) -> None:
-    _, info = failing(429, 1, headers={"retry-after": header})
-    info()
-    assert waits == [0]
-
-
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [
-        (400, RequestRefused),
-        (404, RequestRefused),
-        (422, RequestRefused),
-        (500, ServerFailed),
-        (504, ServerFailed),
-    ],
+    [(400, RequestRefused), (422, RequestRefused), (500, ServerFailed), (504, ServerFailed)],
 )
 def test_other_statuses_are_not_asked_again(
     status: int, kind: type[ClientError], waits: list[float]
@@ -408,8 +388,7 @@ def test_other_statuses_are_not_asked_again(
     with pytest.raises(ClientError, match=f"{status}: plain") as caught:
         info()
     assert type(caught.value) is kind
-    assert len(recorded.requests) == 1
-    assert waits == []
+    assert (len(recorded.requests), waits) == (1, [])
 
 
 def test_a_message_without_content_is_the_reason() -> None:
@@ -424,17 +403,19 @@ def test_a_message_without_content_is_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_sent_again"),
     [
-        httpx.ConnectError,
-        httpx.ReadError,
-        httpx.RemoteProtocolError,
-        httpx.ConnectTimeout,
-        httpx.PoolTimeout,
+        (httpx.ConnectError, True),
+        (httpx.ReadError, True),
+        (httpx.RemoteProtocolError, True),
+        (httpx.ConnectTimeout, True),
+        (httpx.PoolTimeout, True),
+        (httpx.ReadTimeout, False),
+        (httpx.UnsupportedProtocol, False),
     ],
 )
 def test_a_request_that_may_not_have_arrived_is_sent_again(
-    error: type[httpx.TransportError], waits: list[float]
+    error: type[httpx.TransportError], is_sent_again: bool, waits: list[float]
 ) -> None:
     errors = iter([error("no")])
 
@@ -444,22 +425,13 @@ def test_a_request_that_may_not_have_arrived_is_sent_again(
         return httpx.Response(200, json={})
 
     recorded = Recorded(handler)
-    assert recorded.client.info() == {}
-    assert len(recorded.requests) == 2
-    assert waits == pytest.approx([0.375])
-
-
-@pytest.mark.parametrize("error", [httpx.ReadTimeout, httpx.UnsupportedProtocol])
-def test_a_request_that_has_had_its_time_is_not(
-    error: type[httpx.TransportError], waits: list[float]
-) -> None:
-    def handler(_: httpx.Request) -> httpx.Response:
-        raise error("no")
-
-    recorded = Recorded(handler)
-    with pytest.raises(ServerUnreachable, match=r"http://cloze.*: no$"):
-        recorded.client.info()
-    assert len(recorded.requests) == 1
+    if is_sent_again:
+        assert recorded.client.info() == {}
+        assert waits == pytest.approx([0.375])
+    else:
+        with pytest.raises(ServerUnreachable, match=r"http://cloze.*: no$"):
+            recorded.client.info()
+        assert waits == []
 
 
 def test_headers_go_with_every_request() -> None:
@@ -480,31 +452,15 @@ def test_vectors_of_two_spaces_are_not_joined(name: str) -> None:
         headers = shape | {"x-embedding-space": next(spaces)}
         return httpx.Response(200, content=content, headers=headers)
 
-    call = getattr(Recorded(reply, batch_size=1).client, name)
+    recorded = Recorded(reply, batch_size=1)
+    call = getattr(recorded.client, name)
     with pytest.raises(ServerFailed, match="one and two"):
         call(["a", "b"])
-    assert len(call(["a", "b"])) == 2
+    assert len(call(["a", "b"], expect_embedding_space="own")) == 2
+    assert recorded.requests[-1].headers["x-expect-embedding-space"] == "own"
 
 
-@pytest.mark.parametrize("name", ["embed", "embed_all", "embed_sparse"])
-def test_the_expected_space_goes_with_each_kind_of_vectors(name: str) -> None:
-    recorded = Recorded(lambda _: httpx.Response(412, json={"error": "another space"}))
-    with pytest.raises(RequestRefused, match="another space"):
-        getattr(recorded.client, name)("a", expect_embedding_space="own")
-    assert recorded.requests[0].headers["x-expect-embedding-space"] == "own"
-
-
-def run_async(client: AsyncClient, call: Callable[[AsyncClient], Any]) -> Any:
-    async def run() -> Any:
-        async with client:
-            return await call(client)
-
-    result = asyncio.run(run())
-    assert client._http.is_closed
-    return result
-
-
-def test_requests_of_coroutines_run_at_once_up_to_the_limit() -> None:
+async def test_requests_of_coroutines_run_at_once_up_to_the_limit() -> None:
     running, most = 0, 0
 
     async def handler(request: httpx.Request) -> httpx.Response:
@@ -516,93 +472,62 @@ def test_requests_of_coroutines_run_at_once_up_to_the_limit() -> None:
         running -= 1
         return echo_rows(request)
 
-    client = AsyncClient(
-        "http://cloze", batch_size=1, concurrency=3, transport=httpx.MockTransport(handler)
-    )
-    texts = ["a" * n for n in range(1, 8)]
-    result = run_async(client, lambda c: c.embed(texts))
+    transport = httpx.MockTransport(handler)
+    async with AsyncClient(batch_size=1, concurrency=3, transport=transport) as client:
+        result = await client.embed(["a" * n for n in range(1, 8)])
     assert result.ravel().tolist() == list(range(1, 8))
     assert most == 3
 
 
-def test_ranks_of_coroutines_have_the_places_of_the_whole_list() -> None:
+async def test_ranks_of_coroutines_have_the_places_of_the_whole_list() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         [text] = json.loads(request.content)["texts"]
         return httpx.Response(200, json=[{"index": 0, "score": float(text)}])
 
-    client = AsyncClient("http://cloze", batch_size=1, transport=httpx.MockTransport(handler))
-    result = run_async(client, lambda c: c.rerank("q", ["0.1", "0.9", "0.5"]))
+    async with AsyncClient(batch_size=1, transport=httpx.MockTransport(handler)) as client:
+        result = await client.rerank("q", ["0.1", "0.9", "0.5"])
     assert result == [Rank(1, 0.9), Rank(2, 0.5), Rank(0, 0.1)]
 
 
-def test_coroutines_try_again_and_raise_the_same_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_FIRST_WAIT_S", 0.0)
+async def test_coroutines_try_again_and_raise_the_same_errors() -> None:
     statuses = iter([429, 503, 200, 400])
 
-    async def handler(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(next(statuses), json={"error": "no"})
+    def handler(_: httpx.Request) -> httpx.Response:
+        headers = {"retry-after": "0"}
+        return httpx.Response(next(statuses), json={"error": "no"}, headers=headers)
 
-    client = AsyncClient("http://cloze", transport=httpx.MockTransport(handler))
-
-    async def both(c: AsyncClient) -> Any:
-        first = await c.info()
+    async with AsyncClient(transport=httpx.MockTransport(handler)) as client:
+        assert await client.info() == {"error": "no"}
         with pytest.raises(RequestRefused):
-            await c.info()
-        return first
-
-    assert run_async(client, both) == {"error": "no"}
+            await client.info()
 
 
-def test_both_clients_have_every_call() -> None:
+def test_both_clients_have_a_method_per_task_with_its_parameters() -> None:
     functions = {
-        name
+        name: function
         for module in (calls, vector_calls)
-        for name, value in inspect.getmembers(module, inspect.isfunction)
-        if not name.startswith("_") and value.__module__ == module.__name__
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
     }
+    called = {name.replace("_", "-") for name in functions} | {"text-classification"}
+    assert set(TASKS) <= called, "classify does text-classification"
     for kind in (Client, AsyncClient):
-        assert all(callable(getattr(kind, name, None)) for name in functions)
-        assert list(inspect.signature(kind.nsp).parameters) == [
-            "self",
-            "pairs",
-            "long_text",
-            "model",
-        ]
+        for name, function in functions.items():
+            method = inspect.signature(getattr(kind, name))
+            assert ["self", *inspect.signature(function).parameters] == list(method.parameters)
 
 
-def test_one_pair_is_a_tuple_of_two_texts() -> None:
-    labels = [{"label": "IsNext", "score": 0.75}]
-    recorded = answering([labels, labels])
-    recorded.client.nsp((("a", "b"), ("c", "d")))
-    assert len(recorded.bodies[0]["inputs"]) == 2
-
-
-def test_both_clients_have_the_same_defaults() -> None:
-    other = AsyncClient()
-    assert (other._options.batch_size, other._options.retries, other._concurrency) == (256, 3, 4)
-    assert other._options.progress is False
-    assert other._http.timeout.read == 60
-    asyncio.run(other.close())
-
-
-def test_a_failed_request_ends_the_others_of_its_call() -> None:
+async def test_a_failed_request_ends_the_others_of_its_call() -> None:
     async def handler(request: httpx.Request) -> httpx.Response:
         if json.loads(request.content)["inputs"] == ["wrong"]:
             return httpx.Response(400, json={"error": "no"})
         return await asyncio.Future()
 
-    async def run() -> int:
-        client = AsyncClient("http://cloze", batch_size=1, transport=httpx.MockTransport(handler))
-        async with client:
-            with pytest.raises(RequestRefused):
-                await client.embed(["wrong", "waits", "waits too"])
-            return len(asyncio.all_tasks())
-
-    assert asyncio.run(run()) == 1
-
-
-def test_every_exported_name_exists() -> None:
-    assert [name for name in cloze.client.__all__ if not hasattr(cloze.client, name)] == []
+    before = asyncio.all_tasks()
+    async with AsyncClient(batch_size=1, transport=httpx.MockTransport(handler)) as client:
+        with pytest.raises(RequestRefused):
+            await client.embed(["wrong", "waits", "waits too"])
+        assert asyncio.all_tasks() == before
 
 
 def test_a_bar_shows_the_requests_of_a_long_list(capsys: pytest.CaptureFixture[str]) -> None:

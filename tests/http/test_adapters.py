@@ -193,28 +193,6 @@ def test_int8_keeps_the_integers_of_the_base(
     assert np.corrcoef(single - without, after - before)[0, 1] > 0.95
 
 
-def test_adapters_are_loaded_when_asked_for_and_the_longest_unused_is_evicted(
-    base: Bundle, folders: dict[str, Path], tmp_path: Path, base_model: BertForPreTraining
-) -> None:
-    big = Recipe(7, rank=512, targets=EVERY_LAYER[:3])  # 2 layers x 3 x 512 x 128 x 4 bytes
-    folders = {n: write(tmp_path / n, big, base_model) for n in ("one", "two", "three")}
-    engine, adapters = opened(base, folders, mib=4, held=False)
-    loaded = engine.adapters
-    assert loaded is not None
-    assert (loaded.keys, loaded.size) == ([], 0)
-    for name in ("one", "two", "one", "three"):
-        encoding = asking(1, "embed", adapters[name].key)
-        loaded.hold(encoding.adapter).result(60)
-        outputs = engine.run([encoding])
-        loaded.release(encoding.adapter)
-        wanted = torch_embedding(folders[name], base_model, encoding.input_ids)
-        np.testing.assert_allclose(array(outputs[0]), wanted, rtol=0, atol=1e-4)
-        assert loaded.size <= 4 * 2**20
-    assert loaded.keys == [adapters[name].key for name in ("one", "three")]
-    loaded.forget(adapters["one"].key)
-    assert loaded.keys == [adapters["three"].key]
-
-
 Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
 
 
@@ -336,15 +314,6 @@ def test_files_that_are_no_adapters_are_refused(
         open_adapters([same], [base], 64)
 
 
-def test_an_adapter_that_needs_more_than_all_may_have_is_refused(
-    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
-) -> None:
-    recipe = Recipe(1, rank=512, targets=("query", "key", "value"))
-    folder = write(tmp_path / "large", recipe, base_model)
-    with pytest.raises(StartupError, match=r"it needs .* MiB; CLOZE_ADAPTER_MEMORY_MB is 1$"):
-        open_adapters([folder], [base], 1)
-
-
 def test_a_base_takes_adapters_only_on_the_layers_that_it_was_exported_for(
     checkpoints: dict[str, Path], folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -454,3 +423,12 @@ def test_results_are_those_of_peft(
         wanted = model(torch.from_numpy(encoding.input_ids.astype(np.int64))[None]).logits[0]
     batch = [encoding, asking(2, "embed")]
     np.testing.assert_allclose(array(engine.run(batch)[0]), wanted.numpy(), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_needs_more_than_all_may_have_is_refused(
+    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
+) -> None:
+    recipe = Recipe(1, rank=512, targets=("query", "key", "value"))
+    folder = write(tmp_path / "large", recipe, base_model)
+    with pytest.raises(StartupError, match=r"it needs .* MiB; CLOZE_ADAPTER_MEMORY_MB is 1$"):
+        open_adapters([folder], [base], 1)

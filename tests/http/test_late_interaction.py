@@ -165,20 +165,6 @@ def test_vectors_are_those_of_pylates_ids(
             np.testing.assert_allclose(ours, oracle.rows(text, role), atol=2e-5)
 
 
-def test_a_query_without_marker_or_filling_has_other_scores(
-    server: Server, folders: dict[str, Path]
-) -> None:
-    oracle = Direct(folders["pylate"])
-    documents = [oracle.rows(text, "document") for text in DOCUMENTS]
-    ours = {row["index"]: row["score"] for row in ranks(server, "pylate", QUERIES[0])}
-    for options in ({"marks": False}, {"fills": False}):
-        query = oracle.rows(QUERIES[0], "query", **options)
-        wrong = [max_sim(query, document) for document in documents]
-        assert min(abs(wrong[index] - ours[index]) for index in ours) > 0.01, options
-    unmarked = oracle.rows(DOCUMENTS[0], "document", marks=False)
-    assert abs(max_sim(oracle.rows(QUERIES[0], "query"), unmarked) - ours[0]) > 0.01
-
-
 def test_queries_of_one_batch_attend_to_their_own_tokens(store: Store) -> None:
     bundle = store.open("pylate")
     manifest, file = bundle.manifest, bundle.file(bundle.manifest.graph.file)

@@ -85,15 +85,6 @@ def test_all_is_undone_also_where_the_text_has_placeholders(client: TestClient) 
     assert {"<PER_1>", "<misc_1>", "<LOC_2>"}.isdisjoint(name for name, _ in names)
 
 
-def test_texts_are_numbered_alone_unless_asked_otherwise(client: TestClient) -> None:
-    together = ask(client, TEXTS, across_texts=True)
-    apart = ask(client, TEXTS)
-    assert apart == [ask(client, text) for text in TEXTS]
-    assert together != apart
-    places = [[(r["start"], r["label"]) for r in each["replacements"]] for each in together]
-    assert places == [[(r["start"], r["label"]) for r in each["replacements"]] for each in apart]
-
-
 def test_entities_are_those_of_transformers(client: TestClient, checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,10 +131,6 @@ def test_a_long_text_is_replaced_to_its_end(client: TestClient) -> None:
 ])  # fmt: skip
 def test_patterns_need_their_check_digits(pattern: Pattern, text: str, found: list[str]) -> None:
     assert [text[start:end] for start, end in find(text, pattern)] == found
-
-
-def test_a_national_number_needs_its_country() -> None:
-    assert list(find("030 123456", "PHONE", "DE")) == [(0, 10)]
 
 
 def test_patterns_are_off_unless_asked_for(client: TestClient) -> None:

@@ -1,9 +1,7 @@
 """Every route that runs a model has the same way in: gate, drain, limits, one spelling of a path."""
 
-import asyncio
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +13,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from cloze.model_store import Store
-from cloze.service.errors import InvalidRequest
 from cloze.service.service import single_process
 from cloze.service.settings import Settings, load_settings
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.task import TaskLimits
-from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from cloze.service.text.tokenizer import Tokenizer
-from cloze.service.threads import run_on_thread
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
@@ -233,33 +228,6 @@ def test_tokens_of_an_answer_are_limited(every_task: Server) -> None:
     assert len(most.json()[0]) == limit
 
 
-def test_ids_to_decode_are_limited(every_task: Server) -> None:
-    limit = Settings().max_request_results
-    for ids, code in (
-        ([5] * (limit + 1), "limit_exceeded"),
-        ([[5]] * 2049, "limit_exceeded"),
-        ([5, 2**40], "invalid_value"),
-    ):
-        assert error_of(post(every_task, "/decode", ids=ids)) == (422, code)
-    assert post(every_task, "/decode", ids=[2**32 - 1, 10**9]).json() == [""]
-    assert len(post(every_task, "/decode", ids=[5] * limit).json()) == 1
-
-
-def test_answers_without_the_engine_have_the_headers_and_metrics_of_tasks(
-    every_task: Server,
-) -> None:
-    for path, body in (("/tokenize", {"inputs": "a"}), ("/decode", {"ids": [5]})):
-        answer = post(every_task, path, **body)
-        assert answer.headers["x-compute-tokens"] == "0"
-        assert answer.headers["x-model"] == "cloze-bert@1"
-        series = (
-            rf'cloze_requests_total\{{model="cloze-qa",route="{path}",status="200",version="1"\}}'
-        )
-        before = metric(every_task, series)
-        assert post(every_task, path, model="cloze-qa", **body).status_code == 200
-        assert metric(every_task, series) == before + 1
-
-
 def test_a_large_answer_of_tokens_that_nobody_reads_is_given_up(tiny_store: Path) -> None:
     """Its memory counts, so another one needs the room."""
     body = orjson.dumps({"inputs": "a " * 150_000})
@@ -293,31 +261,3 @@ def context(store: Path) -> TaskContext:
     bundle = Store(store).open("cloze-bert")
     most = TaskLimits(160, 64, 1000, 10**6, 10**6, 10**6, 10**6)
     return TaskContext(bundle.manifest, Tokenizer(bundle), most)
-
-
-@pytest.mark.parametrize("task", [TOKENIZE, DECODE], ids=["tokenize", "decode"])
-def test_work_of_a_request_that_has_ended_ends(every_task_store: Path, task: Any) -> None:
-    """Its client left, or its time is over."""
-    model, ended, began = context(every_task_store), threading.Event(), threading.Event()
-    raised: list[BaseException] = []
-    inputs: Any = ["the king"] * 200_000 if task is TOKENIZE else [[5, 6]] * 200_000
-
-    def work() -> None:
-        began.set()
-        try:
-            prepared = task.prepare(inputs, task.parameters(), model)
-            task.decode(prepared.state, [], model)
-        except (asyncio.CancelledError, InvalidRequest) as error:
-            raised.append(error)
-        ended.set()
-
-    async def leave() -> None:
-        waiting = asyncio.create_task(run_on_thread(work))
-        await asyncio.to_thread(began.wait)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(leave())
-    assert ended.wait(20)
-    assert [type(error) for error in raised] == [asyncio.CancelledError]

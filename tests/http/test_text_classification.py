@@ -19,7 +19,6 @@ from transformers import (
 
 from cloze.client import Client
 from cloze.export.errors import ExportError
-from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -135,26 +134,6 @@ def test_our_client_classifies_texts_and_pairs(server: Server) -> None:
     ]
 
 
-def test_a_single_text_is_nested_too(server: Server) -> None:
-    """huggingface_hub's client takes the first list of the answer."""
-    response = httpx.post(f"{server.url}/classify", json={"inputs": TEXTS[0]})
-    assert [sorted(row) for row in response.json()[0]] == [["label", "score"]] * len(
-        response.json()[0]
-    )
-
-
-def test_a_batch_mixes_it_with_other_tasks(tmp_path: Path, classifiers: dict[str, Path]) -> None:
-    """A checkpoint whose owner asks for embeddings too serves both from one graph."""
-    options = ExportOptions(tasks=("text-classification", "embed"))
-    bundle = export(str(classifiers["single"]), "both", Store(tmp_path), options)
-    assert bundle.manifest.tasks == ("text-classification", "embed")
-    with running_server(tmp_path, "--workers", "1") as server, httpx.Client() as client:
-        alone = client.post(f"{server.url}/classify", json={"inputs": "walk red"}).json()
-        embedded = client.post(f"{server.url}/embed", json={"inputs": "walk red"})
-        assert embedded.status_code == 200
-        assert client.post(f"{server.url}/classify", json={"inputs": "walk red"}).json() == alone
-
-
 def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> None:
     manifest = Store(classifier_store).manifest("multi")
     options = manifest.heads["sequence_classification"].model_dump(exclude_none=True)
@@ -183,9 +162,3 @@ def test_labels_that_do_not_count_from_zero_are_refused(
         (folder / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(ExportError, match=message):
             export(str(folder), "x", Store(tmp_path / "store"))
-
-
-def test_a_masked_token_model_has_no_classifier(checkpoints: dict[str, Path]) -> None:
-
-    names = [head.name for head in load_checkpoint(str(checkpoints["bert"])).heads]
-    assert "sequence_classification" not in names

@@ -11,7 +11,6 @@ import httpx
 import orjson
 import pytest
 
-from tests.http.test_connections import address
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 
@@ -35,10 +34,11 @@ def chunk(size: int) -> bytes:
 @contextmanager
 def senders(server: Server, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
     """Clients that have sent the beginning of a request."""
+    host, port = server.url.removeprefix("http://").split(":")
     with ExitStack() as stack:
         clients = []
         for _ in range(count):
-            clients.append(stack.enter_context(socket.create_connection(address(server), 30)))
+            clients.append(stack.enter_context(socket.create_connection((host, int(port)), 30)))
             clients[-1].sendall(sent)
         yield clients
 

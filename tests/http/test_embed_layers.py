@@ -22,7 +22,6 @@ from cloze.model_store import Store
 from cloze.model_store.heads import layer_embedding
 from cloze.model_store.manifest import Precision
 from tests.export.test_int8 import gate_texts
-from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.tiny import save_checkpoint
 
@@ -51,9 +50,8 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("four") / "bert", "bert", **sizes)
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "2")], ids=["one", "front-ends"])
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     four_layers: Path,
     checkpoints: dict[str, Path],
@@ -62,7 +60,7 @@ def server(
     export(str(four_layers), "four", store, ExportOptions(tasks=TASKS))
     export(str(checkpoints["distilbert"]), "two", store, ExportOptions(tasks=TASKS))
     export(str(checkpoints["bert"]), "plain", store, ExportOptions(tasks=("embed",)))
-    with running_server(store.root, *request.param) as running:
+    with running_server(store.root) as running:
         yield running
 
 
@@ -89,15 +87,6 @@ def test_vectors_are_those_of_the_layers(
     for text, vector in zip(TEXTS, answer.json(), strict=True):
         rows = LAYERS[layers](states_of(four_layers, text))
         np.testing.assert_allclose(vector, POOLINGS[pooling](rows).numpy(), atol=5e-5)
-
-
-def test_dimensions_and_length_are_those_of_all_layers(server: Server) -> None:
-    answer = embed(server, layers="concat-last-four", dimensions=300, normalize=True)
-    vectors = np.array(answer.json())
-    assert vectors.shape == (3, 300)
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    answer = embed(server, layers="concat-last-four", dimensions=385)
-    assert error_of(answer) == (422, "invalid_value")
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP16])

@@ -84,15 +84,6 @@ def test_errors_have_their_kind_and_not_their_message(server: Server) -> None:
     assert "privately" not in "".join(server.log)
 
 
-def test_probes_and_scrapes_have_no_line(server: Server) -> None:
-    for route in ("/healthz", "/readyz", "/health", "/metrics"):
-        assert httpx.get(server.url + route).status_code == 200
-    httpx.get(f"{server.url}/info", headers={"x-request-id": "four-4"})
-    line_of(server, "four-4")
-    routes = {line["route"] for line in requests_in(server)}
-    assert routes.isdisjoint({"/healthz", "/readyz", "/health", "/metrics"})
-
-
 def test_a_client_cannot_write_fields_of_a_line() -> None:
     """A proxy may pass on what a client forges, and a keys file may have any names."""
     forged = replace(record(), client="key:a status=200\nb")

@@ -1,7 +1,5 @@
 """The Open Inference Protocol: every task of every model, as tensors in JSON and in bytes."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,16 +9,9 @@ import pytest
 
 from cloze.service.protocols.tensors import TaskTensors
 from cloze.service.tasks import TASKS
-from tests.support.refusals import error_of
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 TEXTS = ["the king", "the old king", "a moon over the sea"]
-
-
-@pytest.fixture(scope="module")
-def server(tiny_store: Path) -> Iterator[Server]:
-    with running_server(tiny_store) as server:
-        yield server
 
 
 def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:
@@ -108,16 +99,6 @@ def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
     own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
     assert found["count"] == [2]
     assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)
-    huge = {"spans": [[0, 10**30]]}
-    refused = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=huge)
-    assert refused.status_code == 400
-    several = infer(
-        every_task, "cloze-bert.embed", tensor("text", text, text), parameters=parameters
-    )
-    assert error_of(several) == (400, "invalid_value")
-
-
-TEXT = tensor("text", "a")
 
 
 def test_the_metrics_name_the_route_not_the_path(server: Server) -> None:

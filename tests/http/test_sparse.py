@@ -52,9 +52,9 @@ def store(tmp_path_factory: pytest.TempPathFactory, oracles: dict[str, Path]) ->
     return root
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, store: Path) -> Iterator[Server]:
-    with running_server(store, "--precision", "fp32", *request.param) as server:
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with running_server(store, "--precision", "fp32") as server:
         yield server
 
 

@@ -1,7 +1,5 @@
 """Text classification: answers are those of transformers' pipeline, whatever the problem type."""
 
-import json
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,6 @@ from transformers import (
 )
 
 from cloze.client import Client
-from cloze.export.errors import ExportError
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -68,9 +65,9 @@ def classifier_store(
     return root
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, classifier_store: Path) -> Iterator[Server]:
-    with running_server(classifier_store, "--precision", "fp32", *request.param) as server:
+@pytest.fixture(scope="module")
+def server(classifier_store: Path) -> Iterator[Server]:
+    with running_server(classifier_store, "--precision", "fp32") as server:
         yield server
 
 
@@ -143,22 +140,3 @@ def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> N
     }
     assert manifest.int8 is not None
     assert manifest.int8.gate.measured["text_classification_agreement"] >= 0.95
-
-
-def test_labels_that_do_not_count_from_zero_are_refused(
-    tmp_path: Path, classifiers: dict[str, Path]
-) -> None:
-
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(classifiers["single"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    for changes, message in (
-        ({"id2label": {"1": "a", "2": "b"}}, "id2label must name the labels 0 to N - 1"),
-        ({"id2label": {}}, "id2label must name the labels 0 to N - 1, got {}"),
-        ({"id2label": None, "num_labels": None}, "num_labels must be a number .*, got None"),
-        ({"id2label": None, "num_labels": 10**12}, "num_labels must be .* 1 to 65536, got 10{12}"),
-        ({"id2label": None, "num_labels": 5}, "sizes and labels ask for .5, "),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(ExportError, match=message):
-            export(str(folder), "x", Store(tmp_path / "store"))

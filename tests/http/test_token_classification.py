@@ -55,9 +55,9 @@ def tagger_store(tmp_path_factory: pytest.TempPathFactory, taggers: dict[str, Pa
     return root
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, tagger_store: Path) -> Iterator[Server]:
-    with running_server(tagger_store, "--precision", "fp32", *request.param) as server:
+@pytest.fixture(scope="module")
+def server(tagger_store: Path) -> Iterator[Server]:
+    with running_server(tagger_store, "--precision", "fp32") as server:
         yield server
 
 

@@ -1,36 +1,21 @@
-"""Clients that offer another protocol, and are answered in HTTP/1.1 as if they had not.
-
-`tests/unit/service/http/test_server_protocol.py` divides such requests at each byte.
-"""
+"""Clients that offer another protocol, and are answered in HTTP/1.1 as if they had not."""
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 pytestmark = pytest.mark.timeout(120)
 
 BODY = b'{"inputs": "the king"}'
 
 
-@pytest.fixture(scope="module")
-def server(tiny_store: Path) -> Iterator[Server]:
-    with running_server(tiny_store, "--model", "bert") as running:
-        yield running
-
-
 def embedded(server: Server) -> bytes:
     return httpx.post(f"{server.url}/embed", content=BODY).content
-
-
-def post(body: bytes, *headers: bytes) -> bytes:
-    head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n" % len(body)
-    return head + b"".join(headers) + b"\r\n" + body
 
 
 def test_curl_offers_http_2(server: Server, tmp_path: Path) -> None:

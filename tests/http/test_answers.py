@@ -1,8 +1,6 @@
 """What the server answers over REST equals what transformers answers, for every task and parameter."""
 
 import json
-import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +93,6 @@ def test_fill_mask(
     )
 
 
-def test_fill_mask_of_many_texts_is_each_texts_answer(server: Server) -> None:
-    together = post(server, "/fill-mask", inputs=TEXTS)
-    assert_alike(together, [post(server, "/fill-mask", inputs=text) for text in TEXTS])
-
-
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 def test_embed(server: Server, checkpoints: dict[str, Path], kind: str) -> None:
     tokenizer, model = tokenizer_of(checkpoints[kind]), AutoModel.from_pretrained(checkpoints[kind])
@@ -169,38 +162,3 @@ def test_qa_as_transformers_4_answers(server: Server, case: dict[str, Any]) -> N
     assert ours.keys() & theirs.keys() or len(answers) == 1
     for text in ours.keys() & theirs.keys():
         assert ours[text] - 1e-4 <= theirs[text] <= windows * ours[text] + 1e-4
-
-
-def test_qa_of_many_questions_is_each_questions_answer(server: Server) -> None:
-    inputs = [
-        {"question": case["question"], "context": case["context"]} for case in QA_GOLDEN["cases"]
-    ]
-    assert_alike(
-        post(server, "/qa", inputs=inputs), [post(server, "/qa", inputs=one) for one in inputs]
-    )
-
-
-def test_qa_tells_what_each_window_had_to_offer(server: Server) -> None:
-    context = "the king of paris walked to the house . " * 12 + "the queen was old ."
-    inputs = {"question": "who was old ?", "context": context}
-    parameters = {"top_k": 2, "max_seq_len": 48, "doc_stride": 16}
-    plain = post(server, "/qa", inputs=inputs, parameters=parameters)
-    detailed = post(server, "/qa", inputs=inputs, parameters=parameters | {"details": True})
-    assert detailed["answers"] == plain
-    windows = detailed["windows"]
-    assert len(windows) > 3
-    assert (windows[0]["start"], windows[-1]["end"]) == (0, len(context))
-    texts = [answer["answer"] for answer in plain]
-    for before, window in pairwise(windows):
-        assert window["start"] < before["end"], "windows overlap"
-    for window in windows:
-        best = window["best"]
-        assert best["answer"] == context[best["start"] : best["end"]]
-        assert window["start"] <= best["start"] < best["end"] <= window["end"]
-        assert 0 < window["no_answer"] < 1
-        if window["reason"] == "returned":
-            assert texts[window["rank"] - 1] == best["answer"]
-        else:
-            assert best["answer"] not in texts
-            assert re.match(r"\d+ answers? ha(s|ve) a higher score", window["reason"])
-    assert {window["reason"] for window in windows} != {"returned"}

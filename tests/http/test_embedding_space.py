@@ -321,30 +321,3 @@ def test_a_ranking_by_embeddings_uses_both_roles(server: Server, checkpoint: Pat
     ranks = httpx.post(f"{server.url}/rerank", json={"query": "moon", "texts": texts}).json()
     scores = [rank["score"] for rank in sorted(ranks, key=lambda rank: rank["index"])]
     np.testing.assert_allclose(scores, cosines, atol=1e-4)
-
-
-def test_a_model_without_roles_says_so(every_task: Server) -> None:
-    models = httpx.get(f"{every_task.url}/info").json()["models"]
-    embeds = [model for model in models if model["embedding"]]
-    assert embeds
-    for model in embeds:
-        assert model["roles"]["change_vectors"] is False
-        assert model["roles"]["query"]["embedding_space"] == model["embedding_space"]
-
-
-def test_the_fields_of_voyage_and_jina_are_read(server: Server) -> None:
-    """Voyage's client sends nulls, and asks for base64; Jina's names the type of numbers."""
-    voyage = {
-        "input": ["a"], "model": "roles", "input_type": None, "truncation": True,
-        "output_dtype": None, "output_dimension": 8, "encoding_format": "base64",
-    }  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=voyage).json()
-    vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
-    jina = {"input": ["a"], "model": "roles", "dimensions": 8}
-    for fields in ({"encoding_type": "float"}, {"embedding_type": "float", "truncate": True}):
-        answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | fields).json()
-        np.testing.assert_allclose(answer["data"][0]["embedding"], vector)
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | {"normalized": False}).json()
-    cut = np.array(answer["data"][0]["embedding"])
-    assert abs(np.linalg.norm(cut) - 1) > 0.1
-    np.testing.assert_allclose(cut / np.linalg.norm(cut), vector, atol=1e-6)

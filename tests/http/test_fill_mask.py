@@ -161,17 +161,6 @@ def test_independent_fillings_are_the_best_products(
     assert fillings[0]["tokens"] == expected[0][1]
 
 
-def test_texts_with_different_numbers_of_masks_are_filled_at_once(server: Server) -> None:
-    texts = ["the [MASK]", THREE_MASKS, TWO_MASKS]
-    together = answer(server, texts, decode="beam", top_k=2)
-    for text, fillings in zip(texts, together, strict=True):
-        alone = answer(server, text, decode="beam", top_k=2)
-        assert [f["tokens"] for f in fillings] == [f["tokens"] for f in alone]
-        assert len(fillings[0]["tokens"]) == text.count("[MASK]")
-    single = answer(server, "the [MASK]", top_k=1)[0]
-    assert together[0][0]["score"] == pytest.approx(single["score"], rel=1e-4)
-
-
 def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
     texts = ["the [MASK]", TWO_MASKS]
     with Client(server.url, batch_size=1) as client:

@@ -74,26 +74,6 @@ def test_windows_are_for_routes_that_can_join_them(every_task: Server, route: st
         assert all(one[1] > other[0] for one, other in pairwise(windows))
 
 
-def test_a_short_text_is_the_same_by_every_choice(every_task: Server) -> None:
-    for route, inputs in (
-        ("/embed", SHORT),
-        ("/fill-mask", "the [MASK] was red"),
-        ("/qa", {"question": "who was red", "context": SHORT}),
-        ("/classify", SHORT),
-        ("/token-classification", SHORT),
-    ):
-        answers = [
-            ask(every_task, route, inputs, long_text=choice).json()
-            for choice in ("error", "truncate", "window")
-        ]
-        assert answers[0] == answers[1] == answers[2]
-    scores = [
-        ask(every_task, "/score", SHORT, long_text=choice).json()["score"]
-        for choice in ("error", "truncate", "window")
-    ]
-    assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)  # copies run in any batches
-
-
 # ---- embeddings ----------------------------------------------------------------------------------
 
 
@@ -123,18 +103,6 @@ def test_classes_are_the_mean_of_the_windows(every_task: Server) -> None:
     for label in answer["result"][0]:
         scores = [next(o["score"] for o in one if o["label"] == label["label"]) for one in each]
         assert label["score"] == pytest.approx(np.mean(scores), abs=1e-5)
-
-
-def test_entities_of_windows_are_those_of_a_stride(every_task: Server) -> None:
-    window = ask(every_task, "/token-classification", LONG, long_text="window")
-    stride = ask(every_task, "/token-classification", LONG, stride=(LIMIT - 2) // 4)
-    assert window.json() == stride.json()
-    for parameters in (
-        {"stride": 3, "long_text": "error"},
-        {"long_text": "window", "aggregation_strategy": "none"},
-    ):
-        answer = ask(every_task, "/token-classification", LONG, **parameters)
-        assert error_of(answer) == (422, "invalid_value")
 
 
 # ---- masks ---------------------------------------------------------------------------------------

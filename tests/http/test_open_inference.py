@@ -102,7 +102,7 @@ def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
 
 
 def test_the_metrics_name_the_route_not_the_path(server: Server) -> None:
-    outputs(infer(server, "bert.embed", TEXT))
+    outputs(infer(server, "bert.embed", tensor("text", "a")))
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     routes = {line.split('route="')[1].split('"')[0] for line in lines if 'route="' in line}
     assert "/v2/models/{model}/infer" in routes

@@ -18,7 +18,6 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from cloze.service.tasks.patterns import Pattern, find
 from tests.support import tiny
 from tests.support.serving import running_server
 from tests.system.test_released_clients import run
@@ -119,18 +118,6 @@ def test_a_long_text_is_replaced_to_its_end(client: TestClient) -> None:
     for start, end in usage["windows"]:
         alone = ask(client, TEXTS[3][start:end])["replacements"]
         assert {start + n for r in alone for n in range(r["start"], r["end"])} <= hidden
-
-
-@pytest.mark.parametrize(("pattern", "text", "found"), [
-    ("EMAIL", "to ada.l@x.example.org, <bob+1@b-c.co>. no@ @no", ["ada.l@x.example.org", "bob+1@b-c.co"]),
-    ("IBAN", f"{IBAN} bitte; {IBAN.replace(' ', '').lower()}.", [IBAN, IBAN.replace(" ", "").lower()]),
-    ("IBAN", f"DE88{IBAN[4:]} X{IBAN} {IBAN}7", []),
-    ("CARD", f"12 {CARD} 12/27, {CARD.replace(' ', '-')}", [CARD, CARD.replace(" ", "-")]),
-    ("CARD", f"{CARD[:-1]}2 0000000000000000 1{CARD}", []),
-    ("PHONE", "+49 30 123456 or 030 123456, on 2024-01-01", ["+49 30 123456"]),
-])  # fmt: skip
-def test_patterns_need_their_check_digits(pattern: Pattern, text: str, found: list[str]) -> None:
-    assert [text[start:end] for start, end in find(text, pattern)] == found
 
 
 def test_patterns_are_off_unless_asked_for(client: TestClient) -> None:

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from cloze.model_store import Store
 from cloze.service.service import single_process
-from cloze.service.settings import Settings, load_settings
+from cloze.service.settings import load_settings
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.task import TaskLimits
 from cloze.service.text.tokenizer import Tokenizer
@@ -174,86 +174,11 @@ def test_a_request_that_came_before_a_drain_is_answered(every_task_store: Path) 
             assert answer.startswith(b"HTTP/1.1 200"), answer
 
 
-def test_no_other_spelling_of_a_path_is_a_route(every_task: Server) -> None:
-    """A proxy's rule for a path holds, whether or not the proxy decodes the path."""
-    for method, target in (
-        (b"GET", b"/%6detrics"),
-        (b"GET", b"/metrics%0a"),
-        (b"POST", b"/%61dmin/reload"),
-        (b"POST", b"/admin%2freload"),
-        (b"POST", b"/admin/reload%0a"),
-        (b"POST", b"/%65mbed"),
-    ):
-        head = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-        answer = exchange(every_task, method + b" " + target + head)
-        assert answer.startswith(b"HTTP/1.1 404"), (target, answer)
-        assert b"there is no route" in answer
-    model = httpx.get(f"{every_task.url}/v1/models/cloze%2Dbert%401")
-    assert model.json()["id"] == "cloze-bert@1"
-    assert httpx.get(f"{every_task.url}/v2/models/cloze-bert%2Eembed").status_code == 200
-
-
 # ---- tokenize and decode -------------------------------------------------------------------------
 
 
 def post(server: Server, path: str, **body: object) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=30)
-
-
-def test_a_large_answer_of_tokens_is_that_of_its_parts(every_task: Server) -> None:
-    text = "the \u00e9old king \U0001f451 walks. " * 700
-    size = len(text.encode())
-    tokens = post(every_task, "/tokenize", inputs=[text, "a"]).json()
-    assert len(tokens[0]) > 4000
-    assert tokens[1] == post(every_task, "/tokenize", inputs="a").json()[0]
-    first = post(every_task, "/tokenize", inputs="the \u00e9old king \U0001f451 walks. ").json()[0]
-    assert tokens[0][: len(first) - 1] == first[:-1]
-    places = [(token["start"], token["stop"]) for token in tokens[0][1:-1]]
-    encoded = text.encode()
-    assert all(
-        encoded[start:stop].decode() == token["text"]
-        for (start, stop), token in zip(places, tokens[0][1:-1], strict=True)
-    )
-    assert 0 < size - places[-1][1] < 3
-    bare = post(every_task, "/tokenize", inputs=text, add_special_tokens=False).json()[0]
-    assert bare == tokens[0][1:-1]
-
-
-def test_tokens_of_an_answer_are_limited(every_task: Server) -> None:
-    limit = Settings().max_request_results
-    for inputs in ("a " * 40_000, ["a " * 10_000] * 60):
-        refused = post(every_task, "/tokenize", inputs=inputs)
-        assert error_of(refused) == (422, "limit_exceeded")
-    most = post(every_task, "/tokenize", inputs="a " * (limit - 2))
-    assert len(most.json()[0]) == limit
-
-
-def test_a_large_answer_of_tokens_that_nobody_reads_is_given_up(tiny_store: Path) -> None:
-    """Its memory counts, so another one needs the room."""
-    body = orjson.dumps({"inputs": "a " * 150_000})
-    settings = {"CLOZE_MAX_ANSWERS_BYTES": "1000000", "CLOZE_MAX_REQUEST_RESULTS": "200000"}
-    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    with (
-        running_server(tiny_store, **settings) as server,
-        socket.socket() as deaf,
-    ):
-        host, port = server.url.removeprefix("http://").split(":")
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect((host, int(port)))
-        deaf.sendall(head.encode() + body)
-        wait_until(lambda: metric(server, TOKENIZED) == 1)
-        other = httpx.post(f"{server.url}/tokenize", content=body, timeout=30)
-        assert len(other.content) > 8_000_000
-        received = 0
-        try:
-            while data := deaf.recv(65536):
-                received += len(data)
-        except ConnectionResetError:
-            pass
-        assert received < len(other.content), "its connection was not closed"
-
-
-TOKENIZED = r'cloze_requests_total\{model="bert",route="/tokenize",status="200",version="1"\}'
 
 
 def context(store: Path) -> TaskContext:

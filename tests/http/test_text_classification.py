@@ -15,7 +15,6 @@ from transformers import (
     TextClassificationPipeline,
 )
 
-from cloze.client import Client
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -117,17 +116,6 @@ def test_huggingface_client_classifies_texts(server: Server, by: str) -> None:
     expected = httpx.post(f"{server.url}/classify", json={"inputs": TEXTS[0]}).json()[0]
     assert [(label.label, label.score) for label in labels] == [
         (label["label"], label["score"]) for label in expected
-    ]
-
-
-def test_our_client_classifies_texts_and_pairs(server: Server) -> None:
-    with Client(server.url, batch_size=2) as client:
-        labels = client.classify([*TEXTS, *PAIRS], top_k=2)
-    inputs: list[Any] = [*TEXTS, *({"text": a, "text_pair": b} for a, b in PAIRS)]
-    body = {"inputs": inputs, "parameters": {"top_k": 2}}
-    expected = httpx.post(f"{server.url}/classify", json=body).json()
-    assert [[label.label for label in row] for row in labels] == [
-        [label["label"] for label in row] for row in expected
     ]
 
 

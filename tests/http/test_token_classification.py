@@ -15,7 +15,6 @@ from transformers import (
     TokenClassificationPipeline,
 )
 
-from cloze.client import Client
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -97,20 +96,6 @@ def test_entities_are_those_of_transformers(
     assert response.headers["x-truncated"] == "1"
     for text, ours in zip(TEXTS, response.json(), strict=True):
         same(ours, pipeline(text, aggregation_strategy=strategy, **extra))
-
-
-def test_our_client_tags_tokens(server: Server) -> None:
-    with Client(server.url) as client:
-        grouped, (tokens,) = (
-            client.token_classification(TEXTS[:2]),
-            client.token_classification(TEXTS[0], aggregation_strategy="none"),
-        )
-    for text, entities in zip(TEXTS, grouped, strict=False):
-        expected = httpx.post(f"{server.url}/token-classification", json={"inputs": text}).json()
-        assert [(e.entity, e.start, e.word) for e in entities] == [
-            (row["entity_group"], row["start"], row["word"]) for row in expected
-        ]
-    assert all(token.entity != "O" for token in tokens)
 
 
 @pytest.mark.parametrize("by", ["route", "base"])

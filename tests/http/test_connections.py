@@ -72,7 +72,9 @@ def test_headers_must_arrive_in_time(tiny_store: Path) -> None:
             for byte in b"POST /embed HTTP/1.1\r\nhost: localhost\r\n" * 10:
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
-        wait_until(lambda: not is_open(connection))
+        with suppress(ConnectionResetError):
+            while connection.recv(65536):
+                pass
         assert 0.3 < time.monotonic() - started < 3
 
 
@@ -103,7 +105,9 @@ def test_few_files_mean_few_connections_and_nobody_is_shut_out(tiny_store: Path)
         "runpy.run_module('cloze', run_name='__main__')"
     )
     with (
-        running_server(tiny_store, command=(sys.executable, "-c", program)) as server,
+        running_server(
+            tiny_store, "--model", "bert", command=(sys.executable, "-c", program)
+        ) as server,
         connections(server, 300),
     ):
         for _ in range(5):

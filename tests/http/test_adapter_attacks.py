@@ -94,16 +94,6 @@ def test_bad_adapters_of_a_folder_do_not_touch_the_others(server: Server, served
     assert f"{served}/broken" in refused
 
 
-def test_parallel_first_requests_for_more_than_fits_are_all_answered(server: Server) -> None:
-    def embed(number: int) -> int:
-        body = {"inputs": f"{TEXT} {number}", "model": LARGE[number % len(LARGE)]}
-        return httpx.post(f"{server.url}/embed", json=body, timeout=90).status_code
-
-    with ThreadPoolExecutor(16) as clients:
-        statuses = list(clients.map(embed, range(160)))
-    assert statuses == [200] * 160
-
-
 def test_an_adapter_without_files_fails_alone_and_the_log_says_why(
     server: Server, served: Path
 ) -> None:
@@ -190,12 +180,6 @@ def test_a_folder_without_a_good_adapter_is_refused(
     assert len(opened.refused) == 2
     with pytest.raises(StartupError, match=r"broken: adapter_model\.safetensors"):
         open_adapters([tmp_path, tmp_path / "broken"], [base], 64)  # it is named by itself
-
-
-def test_an_adapter_has_the_name_of_its_link(base: Bundle, served: Path, tmp_path: Path) -> None:
-    (tmp_path / "current").symlink_to(served / "topics")
-    opened = open_adapters([tmp_path / "current"], [base], 64)
-    assert [adapter.manifest.name for adapter in opened.bundles] == ["current"]
 
 
 def test_adapters_count_in_the_memory_of_the_start(

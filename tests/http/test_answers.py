@@ -1,9 +1,6 @@
 """What the server answers over REST equals what transformers answers, for every task and parameter."""
 
-import io
 import json
-import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +93,6 @@ def test_fill_mask(
     )
 
 
-def test_fill_mask_of_many_texts_is_each_texts_answer(server: Server) -> None:
-    together = post(server, "/fill-mask", inputs=TEXTS)
-    assert_alike(together, [post(server, "/fill-mask", inputs=text) for text in TEXTS])
-
-
-def test_a_target_of_several_tokens_is_its_first_with_a_warning(server: Server) -> None:
-    response = httpx.post(
-        f"{server.url}/fill-mask",
-        json={"inputs": "a [MASK]", "parameters": {"targets": ["kings", "king", "sun"]}},
-    )
-    assert {prediction["token_str"] for prediction in response.json()} == {"king", "sun"}
-    assert (
-        response.headers["x-warning"]
-        == "target 'kings' is not in the vocabulary; 'king' stands for it"
-    )
-
-
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 def test_embed(server: Server, checkpoints: dict[str, Path], kind: str) -> None:
     tokenizer, model = tokenizer_of(checkpoints[kind]), AutoModel.from_pretrained(checkpoints[kind])
@@ -133,26 +113,6 @@ def test_embed(server: Server, checkpoints: dict[str, Path], kind: str) -> None:
         short, raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True), atol=1e-5
     )
     assert np.array(post(server, "/embed", inputs=texts[0], model=kind)).shape == (1, 64)
-
-
-def test_embed_takes_token_ids(server: Server, checkpoints: dict[str, Path]) -> None:
-    ids = tokenizer_of(checkpoints["bert"])("the king", add_special_tokens=False)["input_ids"]
-    expected = post(server, "/embed", inputs="the king")
-    assert_alike(post(server, "/embed", inputs=ids), expected)
-    assert_alike(post(server, "/embed", inputs=[2, *ids, 3]), expected)
-    assert_alike(post(server, "/embed", inputs=[ids, "the king"]), expected * 2)
-
-
-def test_embed_by_content_negotiation(server: Server) -> None:
-    body = {"inputs": ["the king", "of Paris"]}
-    expected = np.array(post(server, "/embed", **body), np.float32)
-    raw = httpx.post(
-        f"{server.url}/embed", json=body, headers={"accept": "application/octet-stream"}
-    )
-    assert raw.headers["x-shape"] == "2,64"
-    np.testing.assert_array_equal(np.frombuffer(raw.content, "<f4").reshape(2, 64), expected)
-    npy = httpx.post(f"{server.url}/embed", json=body, headers={"accept": "application/x-npy"})
-    np.testing.assert_array_equal(np.load(io.BytesIO(npy.content), allow_pickle=False), expected)
 
 
 def test_nsp(server: Server, checkpoints: dict[str, Path]) -> None:
@@ -180,20 +140,6 @@ def test_nsp(server: Server, checkpoints: dict[str, Path]) -> None:
     assert len({round(score, 3) for score in scores}) == 3, "the oracle must tell the pairs apart"
 
 
-def test_nsp_ranks_candidates(server: Server) -> None:
-    candidates = ["the moon", "a green house", "and saw the river"]
-    ranked = post(server, "/nsp", inputs={"text": "the king", "candidates": candidates})
-    scores = [
-        post(server, "/nsp", inputs={"text": "the king", "next": text})[0]["score"]
-        for text in candidates
-    ]
-    order = sorted(range(3), key=lambda index: -scores[index])
-    assert_alike(
-        ranked,
-        [{"index": index, "score": scores[index], "text": candidates[index]} for index in order],
-    )
-
-
 @pytest.mark.parametrize(
     "case", QA_GOLDEN["cases"], ids=lambda case: f"{case['question'][:12]}-{case['parameters']}"
 )
@@ -216,50 +162,3 @@ def test_qa_as_transformers_4_answers(server: Server, case: dict[str, Any]) -> N
     assert ours.keys() & theirs.keys() or len(answers) == 1
     for text in ours.keys() & theirs.keys():
         assert ours[text] - 1e-4 <= theirs[text] <= windows * ours[text] + 1e-4
-
-
-def test_qa_of_many_questions_is_each_questions_answer(server: Server) -> None:
-    inputs = [
-        {"question": case["question"], "context": case["context"]} for case in QA_GOLDEN["cases"]
-    ]
-    assert_alike(
-        post(server, "/qa", inputs=inputs), [post(server, "/qa", inputs=one) for one in inputs]
-    )
-
-
-def test_qa_offsets_point_into_the_context(server: Server) -> None:
-    for case in QA_GOLDEN["cases"]:
-        answers = post(
-            server,
-            "/qa",
-            inputs={"question": case["question"], "context": case["context"]},
-            parameters={"top_k": 5},
-        )
-        for answer in answers if isinstance(answers, list) else [answers]:
-            assert case["context"][answer["start"] : answer["end"]] == answer["answer"]
-
-
-def test_qa_tells_what_each_window_had_to_offer(server: Server) -> None:
-    context = "the king of paris walked to the house . " * 12 + "the queen was old ."
-    inputs = {"question": "who was old ?", "context": context}
-    parameters = {"top_k": 2, "max_seq_len": 48, "doc_stride": 16}
-    plain = post(server, "/qa", inputs=inputs, parameters=parameters)
-    detailed = post(server, "/qa", inputs=inputs, parameters=parameters | {"details": True})
-    assert detailed["answers"] == plain
-    windows = detailed["windows"]
-    assert len(windows) > 3
-    assert (windows[0]["start"], windows[-1]["end"]) == (0, len(context))
-    texts = [answer["answer"] for answer in plain]
-    for before, window in pairwise(windows):
-        assert window["start"] < before["end"], "windows overlap"
-    for window in windows:
-        best = window["best"]
-        assert best["answer"] == context[best["start"] : best["end"]]
-        assert window["start"] <= best["start"] < best["end"] <= window["end"]
-        assert 0 < window["no_answer"] < 1
-        if window["reason"] == "returned":
-            assert texts[window["rank"] - 1] == best["answer"]
-        else:
-            assert best["answer"] not in texts
-            assert re.match(r"\d+ answers? ha(s|ve) a higher score", window["reason"])
-    assert {window["reason"] for window in windows} != {"returned"}

@@ -4,15 +4,13 @@ import gzip
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import orjson
 import pytest
 
-from tests.http.test_connections import address
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 
@@ -36,10 +34,11 @@ def chunk(size: int) -> bytes:
 @contextmanager
 def senders(server: Server, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
     """Clients that have sent the beginning of a request."""
+    host, port = server.url.removeprefix("http://").split(":")
     with ExitStack() as stack:
         clients = []
         for _ in range(count):
-            clients.append(stack.enter_context(socket.create_connection(address(server), 30)))
+            clients.append(stack.enter_context(socket.create_connection((host, int(port)), 30)))
             clients[-1].sendall(sent)
         yield clients
 
@@ -94,49 +93,3 @@ def test_a_body_that_finds_no_room_is_refused(server: Server) -> None:
         assert refused.json()["code"] == "overloaded"
         assert refused.headers["retry-after"] == "1"
     assert post_large(server).status_code == 200, "the others have left"
-
-
-def test_the_body_of_a_refused_request_is_discarded(server: Server) -> None:
-    """The next request of the connection is answered, whatever the body looks like."""
-    body = b"POST /embed HTTP/1.1\r\nhost: localhost\r\n\r\n" * 10_000
-    refused = head(f"content-length: {len(body)}").replace(b": 300000", b": soon")
-    with senders(server, 1, refused) as [client]:
-        assert client.recv(65_536).startswith(b"HTTP/1.1 400 ")
-        client.sendall(body + b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert client.recv(65_536).startswith(b"HTTP/1.1 200 OK")
-
-
-def test_bodies_that_cannot_all_arrive_end_and_the_others_are_answered(tiny_store: Path) -> None:
-    """Eight bodies of 0.5 MB, sent by and by at once, where 1 MB may be held."""
-    limits = {"CLOZE_MAX_BODIES_BYTES": str(2 * MB)}
-    body = orjson.dumps({"inputs": "walk", "model": "bert"}) + b" " * (MB // 2)
-    message = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
-    parts = [message[at : at + 32_768] for at in range(0, len(message), 32_768)]
-    start_of_all = head("transfer-encoding: chunked").replace(
-        b"/v2/models/bert.embed/infer", b"/embed"
-    )
-    with running_server(tiny_store, "--model", "bert", **limits) as server:
-        with senders(server, 8, start_of_all) as clients, ThreadPoolExecutor(8) as pool:
-            for part in parts:
-                list(pool.map(lambda client, part=part: send(client, part), clients))
-            statuses = [client.recv(65_536).split()[1] for client in clients]
-        assert set(statuses) <= {b"200", b"429"}
-        assert b"200" in statuses
-        wait_until(lambda: post_large(server).status_code == 200)
-
-
-def send(client: socket.socket, part: bytes) -> None:
-    """Send a part of a body, which a server that has answered may not read."""
-    with suppress(OSError):
-        client.sendall(part)
-
-
-def test_a_refused_client_that_asks_whether_to_send_its_body_is_closed(server: Server) -> None:
-    """It may send its body or not, so nobody knows where its next request would begin."""
-    refused = head(f"content-length: {2 * MB}", "expect: 100-continue")
-    with senders(server, 1, refused) as [client]:
-        answer = b""
-        while part := client.recv(65_536):
-            answer += part
-        assert answer.startswith(b"HTTP/1.1 413 ")
-        assert answer.count(b"\r\nconnection: close\r\n") == 1

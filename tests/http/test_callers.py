@@ -41,14 +41,6 @@ def test_a_proxy_that_is_not_trusted_is_told_of_once(caplog: pytest.LogCaptureFi
     assert len(caplog.messages) == 8, "a client may pretend"
 
 
-def test_a_trusted_proxy_is_told_of_if_it_names_no_client(caplog: pytest.LogCaptureFixture) -> None:
-    callers = Callers()
-    callers.record(request(PROXY, client="203.0.113.9"), None)
-    assert not caplog.messages
-    callers.record(request(PROXY, "forwarded"), None)
-    assert len(caplog.messages) == 1
-
-
 def test_the_last_address_that_no_proxy_has_is_the_client(tiny_store: Path) -> None:
     """Each proxy appends the address that it sees; a client may send any others before them."""
     trusted = "127.0.0.1/8, 10.0.0.2"
@@ -62,3 +54,11 @@ def test_the_last_address_that_no_proxy_has_is_the_client(tiny_store: Path) -> N
             httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, headers=headers)
             shown = f" client={client} "
             wait_until(lambda shown=shown: shown in "".join(server.log))  # type: ignore[misc]
+
+
+def test_a_trusted_proxy_is_told_of_if_it_names_no_client(caplog: pytest.LogCaptureFixture) -> None:
+    callers = Callers()
+    callers.record(request(PROXY, client="203.0.113.9"), None)
+    assert not caplog.messages
+    callers.record(request(PROXY, "forwarded"), None)
+    assert len(caplog.messages) == 1

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from transformers import AutoModel, AutoTokenizer
 
 from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
@@ -23,8 +22,6 @@ from cloze.model_store import Store
 from cloze.model_store.heads import layer_embedding
 from cloze.model_store.manifest import Precision
 from tests.export.test_int8 import gate_texts
-from tests.export.test_sentence import saved as sentence_transformer
-from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.tiny import save_checkpoint
 
@@ -53,9 +50,8 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("four") / "bert", "bert", **sizes)
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "2")], ids=["one", "front-ends"])
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     four_layers: Path,
     checkpoints: dict[str, Path],
@@ -64,7 +60,7 @@ def server(
     export(str(four_layers), "four", store, ExportOptions(tasks=TASKS))
     export(str(checkpoints["distilbert"]), "two", store, ExportOptions(tasks=TASKS))
     export(str(checkpoints["bert"]), "plain", store, ExportOptions(tasks=("embed",)))
-    with running_server(store.root, *request.param) as running:
+    with running_server(store.root) as running:
         yield running
 
 
@@ -91,63 +87,6 @@ def test_vectors_are_those_of_the_layers(
     for text, vector in zip(TEXTS, answer.json(), strict=True):
         rows = LAYERS[layers](states_of(four_layers, text))
         np.testing.assert_allclose(vector, POOLINGS[pooling](rows).numpy(), atol=5e-5)
-
-
-def test_the_models_own_pooling_stays_for_other_layers(server: Server) -> None:
-    default, mean = embed(server, layers="first"), embed(server, layers="first", pooling="mean")
-    assert default.json() == mean.json()
-
-
-def test_dimensions_and_length_are_those_of_all_layers(server: Server) -> None:
-    answer = embed(server, layers="concat-last-four", dimensions=300, normalize=True)
-    vectors = np.array(answer.json())
-    assert vectors.shape == (3, 300)
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    answer = embed(server, layers="concat-last-four", dimensions=385)
-    assert error_of(answer) == (422, "invalid_value")
-
-
-def test_requests_of_all_kinds_share_a_batch(server: Server) -> None:
-    kinds = [{"layers": "first"}, {"pooling": "max"}, {}, {"layers": "concat-last-four"}]
-    alone = [embed(server, **kind).json() for kind in kinds]
-    texts = TEXTS * 40
-    for kind, expected in zip(kinds, alone, strict=True):
-        together = np.array(embed(server, inputs=texts, **kind).json())
-        np.testing.assert_allclose(together, np.tile(expected, (40, 1)), atol=1e-5)
-
-
-def test_windows_are_pooled_like_texts(server: Server) -> None:
-    long = "year " * 300
-    answer = embed(server, inputs=long, layers="first", long_text="window")
-    np.testing.assert_allclose(
-        answer.json()[0], embed(server, inputs="year " * 158, layers="first").json()[0], atol=0.5
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "status", "code"),
-    [
-        ("plain", {"pooling": "max"}, 424, "task_not_supported"),
-        ("two", {"layers": "sum-last-four"}, 422, "invalid_value"),
-        ("four", {"layers": "third"}, 422, "invalid_body"),
-        ("four", {"pooling": "median"}, 422, "invalid_body"),
-        ("four", {"pooling": "cls", "spans": [[0, 3]], "inputs": "the king"}, 422, "invalid_value"),
-    ],
-)  # fmt: skip
-def test_what_a_model_cannot_pool_is_refused(
-    server: Server, model: str, options: dict[str, Any], status: int, code: str
-) -> None:
-    answer = embed(server, model, **options)
-    assert error_of(answer) == (status, code)
-
-
-def test_a_model_with_layers_after_its_pooling_is_refused(tmp_path: Path) -> None:
-    modules = [Pooling(64, pooling_mode="mean"), Dense(64, 24)]
-    checkpoint = sentence_transformer(tmp_path, "bert-plain", *modules)
-    export(str(checkpoint), "m", Store(tmp_path / "store"), ExportOptions(tasks=TASKS))
-    with running_server(tmp_path / "store") as running:
-        answer = embed(running, "m", pooling="cls")
-        assert error_of(answer) == (424, "task_not_supported")
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP16])

@@ -24,7 +24,7 @@ from cloze.client import Client, RequestRefused
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.embedding_space import embedding_space, own_recipe
-from cloze.model_store.manifest import Manifest, Weights
+from cloze.model_store.manifest import Manifest
 from tests.export.test_sentence import saved
 from tests.support.refusals import error_of
 from tests.support.released_clients import run
@@ -117,28 +117,6 @@ def test_what_moves_vectors_changes_the_name(
     CHANGES[change](changed)
     other = exported(changed, tmp_path / "store")
     assert space(other) != space(Store(store).manifest("roles"))
-
-
-def test_the_length_that_a_request_asks_for_counts_whatever_the_model_s_own_is(
-    checkpoint: Path, store: Path, tmp_path: Path
-) -> None:
-    changed = shutil.copytree(checkpoint, tmp_path / "changed")
-    CHANGES["normalisation"](changed)
-    other = exported(changed, tmp_path / "store")
-    assert space(other, normalize=True) == space(Store(store).manifest("roles"))
-
-
-def test_a_request_and_a_precision_change_the_name(
-    checkpoint: Path, store: Path, tmp_path: Path
-) -> None:
-    own = Store(store).manifest("roles")
-    rounded = exported(checkpoint, tmp_path, weights=Weights.FP16)
-    spaces = [
-        space(own), space(own, "int8"), space(own, dimensions=8), space(own, normalize=False),
-        space(own, prompt="ask : "), space(own, pooling="max"), space(own, layers="first"),
-        space(rounded),
-    ]  # fmt: skip
-    assert len(set(spaces)) == len(spaces)
 
 
 def test_a_name_and_another_export_leave_the_space(
@@ -343,49 +321,3 @@ def test_a_ranking_by_embeddings_uses_both_roles(server: Server, checkpoint: Pat
     ranks = httpx.post(f"{server.url}/rerank", json={"query": "moon", "texts": texts}).json()
     scores = [rank["score"] for rank in sorted(ranks, key=lambda rank: rank["index"])]
     np.testing.assert_allclose(scores, cosines, atol=1e-4)
-
-
-def test_a_model_without_roles_says_so(every_task: Server) -> None:
-    models = httpx.get(f"{every_task.url}/info").json()["models"]
-    embeds = [model for model in models if model["embedding"]]
-    assert embeds
-    for model in embeds:
-        assert model["roles"]["change_vectors"] is False
-        assert model["roles"]["query"]["embedding_space"] == model["embedding_space"]
-
-
-@pytest.mark.parametrize(("fields", "problem"), [
-    ({"input_type": "classification"}, "input_type 'classification' is not one of query, document"),
-    ({"task": "text-matching"}, "input_type 'text-matching' is not one of query, document, search_"),
-    ({"truncate": "NONE", "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
-    ({"truncation": False, "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
-    ({"truncate": False, "input": "the " * 90}, "input has 92 tokens; the model reads 40"),
-    ({"truncate": "LEFT"}, "truncate: Input should be 'NONE', 'START' or 'END'"),
-    ({"late_chunking": True}, "late_chunking: there is no such field"),
-    ({"embedding_type": "binary"}, "embedding_type: Input should be 'float' or 'base64'"),
-])  # fmt: skip
-def test_words_of_other_clients_are_checked(
-    server: Server, fields: dict[str, Any], problem: str
-) -> None:
-    body = {"input": "a", "model": "roles"} | fields
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=body)
-    assert answer.status_code == 400
-    assert problem in message(answer)
-
-
-def test_the_fields_of_voyage_and_jina_are_read(server: Server) -> None:
-    """Voyage's client sends nulls, and asks for base64; Jina's names the type of numbers."""
-    voyage = {
-        "input": ["a"], "model": "roles", "input_type": None, "truncation": True,
-        "output_dtype": None, "output_dimension": 8, "encoding_format": "base64",
-    }  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=voyage).json()
-    vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
-    jina = {"input": ["a"], "model": "roles", "dimensions": 8}
-    for fields in ({"encoding_type": "float"}, {"embedding_type": "float", "truncate": True}):
-        answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | fields).json()
-        np.testing.assert_allclose(answer["data"][0]["embedding"], vector)
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=jina | {"normalized": False}).json()
-    cut = np.array(answer["data"][0]["embedding"])
-    assert abs(np.linalg.norm(cut) - 1) > 0.1
-    np.testing.assert_allclose(cut / np.linalg.norm(cut), vector, atol=1e-6)

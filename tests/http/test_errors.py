@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -14,37 +15,28 @@ from cloze.service.http.errors import describe_error
 from cloze.service.protocols import PROTOCOLS, WireProtocol, error_response
 from tests.support.records import recorded, scope_of
 
+CLIENT = "invalid_request_error"
 TABLE: dict[type[Exception], tuple[int, str, str, str]] = {
-    errors.MalformedRequest: (400, "malformed_body", "Validation", "invalid_request_error"),
-    errors.EmptyRequest: (400, "empty_input", "Empty", "invalid_request_error"),
-    errors.Unauthorized: (401, "unauthorized", "Validation", "invalid_request_error"),
-    errors.KeyExpired: (401, "key_expired", "Validation", "invalid_request_error"),
-    errors.Forbidden: (403, "forbidden", "Validation", "invalid_request_error"),
-    errors.OtherHost: (403, "host_not_allowed", "Validation", "invalid_request_error"),
-    errors.UnknownModel: (404, "model_not_found", "Validation", "invalid_request_error"),
-    errors.SlowRequest: (408, "body_timeout", "Validation", "invalid_request_error"),
-    errors.ReloadRefused: (409, "reload_refused", "Backend", "invalid_request_error"),
-    errors.OtherEmbeddingSpace: (
-        412,
-        "other_embedding_space",
-        "Validation",
-        "invalid_request_error",
-    ),
-    errors.RequestTooLarge: (413, "body_too_large", "Validation", "invalid_request_error"),
-    errors.UnsupportedEncoding: (
-        415,
-        "unsupported_encoding",
-        "Validation",
-        "invalid_request_error",
-    ),
-    errors.InvalidRequest: (422, "invalid_value", "Validation", "invalid_request_error"),
-    errors.InvalidBody: (422, "invalid_body", "Validation", "invalid_request_error"),
-    errors.TextTooLong: (422, "text_too_long", "Validation", "invalid_request_error"),
-    errors.TooMany: (422, "limit_exceeded", "Validation", "invalid_request_error"),
-    errors.WrongTask: (424, "task_not_supported", "Backend", "invalid_request_error"),
+    errors.MalformedRequest: (400, "malformed_body", "Validation", CLIENT),
+    errors.EmptyRequest: (400, "empty_input", "Empty", CLIENT),
+    errors.Unauthorized: (401, "unauthorized", "Validation", CLIENT),
+    errors.KeyExpired: (401, "key_expired", "Validation", CLIENT),
+    errors.Forbidden: (403, "forbidden", "Validation", CLIENT),
+    errors.OtherHost: (403, "host_not_allowed", "Validation", CLIENT),
+    errors.UnknownModel: (404, "model_not_found", "Validation", CLIENT),
+    errors.SlowRequest: (408, "body_timeout", "Validation", CLIENT),
+    errors.ReloadRefused: (409, "reload_refused", "Backend", CLIENT),
+    errors.OtherEmbeddingSpace: (412, "other_embedding_space", "Validation", CLIENT),
+    errors.RequestTooLarge: (413, "body_too_large", "Validation", CLIENT),
+    errors.UnsupportedEncoding: (415, "unsupported_encoding", "Validation", CLIENT),
+    errors.InvalidRequest: (422, "invalid_value", "Validation", CLIENT),
+    errors.InvalidBody: (422, "invalid_body", "Validation", CLIENT),
+    errors.TextTooLong: (422, "text_too_long", "Validation", CLIENT),
+    errors.TooMany: (422, "limit_exceeded", "Validation", CLIENT),
+    errors.WrongTask: (424, "task_not_supported", "Backend", CLIENT),
     errors.Overloaded: (429, "overloaded", "Overloaded", "rate_limit_error"),
     errors.RateLimited: (429, "rate_limited", "Overloaded", "rate_limit_error"),
-    errors.ClientGone: (499, "client_closed", "Validation", "invalid_request_error"),
+    errors.ClientGone: (499, "client_closed", "Validation", CLIENT),
     errors.EngineFailed: (500, "engine_failed", "Backend", "server_error"),
     errors.AdapterUnavailable: (503, "adapter_unavailable", "Unhealthy", "server_error"),
     errors.ShuttingDown: (503, "shutting_down", "Unhealthy", "server_error"),
@@ -83,27 +75,17 @@ def test_an_error_has_its_status_and_its_type(
     response = asyncio.run(error_response(asked, error_of(kind), 30.0))
     message = "an internal error; it was logged" if kind is RuntimeError else "why"
     only_400 = 400 if status == 422 else status
-    expected = {
-        "/v1/": (
-            only_400,
-            {
-                "error": {
-                    "message": message,
-                    "type": openai_type,
-                    "param": None,
-                    "code": "model_not_found" if kind is errors.UnknownModel else None,
-                },
-                "detail": message,
-            },
-        ),
+    error_code = "model_not_found" if kind is errors.UnknownModel else None
+    error = {"message": message, "type": openai_type, "param": None, "code": error_code}
+    expected: dict[str, Any] = {
+        "/v1/": (only_400, {"error": error, "detail": message}),
         "/v2/embed": (only_400, {"message": message}),
         "/v2": (only_400, {"error": message}),
     }
     usual = (status, {"error": message, "error_type": error_type, "code": code})
     assert response.headers["x-error-code"] == code
-    assert (response.status_code, json.loads(response.body)) == expected.get(
-        protocol.prefixes[0], usual
-    )
+    answer = response.status_code, json.loads(response.body)
+    assert answer == expected.get(protocol.prefixes[0], usual)
 
 
 @pytest.mark.parametrize("status", [404, 405])
@@ -119,7 +101,6 @@ def test_every_code_is_documented_with_its_status_and_type() -> None:
         for status, code in errors.CODES_OF_STATUSES.items()
     }
     codes = others | {code: (status, kind) for status, code, kind, _ in TABLE.values()}
-    assert 20 <= len(codes) <= 35
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     rows = re.findall(r"^\| `([a-z_]+)` \| (\d{3}) \| (\w+) \| .+ \|$", page, re.MULTILINE)
     assert len(rows) == len(codes)

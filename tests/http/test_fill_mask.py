@@ -10,11 +10,7 @@ import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
-from cloze.model_store import Store
-from cloze.service.tasks.fill_tokens import target_words
-from cloze.service.text.tokenizer import Tokenizer
-from tests.support.refusals import error_of
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
 TWO_MASKS = "the [MASK] of the [MASK] was red"
@@ -85,50 +81,6 @@ def test_words_have_the_probability_of_all_their_tokens(
     by_name = {word["token_str"]: word for word in words}
     assert len(by_name["unhealthy"]["tokens"]) > 1
     assert by_name["unhealthy"]["sequence"] == "the unhealthy was red"
-
-
-def test_a_word_of_one_token_has_the_score_of_the_token(server: Server) -> None:
-    token = answer(server, "the [MASK] was red", targets=["paris"])[0]
-    word = answer(server, "the [MASK] was red", targets=["paris"], targets_as="words")[0]
-    assert word["score"] == pytest.approx(token["score"], rel=1e-4)
-    assert word["tokens"] == [token["token"]]
-
-
-def test_words_for_each_of_several_masks(server: Server, oracle: tuple[str, Oracle]) -> None:
-    family, torch_model = oracle
-    first, second = answer(
-        server, TWO_MASKS, family, targets=["walking", "red"], targets_as="words"
-    )
-    scores = {word["token_str"]: word["score"] for word in first}
-    assert scores["walking"] == pytest.approx(torch_model.word(TWO_MASKS, "walking"), rel=1e-3)
-    assert {word["token_str"] for word in second} == {"walking", "red"}
-    assert "[MASK]" in first[0]["sequence"]
-
-
-def test_words_in_several_texts(server: Server) -> None:
-    texts = ["the [MASK] was red", "a [MASK]"]
-    options = {"targets": WORDS, "targets_as": "words", "top_k": 2}
-    together = answer(server, texts, **options)
-    for text, words in zip(texts, together, strict=True):
-        alone = answer(server, text, **options)
-        assert [word["token_str"] for word in words] == [word["token_str"] for word in alone]
-        assert len(words) == 2
-
-
-def test_words_outside_the_vocabulary_are_left_out(server: Server) -> None:
-    response = ask(server, "the [MASK]", targets=["red", "北", " "], targets_as="words")
-    assert [word["token_str"] for word in response.json()] == ["red"]
-    assert (
-        "target '\\u5317' is not in the vocabulary and was left out"
-        in response.headers["x-warning"]
-    )
-
-
-def test_the_mask_is_no_word_to_fill_in(tiny_store: Path) -> None:
-    tokenizer = Tokenizer(Store(tiny_store).open("bert"))
-    words, warnings = target_words(tokenizer, ["king", "[MASK]", "moon"], whole=True)
-    assert words == tokenizer.ids(["king", "moon"])
-    assert warnings == ("target '[MASK]' is not in the vocabulary and was left out",)
 
 
 # ---- several masks together ----------------------------------------------------------------------
@@ -209,22 +161,6 @@ def test_independent_fillings_are_the_best_products(
     assert fillings[0]["tokens"] == expected[0][1]
 
 
-def test_texts_with_different_numbers_of_masks_are_filled_at_once(server: Server) -> None:
-    texts = ["the [MASK]", THREE_MASKS, TWO_MASKS]
-    together = answer(server, texts, decode="beam", top_k=2)
-    for text, fillings in zip(texts, together, strict=True):
-        alone = answer(server, text, decode="beam", top_k=2)
-        assert [f["tokens"] for f in fillings] == [f["tokens"] for f in alone]
-        assert len(fillings[0]["tokens"]) == text.count("[MASK]")
-    single = answer(server, "the [MASK]", top_k=1)[0]
-    assert together[0][0]["score"] == pytest.approx(single["score"], rel=1e-4)
-
-
-def test_the_tokens_of_all_rounds_are_counted(server: Server) -> None:
-    response = ask(server, TWO_MASKS, decode="left-to-right", top_k=3)
-    assert response.headers["x-compute-tokens"] == str(9 * (1 + 3))
-
-
 def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
     texts = ["the [MASK]", TWO_MASKS]
     with Client(server.url, batch_size=1) as client:
@@ -258,20 +194,4 @@ def test_the_original_word_has_a_probability_and_a_rank(
         assert original["rank"] == 1 + int((likely > likely[token]).sum())
 
 
-def test_the_best_prediction_has_rank_1(server: Server) -> None:
-    best = answer(server, "the [MASK] was red", top_k=1)[0]
-    result = answer(server, "the [MASK] was red", original=best["token_str"])
-    assert result["original"]["rank"] == 1
-    assert result["original"]["score"] == pytest.approx(best["score"])
-
-
 # ---- bad input -----------------------------------------------------------------------------------
-
-
-def test_the_cost_of_all_rounds_is_limited_before_the_first(tiny_store: Path) -> None:
-    with running_server(tiny_store, CLOZE_MAX_REQUEST_TOKENS="100") as server:
-        assert ask(server, TWO_MASKS, decode="left-to-right").status_code == 200  # 54 tokens
-        response = ask(server, THREE_MASKS, decode="beam", top_k=9)
-        assert error_of(response) == (422, "limit_exceeded")
-        response = ask(server, THREE_MASKS, targets=WORDS, targets_as="words")
-        assert error_of(response) == (422, "limit_exceeded")

@@ -62,11 +62,6 @@ def test_cut_data_is_an_error(cut: int) -> None:
             content_of(data[:-cut])
 
 
-def test_what_follows_the_last_member_is_an_error() -> None:
-    with refused("malformed_body", -3):
-        content_of(gzip.compress(b"a") + b"garbage")
-
-
 @pytest.mark.parametrize("member", [EMPTY, gzip.compress(b"a")], ids=["empty", "one byte"])
 def test_members_are_limited(member: bytes) -> None:
     with refused("body_too_large", MAX_MEMBERS):

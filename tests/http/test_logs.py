@@ -75,13 +75,6 @@ def test_every_request_has_a_line_without_its_content(server: Server) -> None:
     assert "secretly" not in "".join(server.log)
 
 
-def test_texts_are_counted_in_objects_too(server: Server) -> None:
-    body = {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}
-    headers = {"x-request-id": "six-6"}
-    httpx.post(f"{server.url}/similarity", json=body, headers=headers)
-    assert line_of(server, "six-6")["texts"] == 3
-
-
 def test_errors_have_their_kind_and_not_their_message(server: Server) -> None:
     ask(server, {"inputs": "privately nothing to fill"}, "two-2")
     line = line_of(server, "two-2")
@@ -91,69 +84,11 @@ def test_errors_have_their_kind_and_not_their_message(server: Server) -> None:
     assert "privately" not in "".join(server.log)
 
 
-def test_probes_and_scrapes_have_no_line(server: Server) -> None:
-    for route in ("/healthz", "/readyz", "/health", "/metrics"):
-        assert httpx.get(server.url + route).status_code == 200
-    httpx.get(f"{server.url}/info", headers={"x-request-id": "four-4"})
-    line_of(server, "four-4")
-    routes = {line["route"] for line in requests_in(server)}
-    assert routes.isdisjoint({"/healthz", "/readyz", "/health", "/metrics"})
-
-
-def test_every_line_of_a_busy_server_is_whole(server: Server) -> None:
-    with httpx.Client() as client:
-        for number in range(300):
-            client.post(
-                f"{server.url}/embed",
-                json={"inputs": "the king"},
-                headers={"x-request-id": f"busy-{number}"},
-            )
-    wait_until(lambda: sum(line["id"].startswith("busy-") for line in requests_in(server)) == 300)
-
-
-def test_text_lines_have_the_same_fields(tiny_store: Path) -> None:
-    with running_server(tiny_store) as running:
-        body = {"inputs": ["the king", "a moon"]}
-        httpx.post(f"{running.url}/embed", json=body, headers={"x-request-id": "five-5"})
-        wait_until(lambda: any("id=five-5" in line for line in running.log))
-        [line] = [line for line in running.log if "id=five-5" in line]
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO POST /embed 200 id=five-5 client=127.0.0.1 "
-        r"model=bert@1 texts=2 tokens=\d+ total_ms=[\d.]+ tokenize_ms=[\d.]+ queue_ms=[\d.]+ inference_ms=[\d.]+\n",
-        line,
-    )
-
-
 def test_a_client_cannot_write_fields_of_a_line() -> None:
     """A proxy may pass on what a client forges, and a keys file may have any names."""
     forged = replace(record(), client="key:a status=200\nb")
     assert " client=key:a?status=200?b " in _line("text", forged)
     assert json.loads(_line("json", forged))["client"] == forged.client
-
-
-@pytest.mark.parametrize(
-    ("level", "share", "records", "expected"),
-    [
-        ("info", 1.0, [record(), record(422), record(503)], [200, 422, 503]),
-        ("info", 0.0, [record(), record(422), record(503)], [422, 503]),
-        ("warning", 1.0, [record(), record(422), record(503)], [422, 503]),
-        ("error", 1.0, [record(), record(422), record(503)], [503]),
-        ("info", 1.0, [record(route="/healthz"), record(503, route="/healthz")], [503]),
-        ("debug", 1.0, [record(route="/healthz")], [200]),
-    ],
-)
-def test_levels_and_shares_choose_lines(
-    level: str,
-    share: float,
-    records: list[ServedRequest],
-    expected: list[int],
-) -> None:
-    number = logging.getLevelName(level.upper())
-    writer = LineWriter()
-    log = AccessLog("json", number, share, frozenset({"/healthz"}), writer)
-    for one in records:
-        log.add(one)
-    assert [json.loads(_line(*each))["status"] for each in writer.waiting] == expected
 
 
 def test_a_flood_of_refusals_is_a_few_lines() -> None:
@@ -171,14 +106,6 @@ def test_a_flood_of_refusals_is_a_few_lines() -> None:
     assert [line["left_out"] for line in lines if "left_out" in line] == [2990]
     assert sum(line["status"] == 503 for line in lines) == 30, "the server's own errors all"
     assert sum(map(len, map(str, lines))) < 20_000
-
-
-def test_half_of_the_results_are_sampled() -> None:
-    writer = LineWriter()
-    log = AccessLog("text", logging.INFO, 0.5, frozenset(), writer)
-    for _ in range(2000):
-        log.add(record())
-    assert 800 < len(writer.waiting) < 1200
 
 
 def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store: Path) -> None:

@@ -8,14 +8,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from cloze.export.publish import export
-from cloze.model_store import Store
-from tests.export.test_sentence import saved as sentence_transformer
 from tests.support.refusals import error_of
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 LIMIT = 160  # tokens that the tiny models read
 LONG = "the king was red . " * 40  # 200 tokens
@@ -78,37 +74,6 @@ def test_windows_are_for_routes_that_can_join_them(every_task: Server, route: st
         assert all(one[1] > other[0] for one, other in pairwise(windows))
 
 
-def test_a_short_text_is_the_same_by_every_choice(every_task: Server) -> None:
-    for route, inputs in (
-        ("/embed", SHORT),
-        ("/fill-mask", "the [MASK] was red"),
-        ("/qa", {"question": "who was red", "context": SHORT}),
-        ("/classify", SHORT),
-        ("/token-classification", SHORT),
-    ):
-        answers = [
-            ask(every_task, route, inputs, long_text=choice).json()
-            for choice in ("error", "truncate", "window")
-        ]
-        assert answers[0] == answers[1] == answers[2]
-    scores = [
-        ask(every_task, "/score", SHORT, long_text=choice).json()["score"]
-        for choice in ("error", "truncate", "window")
-    ]
-    assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)  # copies run in any batches
-
-
-def test_the_metric_counts_cut_texts(every_task: Server) -> None:
-    def count() -> float:
-        lines = httpx.get(f"{every_task.url}/metrics").text.splitlines()
-        name = 'cloze_truncated_texts_total{model="cloze-bert",version="1"}'
-        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
-
-    before = count()
-    ask(every_task, "/nsp", [PAIR, PAIR])
-    assert count() == before + 2
-
-
 # ---- embeddings ----------------------------------------------------------------------------------
 
 
@@ -128,29 +93,6 @@ def test_an_embedding_is_the_mean_of_its_windows(every_task: Server) -> None:
     assert answer["usage"][1] == {"tokens": 7, "used": 7, "windows": None}
 
 
-def test_windows_of_token_ids_have_no_characters(every_task: Server) -> None:
-    ids = [5 + number % 20 for number in range(400)]
-    answer = ask(every_task, "/embed", [ids], long_text="window", return_usage=True).json()
-    assert answer["usage"] == [{"tokens": 402, "used": 402, "windows": None}]
-
-
-def test_every_window_begins_with_the_prompt(tmp_path: Path) -> None:
-    """Even if the prompt and the text share a token, as "par" and "is" in "paris"."""
-    prompts = {"q": "the of par"}
-    pooling = Pooling(64, pooling_mode="mean")
-    folder = sentence_transformer(tmp_path, "bert-plain", pooling, max_tokens=8, prompts=prompts)
-    export(str(folder), "m", Store(tmp_path / "store"))
-    text = "is the moon over the sea and the old house"
-    with running_server(tmp_path / "store") as server:
-        options = {"long_text": "window", "return_usage": True, "prompt_name": "q"}
-        answer = ask(server, "/embed", text, **options)
-        assert answer.status_code == 200, answer.text
-        [usage] = answer.json()["usage"]
-        assert usage["windows"][-1][1] == len(text)
-        assert all(one[1] > one[0] for one in usage["windows"])
-        assert len(usage["windows"]) > 2
-
-
 # ---- classes and entities ------------------------------------------------------------------------
 
 
@@ -161,24 +103,6 @@ def test_classes_are_the_mean_of_the_windows(every_task: Server) -> None:
     for label in answer["result"][0]:
         scores = [next(o["score"] for o in one if o["label"] == label["label"]) for one in each]
         assert label["score"] == pytest.approx(np.mean(scores), abs=1e-5)
-
-
-def test_a_long_pair_is_not_divided(every_task: Server) -> None:
-    pair = {"text": LONG, "text_pair": SHORT}
-    answer = ask(every_task, "/classify", pair, long_text="window")
-    assert error_of(answer) == (422, "text_too_long")
-
-
-def test_entities_of_windows_are_those_of_a_stride(every_task: Server) -> None:
-    window = ask(every_task, "/token-classification", LONG, long_text="window")
-    stride = ask(every_task, "/token-classification", LONG, stride=(LIMIT - 2) // 4)
-    assert window.json() == stride.json()
-    for parameters in (
-        {"stride": 3, "long_text": "error"},
-        {"long_text": "window", "aggregation_strategy": "none"},
-    ):
-        answer = ask(every_task, "/token-classification", LONG, **parameters)
-        assert error_of(answer) == (422, "invalid_value")
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -198,27 +122,6 @@ def test_a_window_has_the_mask_in_its_middle(every_task: Server) -> None:
     before, after = part.split("[MASK]")
     words = len(before.split()), len(after.split())
     assert abs(words[0] - words[1]) <= 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"targets": ["walking", "red"], "targets_as": "words"},
-        {"decode": "beam"},
-        {"original": "red"},
-    ],
-    ids=["words", "beam", "original"],
-)
-def test_a_window_serves_every_way_to_fill(every_task: Server, options: dict[str, Any]) -> None:
-    text = "the king was red . " * 60 + "the [MASK] was red . " + "red was the king . " * 60
-    answer = ask(every_task, "/fill-mask", text, long_text="window", **options)
-    assert answer.status_code == 200, answer.text
-
-
-def test_masks_far_apart_fit_no_window(every_task: Server) -> None:
-    text = "[MASK] " + "red " * 200 + "[MASK]"
-    answer = ask(every_task, "/fill-mask", text, long_text="window")
-    assert error_of(answer) == (422, "invalid_value")
 
 
 @torch.no_grad()
@@ -253,43 +156,4 @@ def test_an_answer_after_the_first_window_needs_windows(every_task: Server) -> N
     assert max(answer["end"] for answer in cut["result"]) <= last
 
 
-def test_a_cut_question_is_refused_too(every_task: Server) -> None:
-    pair = {"question": "red " * 70, "context": SHORT}
-    assert ask(every_task, "/qa", pair).headers["x-truncated"] == "1"
-    answer = ask(every_task, "/qa", pair, long_text="error")
-    assert error_of(answer) == (422, "text_too_long")
-
-
 # ---- other protocols -----------------------------------------------------------------------------
-
-
-def test_routes_of_text_embeddings_inference_take_the_choice(every_task: Server) -> None:
-    for route, body in (
-        ("/predict", {"inputs": LONG, "model": "bert-classifier"}),
-        ("/rerank", {"query": SHORT, "texts": [LONG], "model": "cloze-bert"}),
-    ):
-        cut = httpx.post(every_task.url + route, json=body)
-        assert (cut.status_code, cut.headers["x-truncated"]) == (200, "1")
-        refused = httpx.post(every_task.url + route, json=body | {"long_text": "error"})
-        assert error_of(refused) == (422, "text_too_long")
-
-
-def test_contradictions_are_refused(every_task: Server) -> None:
-    for truncate, choice in ((True, "error"), (False, "truncate")):
-        answer = ask(every_task, "/embed", SHORT, truncate=truncate, long_text=choice)
-        assert error_of(answer) == (422, "invalid_value")
-    answer = ask(every_task, "/embed", SHORT, spans=[[0, 3]], long_text="window")
-    assert error_of(answer) == (422, "invalid_value")
-
-
-def test_bytes_give_way_to_the_report(every_task: Server) -> None:
-    headers = {"accept": "application/octet-stream"}
-    body = {"inputs": SHORT, "return_usage": True}
-    answer = httpx.post(f"{every_task.url}/embed", json=body, headers=headers)
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.json()["usage"] == [{"tokens": 7, "used": 7, "windows": None}]
-
-
-def test_the_models_read_as_many_tokens_as_the_tests_assume(every_task: Server) -> None:
-    models = httpx.get(f"{every_task.url}/info").json()["models"]
-    assert {model["max_tokens"] for model in models} == {LIMIT}

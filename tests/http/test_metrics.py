@@ -9,7 +9,7 @@ import signal
 import ssl
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -20,19 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill
-from cloze.service.errors import (
-    DeadlineExceeded,
-    EngineDead,
-    InvalidRequest,
-    Overloaded,
-    Rejection,
-    ShuttingDown,
-)
-from cloze.service.http.errors import rejection
 from cloze.service.observe.metrics import observe_all
 from tests.support.certificates import make_certificate
-from tests.support.cores import Stopwatch
-from tests.support.crafted import read_body, seal
 from tests.support.prometheus import query, running_prometheus
 from tests.support.serving import Server, children, running_server
 from tests.support.waiting import wait_until
@@ -78,8 +67,11 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples.get((name, frozenset(labels.items())), 0.0)
 
 
-@pytest.fixture(params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"])
-def fresh(request: pytest.FixtureRequest, tiny_store: Path) -> Server:  # type: ignore[misc]
+@pytest.fixture(
+    scope="module", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"]
+)
+def fresh(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
+    """A server that only this module asks."""
     with running_server(tiny_store, *request.param) as server:
         yield server
 
@@ -94,37 +86,22 @@ def test_every_family_is_there_before_the_first_request(fresh: Server) -> None:
         assert families[name].documentation
         assert families[name].samples, f"{name} has no series yet"
     samples = scrape(fresh)
-    for route, model in (
-        ("/embed", "bert"),
-        ("/fill-mask", "distilbert"),
-        ("/nsp", "bert"),
-        ("/qa", "bert-qa"),
-    ):
+    for route, model in {"/embed": "bert", "/fill-mask": "distilbert", "/qa": "bert-qa"}.items():
         for status in ("200", "429", "500", "503", "504"):
-            assert (
-                "cloze_requests_total",
-                frozenset(
-                    {"route": route, "model": model, "version": "1", "status": status}.items()
-                ),
-            ) in samples
-
-
-def test_a_scrape_stays_small_before_the_first_request(fresh: Server) -> None:
-    """Every series costs time at every scrape: a line takes about 10 us to write."""
-    assert len(httpx.get(f"{fresh.url}/metrics").text.splitlines()) < 2000
+            labels = {"route": route, "model": model, "version": "1", "status": status}
+            assert ("cloze_requests_total", frozenset(labels.items())) in samples
 
 
 def test_numbers_are_what_happened(fresh: Server) -> None:
     before = scrape(fresh)
-    for body in ({"inputs": "the king"}, {"inputs": ["the moon", "a " * 400]}):
-        assert httpx.post(f"{fresh.url}/embed", json=body).status_code == 200
-    assert httpx.post(f"{fresh.url}/embed", json={"inputs": 1}).status_code == 422
-    assert (
-        httpx.post(
-            f"{fresh.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}}
-        ).status_code
-        == 200
-    )
+    for route, inputs, status in (
+        ("/embed", "the king", 200),
+        ("/embed", ["the moon", "a " * 400], 200),
+        ("/embed", 1, 422),
+        ("/qa", {"question": "who?", "context": "the king"}, 200),
+    ):
+        answer = httpx.post(fresh.url + route, json={"inputs": inputs})
+        assert answer.status_code == status
     time.sleep(0.05)
     after = scrape(fresh)
 
@@ -163,10 +140,7 @@ def test_numbers_are_what_happened(fresh: Server) -> None:
     assert 0 < parts <= total < 10
 
 
-@pytest.mark.parametrize("shape", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
-def test_the_use_of_each_key_is_counted_and_logged(
-    tiny_store: Path, tmp_path: Path, shape: tuple[str, ...]
-) -> None:
+def test_the_use_of_each_key_is_counted_and_logged(tiny_store: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(
         "".join(
@@ -175,7 +149,7 @@ def test_the_use_of_each_key_is_counted_and_logged(
             for name, scope in (("search", "inference"), ("ads", "inference"), ("ops", "metrics"))
         )
     )
-    with running_server(tiny_store, *shape, CLOZE_KEYS_FILE=str(keys)) as server:
+    with running_server(tiny_store, "--frontends", "1", CLOZE_KEYS_FILE=str(keys)) as server:
 
         def ask(key: str) -> httpx.Response:
             headers = {"authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}
@@ -293,71 +267,9 @@ def test_a_bucket_names_a_recent_request(tiny_store: Path) -> None:
     assert "_created" not in scraped.text
 
 
-def test_every_reason_of_a_rejection_has_an_error() -> None:
-    overloads = [Overloaded("", 1, reason) for reason in Rejection]
-    assert [rejection(error) for error in overloads] == list(Rejection)
-    states = {
-        DeadlineExceeded: Rejection.TIMEOUT,
-        ShuttingDown: Rejection.SHUTTING_DOWN,
-        EngineDead: Rejection.ENGINE_DEAD,
-    }
-    assert {kind: rejection(kind("")) for kind in states} == states
-    assert rejection(InvalidRequest("")) is None
-
-
-@pytest.mark.parametrize("stated_ms", [None, 30, 500])
-def test_a_limit_that_a_client_states_is_its_own_reason(
-    tiny_store: Path, stated_ms: int | None
-) -> None:
-    """A 504 before the server's own limit of 60 ms is no error of the server."""
-    headers = {} if stated_ms is None else {"x-request-timeout-ms": str(stated_ms)}
-    with running_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="60") as server:
-        for _ in range(20):
-            body = {"inputs": ["walk " * 160] * (2048 if stated_ms == 500 else 600)}
-            answer = httpx.post(f"{server.url}/embed", json=body, headers=headers, timeout=30)
-            if answer.status_code == 504:
-                break
-        assert answer.status_code == 504, answer.text
-        samples = scrape(server)
-    reason = "stated_limit" if stated_ms == 30 else "timeout"
-    for each in ("stated_limit", "timeout"):
-        assert value(samples, "cloze_rejected_requests_total", reason=each) == (each == reason)
-
-
-def test_a_rejection_has_its_reason(tiny_store: Path) -> None:
-    with running_server(tiny_store, "--model", "bert", CLOZE_MAX_QUEUE_WAIT_MS="1") as server:
-        body = {"inputs": ["walk " * 500] * 64}
-        with ThreadPoolExecutor(16) as pool, httpx.Client(timeout=60) as client:
-            answers = pool.map(lambda _: client.post(f"{server.url}/embed", json=body), range(64))
-            refused = sum(answer.status_code == 429 for answer in answers)
-        assert refused
-        assert value(scrape(server), "cloze_rejected_requests_total", reason="wait") == refused
-
-
 def stat_of(pid: int) -> list[str]:
     """The fields of ``/proc/PID/stat`` from the third on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def seconds_of(pid: int) -> float:
-    """The processor time of a process."""
-    fields = stat_of(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_what_all_processes_use_is_shown(fresh: Server) -> None:
-    """The supervisor and its children, or the one process."""
-    for _ in range(4):
-        httpx.post(f"{fresh.url}/embed", json={"inputs": ["walk " * 400] * 16})
-    pid = fresh.process.pid
-    pids = [pid, *children(pid, "")]
-    before_s = sum(map(seconds_of, pids))
-    seen = scrape(fresh)
-    after_s = sum(map(seconds_of, pids))
-    assert before_s - 0.1 < value(seen, "process_cpu_seconds_total") < after_s + 0.1
-    status = [Path(f"/proc/{each}/status").read_text() for each in pids]
-    resident = sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) for text in status) * 1024
-    assert 0.5 * resident < value(seen, "process_resident_memory_bytes") < 1.5 * resident
 
 
 def test_the_start_is_the_same_in_every_scrape_and_another_one_after_a_restart(
@@ -390,29 +302,22 @@ def test_the_files_of_an_operator_are_shown(tiny_store: Path, tmp_path: Path) ->
         "CLOZE_TLS_KEY": str(files.private),
     }
     with (
-        running_server(tiny_store, "--frontends", "1", "--model", "bert", **settings) as several,
-        running_server(tiny_store, "--model", "bert", **settings) as single,
+        running_server(tiny_store, "--frontends", "1", "--model", "bert", **settings) as server,
         httpx.Client(verify=False, headers={"authorization": "Bearer mine"}) as client,
     ):
 
-        def shown_by(server: Server, name: str) -> float:
+        def shown_by(name: str) -> float:
             (found,) = re.findall(f"^{name} (.*)", client.get(f"{server.url}/metrics").text, re.M)
             return float(found)
 
-        for server in (several, single):
-            assert shown_by(server, "cloze_certificate_end_timestamp_seconds") == end
-
-        def both_show(readable: int) -> bool:
-            servers = (several, single)
-            return all(shown_by(each, "cloze_keys_file_readable") == readable for each in servers)
-
-        assert both_show(1)
+        assert shown_by("cloze_certificate_end_timestamp_seconds") == end
+        assert shown_by("cloze_keys_file_readable") == 1
         keys.unlink()
-        wait_until(lambda: both_show(0))
+        wait_until(lambda: shown_by("cloze_keys_file_readable") == 0)
         keys.write_text(text)
-        wait_until(lambda: both_show(1))
+        wait_until(lambda: shown_by("cloze_keys_file_readable") == 1)
         keys.write_text("no TOML")
-        wait_until(lambda: both_show(0))
+        wait_until(lambda: shown_by("cloze_keys_file_readable") == 0)
 
 
 def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
@@ -427,41 +332,3 @@ def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: value(scrape(server), name, kind="engine") == 1)
         assert value(scrape(server), "process_cpu_seconds_total") > used_s - 0.01 > 0
-
-
-def test_a_scrape_of_many_models_does_not_hold_up_requests(
-    tiny_store: Path, tmp_path: Path
-) -> None:
-    """14 models with traffic on each: the event loop answers probes while metrics are written."""
-    names = [f"bert-{number}" for number in range(14)]
-    for name in names:
-        folder = Path(shutil.copytree(tiny_store / "bert" / "1", tmp_path / name / "1"))
-        seal(folder, read_body(folder) | {"name": name}, measure=False)
-    arguments = [part for name in names for part in ("--model", name)]
-    waits = []
-    with (
-        running_server(tmp_path, *arguments) as server,
-        httpx.Client(base_url=server.url) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        for name in names:
-            for route in ("/embed", "/embed_all", "/fill-mask"):
-                body = {"inputs": "the [MASK] king", "model": name}
-                assert client.post(route, json=body).status_code == 200
-        assert len(client.get("/metrics").text.splitlines()) > 2500
-        for _ in range(30):
-            scraping = pool.submit(httpx.get, f"{server.url}/metrics")
-            while not scraping.done():
-                stopwatch = Stopwatch(server.process.pid)
-                assert client.get("/healthz").status_code == 200
-                waits.append(stopwatch.elapsed_s())
-        loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
-        before_ns = int(loop.read_text().split()[0])
-        for _ in range(20):
-            client.get("/metrics")
-        loop_ms = (int(loop.read_text().split()[0]) - before_ns) / 20 / 1e6
-    print(f"a scrape takes {loop_ms:.2f} ms of the event loop")
-    assert loop_ms < 5
-    waits.sort()
-    assert waits[len(waits) // 2] < 0.005, waits[len(waits) // 2]
-    assert waits[int(len(waits) * 0.95)] < 0.02, waits[int(len(waits) * 0.95)]

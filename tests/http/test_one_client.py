@@ -1,11 +1,6 @@
 """What one client without a key can make a server hold, or stop, by small requests."""
 
-import http.client
-import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,14 +9,10 @@ import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
 from tests.http.test_body_bounds import (
-    MB,
-    MOST_MB,
-    MOST_WAIT_S,
     RETURNING_MEMORY,
     Body,
     cost,
     polled,
-    status_kb,
 )
 from tests.support.serving import Server, running_server
 
@@ -71,60 +62,3 @@ def test_answers_have_no_more_memory_than_a_bound(
         spent = cost(server, client, health, Body("", "/qa", data, lambda _: b"", b""), len(data))
         assert spent.status == 422
         assert spent.is_bounded, spent
-
-
-def test_requests_of_a_pipeline_are_parsed_as_they_are_answered(server: Server) -> None:
-    pid = server.process.pid
-    host, port = server.url.removeprefix("http://").split(":")
-    with ExitStack() as stack, polled(server) as health:
-        opened = [
-            stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(20)
-        ]
-        before = status_kb(pid, "VmRSS")
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-        for connection in opened:
-            connection.sendall(b"GET /x HTTP/1.1\r\n\r\n" * 13_000)
-        for connection in opened:
-            assert connection.recv(100).startswith(b"HTTP/1.1 404")
-        grown_mb = (status_kb(pid, "VmHWM") - before) * 1024 / MB
-    assert grown_mb < MOST_MB
-    assert health.worst_s < 2 * MOST_WAIT_S
-
-
-def test_every_request_of_a_pipeline_is_answered(server: Server) -> None:
-    """Also those that arrive with others, and those with bodies in between."""
-    body = orjson.dumps({"inputs": "walk", "x": "a" * 20_000})
-    rest = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
-    last = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    requests = (b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500 + b"POST /embed") + rest
-    received = b""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 20) as connection:
-        connection.sendall((requests + body) * 3 + last)
-        while data := connection.recv(65_536):
-            received += data
-    assert received.count(b"HTTP/1.1 200") == 1504
-
-
-def test_the_openapi_document_is_written_once(server: Server) -> None:
-    def get(_: int) -> int:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        for _ in range(4):
-            connection.request("GET", "/openapi.json")
-            size = len(connection.getresponse().read())
-        connection.close()
-        return size
-
-    with polled(server) as health, ThreadPoolExecutor(20) as threads:
-        assert min(threads.map(get, range(20))) > 50_000
-    assert health.worst_s < 2 * MOST_WAIT_S
-
-
-def test_an_answer_does_not_repeat_a_long_id(server: Server) -> None:
-    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["walk"]}
-    for length, status in ((1024, 200), (1025, 400)):
-        answer = httpx.post(
-            f"{server.url}/v2/models/cloze-bert.embed/infer",
-            json={"inputs": [tensor], "id": "x" * length},
-        )
-        assert answer.status_code == status, answer.text

@@ -1,8 +1,5 @@
 """The Open Inference Protocol: every task of every model, as tensors in JSON and in bytes."""
 
-import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,19 +7,11 @@ import numpy as np
 import orjson
 import pytest
 
-from cloze.service.http.record import Paths
-from cloze.service.protocols.tensors import TaskTensors, read_texts, write_tensor
+from cloze.service.protocols.tensors import TaskTensors
 from cloze.service.tasks import TASKS
-from tests.support.refusals import error_of
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 TEXTS = ["the king", "the old king", "a moon over the sea"]
-
-
-@pytest.fixture(scope="module")
-def server(tiny_store: Path) -> Iterator[Server]:
-    with running_server(tiny_store) as server:
-        yield server
 
 
 def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:
@@ -102,24 +91,6 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def test_columns_hold_the_entries_of_all_inputs(server: Server) -> None:
-    response = infer(
-        server,
-        "bert.fill-mask",
-        tensor("text", "a [MASK]", "a [MASK] [MASK]"),
-        id="mine",
-        parameters={"top_k": 3},
-    )
-    found = outputs(response)
-    assert response.json()["id"] == "mine"
-    assert response.json()["model_version"] == "1"
-    assert response.headers["x-model"] == "bert@1"
-    assert found["count"] == [3, 6]
-    first = orjson.loads(found["result"][0])
-    assert found["token_str"][:3] == [entry["token_str"] for entry in first]
-    assert found["score"][:3] == pytest.approx([entry["score"] for entry in first])
-
-
 def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
     text = "the old king saw a moon over the sea."
     parameters = {"spans": [[0, 12], [13, 23]], "normalize": False}
@@ -128,77 +99,11 @@ def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
     own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
     assert found["count"] == [2]
     assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)
-    huge = {"spans": [[0, 10**30]]}
-    refused = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=huge)
-    assert refused.status_code == 400
-    several = infer(
-        every_task, "cloze-bert.embed", tensor("text", text, text), parameters=parameters
-    )
-    assert error_of(several) == (400, "invalid_value")
-
-
-def test_only_the_outputs_that_are_asked_for(server: Server) -> None:
-    found = outputs(infer(server, "bert.embed", tensor("text", "a"), outputs=[{"name": "count"}]))
-    assert found == {"count": [1]}
-
-
-def test_bytes_in_and_out(server: Server) -> None:
-    texts = [text.encode() for text in (*TEXTS, "日本 \N{GRINNING FACE}")]
-    packed = b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    head = orjson.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "text",
-                    "shape": [4],
-                    "datatype": "BYTES",
-                    "parameters": {"binary_data_size": len(packed)},
-                }
-            ],
-            "parameters": {"binary_data_output": True},
-        }
-    )
-    response = httpx.post(
-        f"{server.url}/v2/models/bert.embed/versions/1/infer",
-        content=head + packed,
-        headers={"inference-header-content-length": str(len(head))},
-    )
-    assert response.status_code == 200, response.text
-    length = int(response.headers["inference-header-content-length"])
-    answer = orjson.loads(response.content[:length])
-    size = answer["outputs"][0]["parameters"]["binary_data_size"]
-    shape = answer["outputs"][0]["shape"]
-    vectors = np.frombuffer(response.content[length : length + size], "<f4").reshape(shape)
-    counts = np.frombuffer(response.content[length + size :], "<i8")
-    json = {"inputs": [text.decode() for text in texts], "model": "bert"}
-    native = httpx.post(f"{server.url}/embed", json=json).json()
-    np.testing.assert_allclose(vectors, native, atol=1e-5)
-    assert counts.tolist() == [1, 1, 1, 1]
-
-
-TEXT = tensor("text", "a")
 
 
 def test_the_metrics_name_the_route_not_the_path(server: Server) -> None:
-    outputs(infer(server, "bert.embed", TEXT))
+    outputs(infer(server, "bert.embed", tensor("text", "a")))
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     routes = {line.split('route="')[1].split('"')[0] for line in lines if 'route="' in line}
     assert "/v2/models/{model}/infer" in routes
     assert not any("bert" in route for route in routes)
-
-
-def test_paths() -> None:
-    paths = Paths(["/embed", "/v2/models/{model}/infer", "/v1/models/{model}"])
-    assert paths.route("/embed") == "/embed"
-    assert paths.route("/v2/models/a.b/infer") == "/v2/models/{model}/infer"
-    for unknown in ("/embed/", "/v2/models/a/b/infer", "/v2/models//infer", "/v2/models/a"):
-        assert paths.route(unknown) is None
-
-
-def test_the_length_of_a_binary_text_is_in_bytes() -> None:
-    texts = ["é", "", "北京", "a"]
-    data = write_tensor(texts)
-    assert data == b"\x02\0\0\0\xc3\xa9" + b"\0\0\0\0" + (
-        b"\x06\0\0\0\xe5\x8c\x97\xe4\xba\xac" + b"\x01\0\0\0a"
-    )
-    assert read_texts(memoryview(data), "text", 2048) == texts

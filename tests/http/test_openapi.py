@@ -9,18 +9,10 @@ import httpx
 import jsonschema
 import pytest
 
-from cloze.model_store.store import Store
-from cloze.service.tasks import TASKS
 from tests.support.released_clients import CLIENTS, environment
 from tests.support.serving import Server, running_server
 
 DEFAULT_STORE = Path(__file__).parents[2] / "model_store" / "bundles"
-
-UNSERVED = {"embed-sparse"}
-"""The task that no default model serves."""
-
-DISPATCHED = {"fill-mask", "score", "embed", "similarity", "nsp", "qa"}
-"""The tasks whose examples `POST /` accepts; those of classifiers need the route of their task."""
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +39,6 @@ def check(document: dict[str, Any], path: str, method: str, response: httpx.Resp
     if kind == "application/json":
         schema = documented["content"][kind]["schema"] | {"components": document["components"]}
         jsonschema.validate(response.json(), schema)
-
-
-EXAMPLES = [
-    pytest.param(route, body, id=f"{route}: {task.name}: {title}")
-    for task in TASKS.values()
-    if task.name not in UNSERVED
-    for title, body in task.examples.items()
-    for route in (task.route, *(["/"] if task.name in DISPATCHED else []))
-]
-
-
-@pytest.mark.parametrize(("route", "body"), EXAMPLES)
-def test_examples_run(
-    default_server: Server, document: dict[str, Any], route: str, body: dict[str, Any]
-) -> None:
-    response = httpx.post(default_server.url + route, json=body)
-    assert response.status_code == 200, response.text
-    check(document, route, "post", response)
-    operation = document["paths"][route]["post"]
-    schema = operation["requestBody"]["content"]["application/json"]["schema"]
-    jsonschema.validate(body, schema | {"components": document["components"]})
 
 
 WITHOUT_BODY = {"/admin/reload"}
@@ -106,26 +77,6 @@ def test_binary_answers_are_documented(
     check(document, "/embed", "post", response)
 
 
-ERRORS: list[tuple[str, dict[str, Any], int]] = [
-    *((route, {"inputs": 5}, 422) for route in ("/embed", "/fill-mask", "/nsp", "/qa")),
-    ("/embed_sparse", {"inputs": "a"}, 424),
-    ("/classify", {"inputs": "a", "parameters": {"label_set": "x"}}, 422),
-    ("/embed", {"inputs": []}, 400),
-    ("/embed", {"inputs": "a", "model": "nobody"}, 404),
-    ("/v1/embeddings", {"input": "a"}, 400),
-    ("/v1/embeddings", {"input": "a", "model": "nobody"}, 404),
-]
-
-
-@pytest.mark.parametrize(("route", "body", "status"), ERRORS)
-def test_errors_are_documented(
-    default_server: Server, document: dict[str, Any], route: str, body: dict[str, Any], status: int
-) -> None:
-    response = httpx.post(default_server.url + route, json=body)
-    assert response.status_code == status
-    check(document, route, "post", response)
-
-
 @pytest.mark.parametrize(
     "path", ["/healthz", "/readyz", "/health", "/info", "/metrics", "/v1/models"]
 )
@@ -133,30 +84,6 @@ def test_routes_of_operators_are_documented(
     default_server: Server, document: dict[str, Any], path: str
 ) -> None:
     check(document, path, "get", httpx.get(default_server.url + path))
-
-
-def test_openai_answers_are_documented(default_server: Server, document: dict[str, Any]) -> None:
-    for form in ("float", "base64"):
-        body = {"input": ["a", "b"], "model": "cloze-bert", "encoding_format": form}
-        response = httpx.post(f"{default_server.url}/v1/embeddings", json=body)
-        assert response.status_code == 200
-        check(document, "/v1/embeddings", "post", response)
-
-
-def test_every_route_is_documented_whole(document: dict[str, Any]) -> None:
-    """Each operation has a summary, a success, and each POST its body and its errors."""
-    assert Store(DEFAULT_STORE).references()
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            assert operation["summary"], path
-            assert "x-request-id" in operation["responses"]["200"]["headers"], path
-            if path in WITHOUT_BODY:
-                assert "requestBody" not in operation
-                assert {"401", "403", "409", "503"} <= operation["responses"].keys()
-            elif method == "post":
-                assert operation["requestBody"]["required"]
-                assert {"400", "404", "413", "429", "503", "504"} <= operation["responses"].keys()
-                assert "retry-after" in operation["responses"]["429"]["headers"]
 
 
 @pytest.mark.parametrize(

@@ -123,13 +123,19 @@ TRUNCATING: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-def with_text(value: Any, text: str) -> Any:
-    """Return a body with a text in its place."""
+def with_text(value: Any, text: Any) -> Any:
+    """Return a body with a text, or several, in its place."""
     if isinstance(value, dict):
         return {name: with_text(inner, text) for name, inner in value.items()}
     if isinstance(value, list):
         return [with_text(inner, text) for inner in value]
-    return text if value == "TEXT" else value
+    return text if value in ("TEXT", "TEXTS") else value
+
+
+def without_refusal(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_refusal(v) for name, v in value.items() if name != "truncate"}
+    return value
 
 
 def numbers(value: Any) -> list[float]:
@@ -164,17 +170,10 @@ def test_left_truncation_reads_the_last_tokens(
 
 
 def test_every_task_that_truncates_is_among_them() -> None:
-    cutting = {
-        task.name
-        for task in (*TASKS.values(), rerank.TASK)
-        if issubclass(task.parameters, TruncationParameters)
-    }
-    assert cutting == {name.split(",")[0] for name in TRUNCATING} - {
-        "predict",
-        "openai",
-        "v2",
-        "cohere",
-    }
+    tasks = (*TASKS.values(), rerank.TASK)
+    cutting = {task.name for task in tasks if issubclass(task.parameters, TruncationParameters)}
+    others = {"predict", "openai", "v2", "cohere"}
+    assert cutting == {name.split(",")[0] for name in TRUNCATING} - others
 
 
 @pytest.mark.parametrize(
@@ -219,15 +218,6 @@ def test_the_last_tokens_are_those_of_transformers(checkpoints: dict[str, Path])
 LONG = "king " * 200
 LISTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "native": ("/embed", {"inputs": "TEXTS", "truncate": False}, 422, "inputs[1]"),
-    "tokens": (
-        "/embed_all", {"inputs": "TEXTS", "truncate": False, "model": "bert"}, 422, "inputs[1]"),
-    "words": ("/embed_sparse", {"inputs": "TEXTS", "truncate": False}, 422, "inputs[1]"),
-    "labels": (
-        "/classify",
-        {"inputs": "TEXTS", "model": "classifier", "parameters": {"truncate": False}},
-        422,
-        "inputs[1]",
-    ),
     "openai": (
         "/v1/embeddings", {"input": "TEXTS", "model": "bert", "truncate": "NONE"}, 400, "input[1]"),
     "tei": ("/rerank", {"query": "a", "texts": "TEXTS", "truncate": False}, 422, "texts[1]"),
@@ -246,36 +236,22 @@ LISTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 }  # fmt: skip
 
 
-def with_texts(value: Any, texts: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {name: with_texts(inner, texts) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [with_texts(inner, texts) for inner in value]
-    return texts if value == "TEXTS" else value
-
-
 @pytest.mark.parametrize("name", LISTS)
 def test_a_text_that_is_too_long_is_named_and_no_vector_is_null(
     client: TestClient, name: str
 ) -> None:
     """As the protocols' own servers do, the request is refused; what is left has all its results."""
     route, body, status, place = LISTS[name]
-    refused = client.post(route, json=with_texts(body, ["a", LONG, "walk"]))
+    refused = client.post(route, json=with_text(body, ["a", LONG, "walk"]))
     assert error_of(refused) == (status, "text_too_long")
     assert f"{place} " in refused.text
     assert str(MODEL_TOKENS) in re.findall(r"\d+", refused.text)
-    rest = client.post(route, json=with_texts(body, ["a", "walk", "red"]))
+    rest = client.post(route, json=with_text(body, ["a", "walk", "red"]))
     assert rest.status_code == 200
     assert "null" not in rest.text
-    cut = client.post(route, json=with_texts(without_refusal(body), ["a", LONG, "walk"]))
+    cut = client.post(route, json=with_text(without_refusal(body), ["a", LONG, "walk"]))
     assert cut.status_code == 200, cut.text
     assert "null" not in cut.text
-
-
-def without_refusal(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: without_refusal(v) for name, v in value.items() if name != "truncate"}
-    return value
 
 
 # ---- token classification by a sequence label ----------------------------------------------------
@@ -289,11 +265,8 @@ def test_a_label_of_a_text_is_never_the_label_of_its_tokens(client: TestClient, 
         assert error_of(refused) == (424, "task_not_supported")
     v2 = client.post(f"/v2/models/classifier.{route[1:]}/infer", json={"inputs": [TENSOR]})
     assert v2.status_code in (400, 404)
-    dispatched = client.post(
-        "/",
-        json={"inputs": text, "model": "classifier", "parameters": {"aggregation_strategy": "max"}},
-    )
-    assert dispatched.status_code >= 400
+    asked = {"inputs": text, "model": "classifier", "parameters": {"aggregation_strategy": "max"}}
+    assert client.post("/", json=asked).status_code >= 400
     models = client.get("/info").json()["models"]
     tasks = {model["name"]: model["tasks"] for model in models}
     assert "text-classification" in tasks["classifier"]

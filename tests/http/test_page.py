@@ -198,10 +198,3 @@ def test_the_docs_try_a_route_out_without_the_network(browse: Browse, server: Se
     assert json.loads(seen["body"])[0]["token_str"]
     assert [a for a in seen["addresses"] if not a.startswith((server.url, "data:"))] == []
     assert seen["messages"] == []
-
-
-def test_an_unknown_file_of_the_page_is_not_found(server: Server) -> None:
-    for path in ("/page/%2e%2e/settings.py", "/page/..%2fsettings.py", "/page//etc/passwd"):
-        assert httpx.get(server.url + path).status_code == 404
-    assert httpx.get(f"{server.url}/page/other.js").status_code == 404
-    assert httpx.post(f"{server.url}/page/page.js").status_code == 405

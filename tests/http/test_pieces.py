@@ -3,12 +3,9 @@
 import asyncio
 import gc
 import json
-import threading
-import time
 import weakref
 from array import array
 from contextlib import suppress
-from pathlib import Path
 from unicodedata import normalize
 
 import pytest
@@ -22,45 +19,19 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.text import pieces
 from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
-from cloze.service.threads import check_awaited, run_on_thread
+from cloze.service.threads import run_on_thread
 from tests.export.test_awkward_lines import KINDS
 from tests.support.refusals import refused
 from tests.support.tokenizer_kinds import byte_level, undivided, unigram
-from tests.support.waiting import wait_until
 
 BUNDLE = Store(DEFAULT_ROOT).open("cloze-bert")
 TOKENIZER = Tokenizer(BUNDLE)
 
 WORDS = [
-    "river",
-    "Éclair",
-    "un" * 60,
-    "3.14",
-    "a,b",
-    "[MASK]",
-    "[SEP]",
-    "水火",
-    "水" * 9,
-    "\u0301x",
-]
-WORDS += [
-    "\u00a0",
-    "\u200b",
-    "e\u0301",
-    "\x00",
-    "🙂",
-    "\u2028",
-    "don't",
-    "<mask>",
-    " <mask>",
-    "İ",
-    "ﬁ",
-    "x!?",
-    ";;",
-    "한국",
-    "\u00a0\u0301",
-    "\u3000\u0e33",
-]
+    "river", "Éclair", "un" * 60, "3.14", "a,b", "[MASK]", "[SEP]", "水火", "水" * 9, "\u0301x",
+    "\u00a0", "\u200b", "e\u0301", "\x00", "🙂", "\u2028", "don't", "<mask>", " <mask>", "İ", "ﬁ",
+    "x!?", ";;", "한국", "\u00a0\u0301", "\u3000\u0e33",
+]  # fmt: skip
 TEXTS = st.lists(
     st.one_of(st.sampled_from(WORDS), st.text(max_size=6), st.sampled_from(list(" \n\t .,;:!?水")))
 ).map("".join)
@@ -205,55 +176,6 @@ def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
     ):
         assert find_boundary(json.loads(whole_text.to_str())) is None
     places_of(undivided(unigram(splits_first=False), split=True))
-
-
-def test_abandoned_work_ends_between_its_parts() -> None:
-    ended: list[type[BaseException]] = []
-    started = threading.Event()
-
-    def work() -> None:
-        try:
-            while True:
-                check_awaited()
-                started.set()
-        except asyncio.CancelledError as error:
-            ended.append(type(error))
-            raise
-
-    async def play() -> None:
-        task = asyncio.create_task(run_on_thread(work))
-        await asyncio.to_thread(started.wait)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await run_on_thread(lambda: check_awaited() or 3) == 3, "others go on"
-
-    asyncio.run(play())
-    wait_until(lambda: ended == [asyncio.CancelledError])
-
-
-def test_tokenizing_ends_when_nobody_waits(tmp_path: Path) -> None:
-    texts = ["river walk " * 90_000] * 20  # seconds of work
-    done = threading.Event()
-
-    def tokenize() -> None:
-        try:
-            TOKENIZER.ids(texts)
-        finally:
-            done.set()
-
-    async def play() -> float:
-        task = asyncio.create_task(run_on_thread(tokenize))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        cancelled = time.monotonic()
-        await asyncio.to_thread(done.wait)
-        return time.monotonic() - cancelled
-
-    started = time.monotonic()
-    TOKENIZER.ids(texts[:2])
-    two_texts_s = time.monotonic() - started
-    assert asyncio.run(play()) < two_texts_s
 
 
 class Body:

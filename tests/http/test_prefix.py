@@ -5,21 +5,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import urljoin
 
 import httpx
-import pytest
 
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 PREFIX = "/nlp/v7"
-
-
-@pytest.fixture(scope="module")
-def server(tiny_store: Path) -> Iterator[Server]:
-    with running_server(tiny_store, "--model", "bert") as running:
-        yield running
+OUTSIDE = ("/page/%2e%2e/settings.py", "/page/..%2fsettings.py", "/page//etc/passwd")
 
 
 @contextmanager
@@ -89,6 +82,6 @@ def test_a_redirect_names_neither_scheme_nor_host(server: Server) -> None:
     }.items():
         location = httpx.get(server.url + path).headers["location"]
         assert urljoin(f"https://host{PREFIX}{path}", location) == f"https://host{PREFIX}{target}"
-    for path in ("/nothing/", "//", "//evil.example/", "/info//", "/docs/assets"):
+    for path in ("/nothing/", "//", "//evil.example/", "/info//", "/docs/assets", *OUTSIDE):
         assert httpx.get(server.url + path).status_code == 404, path
     assert httpx.post(f"{server.url}/info/").status_code == 405

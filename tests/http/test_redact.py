@@ -18,7 +18,6 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from cloze.service.tasks.patterns import Pattern, find
 from tests.support import tiny
 from tests.support.released_clients import run
 from tests.support.serving import running_server
@@ -85,15 +84,6 @@ def test_all_is_undone_also_where_the_text_has_placeholders(client: TestClient) 
     assert {"<PER_1>", "<misc_1>", "<LOC_2>"}.isdisjoint(name for name, _ in names)
 
 
-def test_texts_are_numbered_alone_unless_asked_otherwise(client: TestClient) -> None:
-    together = ask(client, TEXTS, across_texts=True)
-    apart = ask(client, TEXTS)
-    assert apart == [ask(client, text) for text in TEXTS]
-    assert together != apart
-    places = [[(r["start"], r["label"]) for r in each["replacements"]] for each in together]
-    assert places == [[(r["start"], r["label"]) for r in each["replacements"]] for each in apart]
-
-
 def test_entities_are_those_of_transformers(client: TestClient, checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -128,22 +118,6 @@ def test_a_long_text_is_replaced_to_its_end(client: TestClient) -> None:
     for start, end in usage["windows"]:
         alone = ask(client, TEXTS[3][start:end])["replacements"]
         assert {start + n for r in alone for n in range(r["start"], r["end"])} <= hidden
-
-
-@pytest.mark.parametrize(("pattern", "text", "found"), [
-    ("EMAIL", "to ada.l@x.example.org, <bob+1@b-c.co>. no@ @no", ["ada.l@x.example.org", "bob+1@b-c.co"]),
-    ("IBAN", f"{IBAN} bitte; {IBAN.replace(' ', '').lower()}.", [IBAN, IBAN.replace(" ", "").lower()]),
-    ("IBAN", f"DE88{IBAN[4:]} X{IBAN} {IBAN}7", []),
-    ("CARD", f"12 {CARD} 12/27, {CARD.replace(' ', '-')}", [CARD, CARD.replace(" ", "-")]),
-    ("CARD", f"{CARD[:-1]}2 0000000000000000 1{CARD}", []),
-    ("PHONE", "+49 30 123456 or 030 123456, on 2024-01-01", ["+49 30 123456"]),
-])  # fmt: skip
-def test_patterns_need_their_check_digits(pattern: Pattern, text: str, found: list[str]) -> None:
-    assert [text[start:end] for start, end in find(text, pattern)] == found
-
-
-def test_a_national_number_needs_its_country() -> None:
-    assert list(find("030 123456", "PHONE", "DE")) == [(0, 10)]
 
 
 def test_patterns_are_off_unless_asked_for(client: TestClient) -> None:

@@ -16,7 +16,6 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.support.refusals import error_of
 from tests.support.tokenizer_kinds import wordpiece
 from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
 
@@ -167,37 +166,3 @@ def test_the_best_window_of_a_long_text_gives_its_score(client: TestClient, name
     # Windows of the same words may change places by their last digits.
     assert lone["result"][0]["score"] == pytest.approx(ranks[0]["score"], abs=1e-5)
     assert lone["result"][0]["window"] in usage[0]["windows"]
-
-
-def test_texts_are_cut_unless_windows_are_asked_for(client: TestClient) -> None:
-    body = {"model": "bert", "query": QUERY, "texts": ["the bank " * 80 + "where", "the bank"]}
-    plain = client.post("/rerank", json=body)
-    assert plain.headers["x-truncated"] == "1"
-    assert {tuple(rank) for rank in plain.json()} == {("index", "score")}
-    divided = client.post("/rerank", json=body | {"long_text": "window"})
-    assert divided.headers["x-truncated"] == "0"
-    assert {tuple(rank) for rank in divided.json()} == {("index", "score")}
-
-
-@pytest.mark.parametrize(("name", "field"), [("bert", "texts[0]"), ("embedder", "query")])
-def test_a_query_is_never_divided(client: TestClient, name: str, field: str) -> None:
-    body = {"model": name, "query": "the bank " * 80, "texts": ["the bank"], "long_text": "window"}
-    answer = client.post("/rerank", json=body)
-    assert error_of(answer) == (422, "text_too_long")
-    assert answer.json()["error"].startswith(field)
-
-
-def test_what_scores_are_is_said_by_each_protocol(client: TestClient) -> None:
-    text = {"inputs": "The harbour was quiet.", "model": "bert"}
-    raw = {"raw_scores": True}
-    none = {"parameters": {"function_to_apply": "none"}}
-    for path, body, kind in (
-        ("/classify", text, "probability"),
-        ("/classify", text | none, "raw score"),
-        ("/predict", text, "probability"),
-        ("/predict", text | raw, "raw score"),
-    ):
-        assert client.post(path, json=body).headers["x-score-kind"] == kind, (path, body)
-    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
-    answer = client.post("/v2/models/bert.text-classification/infer", json={"inputs": [tensor]})
-    assert answer.headers["x-score-kind"] == "probability"

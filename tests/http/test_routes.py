@@ -1,9 +1,7 @@
 """Every route that runs a model has the same way in: gate, drain, limits, one spelling of a path."""
 
-import asyncio
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +13,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from cloze.model_store import Store
-from cloze.service.errors import InvalidRequest
 from cloze.service.service import single_process
-from cloze.service.settings import Settings, load_settings
+from cloze.service.settings import load_settings
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.task import TaskLimits
-from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from cloze.service.text.tokenizer import Tokenizer
-from cloze.service.threads import run_on_thread
 from tests.support.faulty import FAULTY, metric
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
@@ -179,25 +174,6 @@ def test_a_request_that_came_before_a_drain_is_answered(every_task_store: Path) 
             assert answer.startswith(b"HTTP/1.1 200"), answer
 
 
-def test_no_other_spelling_of_a_path_is_a_route(every_task: Server) -> None:
-    """A proxy's rule for a path holds, whether or not the proxy decodes the path."""
-    for method, target in (
-        (b"GET", b"/%6detrics"),
-        (b"GET", b"/metrics%0a"),
-        (b"POST", b"/%61dmin/reload"),
-        (b"POST", b"/admin%2freload"),
-        (b"POST", b"/admin/reload%0a"),
-        (b"POST", b"/%65mbed"),
-    ):
-        head = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-        answer = exchange(every_task, method + b" " + target + head)
-        assert answer.startswith(b"HTTP/1.1 404"), (target, answer)
-        assert b"there is no route" in answer
-    model = httpx.get(f"{every_task.url}/v1/models/cloze%2Dbert%401")
-    assert model.json()["id"] == "cloze-bert@1"
-    assert httpx.get(f"{every_task.url}/v2/models/cloze-bert%2Eembed").status_code == 200
-
-
 # ---- tokenize and decode -------------------------------------------------------------------------
 
 
@@ -205,119 +181,8 @@ def post(server: Server, path: str, **body: object) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=30)
 
 
-def test_a_large_answer_of_tokens_is_that_of_its_parts(every_task: Server) -> None:
-    text = "the \u00e9old king \U0001f451 walks. " * 700
-    size = len(text.encode())
-    tokens = post(every_task, "/tokenize", inputs=[text, "a"]).json()
-    assert len(tokens[0]) > 4000
-    assert tokens[1] == post(every_task, "/tokenize", inputs="a").json()[0]
-    first = post(every_task, "/tokenize", inputs="the \u00e9old king \U0001f451 walks. ").json()[0]
-    assert tokens[0][: len(first) - 1] == first[:-1]
-    places = [(token["start"], token["stop"]) for token in tokens[0][1:-1]]
-    encoded = text.encode()
-    assert all(
-        encoded[start:stop].decode() == token["text"]
-        for (start, stop), token in zip(places, tokens[0][1:-1], strict=True)
-    )
-    assert 0 < size - places[-1][1] < 3
-    bare = post(every_task, "/tokenize", inputs=text, add_special_tokens=False).json()[0]
-    assert bare == tokens[0][1:-1]
-
-
-def test_tokens_of_an_answer_are_limited(every_task: Server) -> None:
-    limit = Settings().max_request_results
-    for inputs in ("a " * 40_000, ["a " * 10_000] * 60):
-        refused = post(every_task, "/tokenize", inputs=inputs)
-        assert error_of(refused) == (422, "limit_exceeded")
-    most = post(every_task, "/tokenize", inputs="a " * (limit - 2))
-    assert len(most.json()[0]) == limit
-
-
-def test_ids_to_decode_are_limited(every_task: Server) -> None:
-    limit = Settings().max_request_results
-    for ids, code in (
-        ([5] * (limit + 1), "limit_exceeded"),
-        ([[5]] * 2049, "limit_exceeded"),
-        ([5, 2**40], "invalid_value"),
-    ):
-        assert error_of(post(every_task, "/decode", ids=ids)) == (422, code)
-    assert post(every_task, "/decode", ids=[2**32 - 1, 10**9]).json() == [""]
-    assert len(post(every_task, "/decode", ids=[5] * limit).json()) == 1
-
-
-def test_answers_without_the_engine_have_the_headers_and_metrics_of_tasks(
-    every_task: Server,
-) -> None:
-    for path, body in (("/tokenize", {"inputs": "a"}), ("/decode", {"ids": [5]})):
-        answer = post(every_task, path, **body)
-        assert answer.headers["x-compute-tokens"] == "0"
-        assert answer.headers["x-model"] == "cloze-bert@1"
-        series = (
-            rf'cloze_requests_total\{{model="cloze-qa",route="{path}",status="200",version="1"\}}'
-        )
-        before = metric(every_task, series)
-        assert post(every_task, path, model="cloze-qa", **body).status_code == 200
-        assert metric(every_task, series) == before + 1
-
-
-def test_a_large_answer_of_tokens_that_nobody_reads_is_given_up(tiny_store: Path) -> None:
-    """Its memory counts, so another one needs the room."""
-    body = orjson.dumps({"inputs": "a " * 150_000})
-    settings = {"CLOZE_MAX_ANSWERS_BYTES": "1000000", "CLOZE_MAX_REQUEST_RESULTS": "200000"}
-    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    with (
-        running_server(tiny_store, **settings) as server,
-        socket.socket() as deaf,
-    ):
-        host, port = server.url.removeprefix("http://").split(":")
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect((host, int(port)))
-        deaf.sendall(head.encode() + body)
-        wait_until(lambda: metric(server, TOKENIZED) == 1)
-        other = httpx.post(f"{server.url}/tokenize", content=body, timeout=30)
-        assert len(other.content) > 8_000_000
-        received = 0
-        try:
-            while data := deaf.recv(65536):
-                received += len(data)
-        except ConnectionResetError:
-            pass
-        assert received < len(other.content), "its connection was not closed"
-
-
-TOKENIZED = r'cloze_requests_total\{model="bert",route="/tokenize",status="200",version="1"\}'
-
-
 def context(store: Path) -> TaskContext:
     """Return what tasks use of the model of the examples."""
     bundle = Store(store).open("cloze-bert")
     most = TaskLimits(160, 64, 1000, 10**6, 10**6, 10**6, 10**6)
     return TaskContext(bundle.manifest, Tokenizer(bundle), most)
-
-
-@pytest.mark.parametrize("task", [TOKENIZE, DECODE], ids=["tokenize", "decode"])
-def test_work_of_a_request_that_has_ended_ends(every_task_store: Path, task: Any) -> None:
-    """Its client left, or its time is over."""
-    model, ended, began = context(every_task_store), threading.Event(), threading.Event()
-    raised: list[BaseException] = []
-    inputs: Any = ["the king"] * 200_000 if task is TOKENIZE else [[5, 6]] * 200_000
-
-    def work() -> None:
-        began.set()
-        try:
-            prepared = task.prepare(inputs, task.parameters(), model)
-            task.decode(prepared.state, [], model)
-        except (asyncio.CancelledError, InvalidRequest) as error:
-            raised.append(error)
-        ended.set()
-
-    async def leave() -> None:
-        waiting = asyncio.create_task(run_on_thread(work))
-        await asyncio.to_thread(began.wait)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(leave())
-    assert ended.wait(20)
-    assert [type(error) for error in raised] == [asyncio.CancelledError]

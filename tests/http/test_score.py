@@ -9,7 +9,6 @@ import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
-from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 
 TEXTS = [
@@ -56,14 +55,6 @@ def test_scores_are_those_of_a_direct_computation(
         assert score["score"] == pytest.approx(sum(value for _, value in expected), abs=1e-3)
 
 
-def test_one_text_alone_has_the_score_it_has_in_a_list(server: Server) -> None:
-    together = ask(server, TEXTS).json()
-    for text, score in zip(TEXTS, together, strict=True):
-        alone = ask(server, text).json()
-        assert alone["score"] == pytest.approx(score["score"], abs=1e-3)
-        assert [t["token"] for t in alone["tokens"]] == [t["token"] for t in score["tokens"]]
-
-
 def test_the_copies_of_a_text_run_in_batches(tiny_store: Path) -> None:
     # One worker: idle workers would share the copies of a text.
     limits = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "620"}
@@ -81,10 +72,3 @@ def test_our_client_returns_scores(server: Server) -> None:
         pytest.approx(item["score"], abs=1e-3) for item in ask(server, TEXTS).json()
     ]
     assert (scores[1].tokens[0].token, scores[1].tokens[0].end) == ("red", 3)
-
-
-def test_the_tokens_of_all_copies_are_limited(tiny_store: Path) -> None:
-    with running_server(tiny_store, CLOZE_MAX_REQUEST_TOKENS="100") as server:
-        assert ask(server, ["year " * 8]).status_code == 200
-        answer = ask(server, ["red", "year " * 9])
-        assert error_of(answer) == (422, "limit_exceeded")

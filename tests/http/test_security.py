@@ -2,14 +2,12 @@
 
 import hashlib
 import http.client
-import re
 import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -18,17 +16,15 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from cloze.client import Client
-from cloze.service.errors import Overloaded, StartupError
 from cloze.service.http.certificate import Certificate as TlsCertificate
-from cloze.service.http.keys import Key, KeyEntry, Keys
-from cloze.service.http.record import accepted_hosts
-from cloze.service.settings import is_loopback
+from cloze.service.http.keys import Keys
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.refusals import error_of
 from tests.support.serving import Server, bare_environment, failed_start, running_server
 from tests.support.waiting import wait_until
 
 BODY = {"inputs": "walk"}
+OPENAI_BODY = {"input": "walk", "model": "bert"}
 
 
 def cloze(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,10 +49,8 @@ class Guarded:
         return httpx.post(self.server.url + path, json=body or BODY, headers=headers)
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one", "front-ends"])
-def guarded(
-    request: pytest.FixtureRequest, tiny_store: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Guarded]:
+@pytest.fixture(scope="module")
+def guarded(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys = {}
     options = {
@@ -70,7 +64,7 @@ def guarded(
         made = cloze("keys", "add", name, "--file", str(file), *words)
         assert made.returncode == 0, made.stderr
         keys[name] = made.stdout.strip()
-    arguments = ("--keys-file", str(file), "--model", "bert", *request.param)
+    arguments = ("--keys-file", str(file), "--model", "bert", "--frontends", "1")
     with running_server(tiny_store, *arguments) as server:
         yield Guarded(server, file, keys)
 
@@ -85,16 +79,16 @@ def test_the_file_has_no_key_and_is_its_owners(guarded: Guarded) -> None:
     assert "team" in listed.stdout
 
 
-@pytest.mark.parametrize("path", ["/embed", "/", "/v1/embeddings", "/tokenize", "/rerank"])
-def test_without_a_key_nothing_runs(guarded: Guarded, path: str) -> None:
-    body = {"input": "walk", "model": "bert"} if path.startswith("/v1") else BODY
-    for key in ("", "wrong", "team "[:3]):
-        refused = guarded.post(path, key, body)
-        assert error_of(refused) == (401, "unauthorized")
-        assert refused.headers["www-authenticate"] == "Bearer"
-        assert refused.headers["x-request-id"]
-    shape = guarded.post(path, "", body).json()["error"]
-    assert isinstance(shape, dict) == path.startswith("/v1")
+def test_without_a_key_nothing_runs(guarded: Guarded) -> None:
+    for path in ("/embed", "/", "/v1/embeddings", "/tokenize", "/rerank"):
+        for key in ("", "wrong-key-of-a-client", "team "[:3]):
+            refused = guarded.post(path, key, OPENAI_BODY if path.startswith("/v1") else BODY)
+            assert error_of(refused) == (401, "unauthorized")
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.headers["x-request-id"]
+            assert isinstance(refused.json()["error"], dict) == path.startswith("/v1")
+    log = "".join(guarded.server.log)
+    assert not any(key in log for key in ("wrong-key-of-a-client", *guarded.keys.values()))
 
 
 def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
@@ -107,27 +101,25 @@ def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
     assert guarded.get("/metrics").status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/metrics"), ("POST", "/admin/reload")], ids=["metrics", "admin"]
-)
-@pytest.mark.parametrize("spelling", ["plain", "one-letter", "all-letters", "absolute"])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("POST", "/admin/reload")])
 def test_a_scope_holds_for_every_spelling_of_a_path(
-    guarded: Guarded, method: str, path: str, spelling: str
+    guarded: Guarded, method: str, path: str
 ) -> None:
-    target = {
-        "plain": path,
-        "one-letter": path.replace("m", "%6D"),
-        "all-letters": "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]),
-        "absolute": f"http://localhost{path}",
-    }[spelling]
-    address = guarded.server.url.removeprefix("http://")
-    # An encoded spelling is no route, so a key without the scope learns nothing from it.
-    without_scope = 404 if "letter" in spelling else 403
-    for key, status in (("", 401), ("team", without_scope)):
-        headers = {"authorization": f"Bearer {guarded.keys[key]}"} if key else {}
-        with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
-            connection.request(method, target, headers=headers)
-            assert connection.getresponse().status == status
+    """An encoded spelling is no route, so a key without the scope learns nothing from it."""
+    for target, without_scope in {
+        path: 403,
+        f"http://localhost{path}": 403,
+        path.replace("m", "%6D"): 404,
+        "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]): 404,
+    }.items():
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": f"Bearer {guarded.keys['team']}"}, without_scope),
+        ):
+            address = guarded.server.url.removeprefix("http://")
+            with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+                connection.request(method, target, headers=headers)
+                assert connection.getresponse().status == status, target
 
 
 def test_released_clients_send_keys(guarded: Guarded) -> None:
@@ -161,22 +153,12 @@ def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
 
 
 def test_a_key_has_its_own_limit_of_tokens(guarded: Guarded) -> None:
-    """A request without a result costs nothing; tokens beyond the limit are owed."""
-    many = {"inputs": ["walk " * 20] * 20}
-    headers = {"authorization": f"Bearer {guarded.keys['reader']}"}
-    for limit_ms in range(1, 100):
-        headers["x-request-timeout-ms"] = str(limit_ms)
-        late = httpx.post(f"{guarded.server.url}/embed", json=many, headers=headers)
-        if late.status_code != 408:  # else its body had not arrived
-            break
-    assert late.status_code == 504, late.text
-    answered = guarded.post("/embed", "reader", many)
+    answered = guarded.post("/embed", "reader", {"inputs": ["walk " * 20] * 20})
     assert answered.status_code == 200, answered.text
     tokens = int(answered.headers["x-compute-tokens"])
     assert tokens > 400
     wait_s = (tokens - 19) * 3  # at 20 per minute, until one is left
-    body = {"input": "walk", "model": "bert"}
-    for path, sent, shape in (("/embed", BODY, str), ("/v1/embeddings", body, dict)):
+    for path, sent, shape in (("/embed", BODY, str), ("/v1/embeddings", OPENAI_BODY, dict)):
         refused = guarded.post(path, "reader", sent)
         assert error_of(refused) == (429, "rate_limited")
         assert wait_s - 30 <= int(refused.headers["retry-after"]) <= wait_s
@@ -185,26 +167,13 @@ def test_a_key_has_its_own_limit_of_tokens(guarded: Guarded) -> None:
 
 
 def test_a_key_expires(guarded: Guarded) -> None:
-    for path, sent in (("/embed", BODY), ("/v1/embeddings", {"input": "walk", "model": "bert"})):
-        refused = guarded.post(path, "gone", sent)
-        assert error_of(refused) == (401, "key_expired")
-    warned = "keys that expire within 14 days: gone (2020-01-31 00:00:00+00:00)\n"
-    assert any(line.endswith(warned) for line in guarded.server.log)
-    end = (datetime.now(UTC) + timedelta(seconds=4)).isoformat()
-    key = cloze("keys", "add", "brief", "--expires", end, "--file", str(guarded.file))
-    statuses: list[int] = []
-
-    def has_expired() -> bool:
-        answer = guarded.post("/embed", key.stdout.strip())
-        statuses.append(answer.status_code)
-        return answer.headers.get("x-error-code") == "key_expired"
-
-    wait_until(has_expired)
-    assert 200 in statuses
-    assert cloze("keys", "remove", "brief", "--file", str(guarded.file)).returncode == 0
+    for path, sent in (("/embed", BODY), ("/v1/embeddings", OPENAI_BODY)):
+        assert error_of(guarded.post(path, "gone", sent)) == (401, "key_expired")
+    assert any("keys that expire within 14 days: gone" in line for line in guarded.server.log)
 
 
-def test_a_key_is_replaced_while_both_are_valid(guarded: Guarded) -> None:
+def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
+    """Both keys of one that is replaced are valid meanwhile."""
     file = ("--file", str(guarded.file))
     old = cloze("keys", "add", "moving", *file).stdout.strip()
     new = cloze("keys", "rotate", "moving", *file).stdout.strip()
@@ -213,55 +182,14 @@ def test_a_key_is_replaced_while_both_are_valid(guarded: Guarded) -> None:
     assert cloze("keys", "remove", "moving", "--old", *file).returncode == 0
     wait_until(lambda: guarded.post("/embed", old).status_code == 401)
     assert guarded.post("/embed", new).status_code == 200
+    assert cloze("keys", "remove", "moving", *file).returncode == 0
+    wait_until(lambda: guarded.post("/embed", new).status_code == 401)
     assert cloze("keys", "rotate", "nobody", *file).returncode == 1
-
-
-def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
-    made = cloze("keys", "add", "new", "--file", str(guarded.file))
-    key = made.stdout.strip()
-    wait_until(lambda: guarded.post("/embed", key).status_code == 200)
-    assert cloze("keys", "remove", "new", "--file", str(guarded.file)).returncode == 0
-    wait_until(lambda: guarded.post("/embed", key).status_code == 401)
-    old = guarded.file.read_text()
+    text = guarded.file.read_text()
     guarded.file.write_text("[broken\n")
-
-    def old_keys_stay() -> bool:
-        assert guarded.post("/embed", "team").status_code == 200
-        return any("the old keys stay" in line for line in guarded.server.log)
-
-    wait_until(old_keys_stay)
-    guarded.file.write_text(old)
-
-
-def test_no_key_is_in_the_log(guarded: Guarded) -> None:
-    guarded.post("/embed", "wrong-key-of-a-client")
-    wait_until(lambda: any(" 401 " in line for line in guarded.server.log))
-    log = "".join(guarded.server.log)
-    assert "wrong-key-of-a-client" not in log
-    assert not any(key in log for key in guarded.keys.values())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has no key"),
-        ("[a]\nsha256 = 'x'\nscopes = ['inference']", r"sha256\.0: string should match pattern"),
-        (
-            f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['all']",
-            r"scopes\.0: input should be 'inference'",
-        ),
-        (f"[a]\nsha256 = '{'0' * 64}'\nscopes = []", r"scopes: list should have at least 1"),
-        ("[a]\nkey = 'secret-thing'", r"sha256: field required"),
-        ("[a", "is no TOML"),
-    ],
-)
-def test_a_wrong_keys_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "keys.toml"
-    file.write_text(text)
-    with pytest.raises(StartupError, match=message) as caught:
-        Keys(file)
-    assert "\n" not in str(caught.value)
-    assert "secret-thing" not in str(caught.value)
+    wait_until(lambda: any("the old keys stay" in line for line in guarded.server.log))
+    assert guarded.post("/embed", "team").status_code == 200
+    guarded.file.write_text(text)
 
 
 def failed(store: Path, *arguments: str) -> str:
@@ -294,105 +222,47 @@ def test_a_missing_keys_file_stops_the_start(tiny_store: Path) -> None:
     assert "the keys file nowhere.toml cannot be read: No such file" in line
 
 
-def test_the_bucket_fills_again() -> None:
-    key = Key("a", KeyEntry(sha256="0" * 64, scopes=["inference"], requests_per_minute=60))
-    for _ in range(60):
-        key.count(100.0)
-    with pytest.raises(Overloaded):
-        key.count(100.9)
-    key.count(101.01)
-
-
-def test_an_idle_hour_allows_no_more_than_a_minute() -> None:
-    key = Key("a", KeyEntry(sha256="0" * 64, scopes=["inference"], requests_per_minute=60))
-    key.count(100.0)
-    for _ in range(60):
-        key.count(3700.0)
-    with pytest.raises(Overloaded):
-        key.count(3700.0)
-
-
 # ---- hosts, origins, pages -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200),
-        ("evil.example", 403), ("localhost.evil.example", 403), ("evil.example:8000", 403),
-        ("", 403),
-    ],
-)  # fmt: skip
-def test_on_loopback_other_hosts_are_refused(every_task: Server, host: str, status: int) -> None:
-    """A page of another site cannot reach the server by a name of its own."""
-    answer = httpx.get(f"{every_task.url}/readyz", headers={"host": host})
-    assert answer.status_code == status
+def test_a_server_on_loopback_refuses_other_hosts_but_for_probes(every_task: Server) -> None:
+    """A page of another site cannot reach it by a name. A kubelet asks a pod by its address."""
 
+    def status(path: str, host: str) -> int:
+        return httpx.get(every_task.url + path, headers={"host": host}).status_code
 
-def test_what_a_kubelet_and_a_prometheus_ask_is_answered_under_an_address(
-    every_task: Server,
-) -> None:
-    """They ask a pod by its address. No page of another site has that as its name."""
-    headers = {"host": "10.0.0.7:8000"}
+    for host in ("localhost", "LOCALHOST:8000", "[::1]:8000"):
+        assert status("/info", host) == 200
+    for host in ("evil.example:8000", ""):
+        assert status("/readyz", host) == 403
     for path in ("/healthz", "/readyz", "/health", "/metrics", "/v2/health/live"):
-        assert httpx.get(every_task.url + path, headers=headers).status_code == 200, path
+        assert status(path, "10.0.0.7:8000") == 200, path
     for path in ("/", "/info", "/docs"):
-        assert httpx.get(every_task.url + path, headers=headers).status_code == 403, path
-    refused = httpx.post(f"{every_task.url}/embed", json={"inputs": "a"}, headers=headers)
-    assert refused.status_code == 403
-
-
-def test_which_hosts_are_accepted() -> None:
-    assert accepted_hosts("0.0.0.0", ()) == frozenset(), "any"
-    assert b"embed.example" in accepted_hosts("0.0.0.0", ("Embed.example",))
-    assert b"127.0.0.1" in accepted_hosts("0.0.0.0", ("embed.example",)), "probes"
-    assert [is_loopback(host) for host in ("127.0.0.9", "::1", "localhost", "0.0.0.0", "x")] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+        assert status(path, "10.0.0.7:8000") == 403, path
 
 
 def test_origins_are_refused_unless_named(tiny_store: Path, every_task: Server) -> None:
     asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
     plain = httpx.options(f"{every_task.url}/embed", headers=asks)
     assert "access-control-allow-origin" not in plain.headers
-    with running_server(
-        tiny_store, "--model", "bert", CLOZE_CORS_ORIGINS="https://app.example"
-    ) as server:
-        allowed = httpx.options(f"{server.url}/embed", headers=asks)
-        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-        answer = httpx.post(f"{server.url}/embed", json=BODY, headers={"origin": asks["origin"]})
-        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    origins = {"CLOZE_CORS_ORIGINS": "https://app.example"}
+    with running_server(tiny_store, "--model", "bert", **origins) as server:
         own = "authorization, x-expect-embedding-space, x-request-class, x-stainless-lang"
-        wanted = httpx.options(
-            f"{server.url}/embed", headers=asks | {"access-control-request-headers": own}
-        )
-        assert wanted.status_code == 200
-        assert wanted.headers["access-control-allow-headers"] == own
+        wanted = asks | {"access-control-request-headers": own}
+        allowed = httpx.options(f"{server.url}/embed", headers=wanted)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        assert allowed.headers["access-control-allow-headers"] == own
         raw = {"origin": asks["origin"], "accept": "application/octet-stream; dtype=int8"}
-        body = BODY | {"unknown": 1}
-        answer = httpx.post(f"{server.url}/embed", json=body, headers=raw)
-        assert answer.status_code == 200
+        answer = httpx.post(f"{server.url}/embed", json=BODY | {"unknown": 1}, headers=raw)
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
         readable = set(answer.headers["access-control-expose-headers"].split(", "))
-        assert {
-            "x-shape", "x-dtype", "x-scale", "x-lengths", "x-embedding-space", "x-warning",
-            "x-ranked-by", "x-request-id", "x-model", "x-error-code", "retry-after", "retry-after-ms",
-        } <= readable  # fmt: skip
         assert {name for name in answer.headers if name.startswith("x-")} <= readable
         assert {"x-warning", "x-scale"} <= answer.headers.keys()
-        other = httpx.options(
-            f"{server.url}/embed", headers=asks | {"origin": "https://evil.example"}
-        )
+        assert {"x-lengths", "x-ranked-by", "x-error-code", "retry-after-ms"} <= readable
+        evil = asks | {"origin": "https://evil.example"}
+        other = httpx.options(f"{server.url}/embed", headers=evil)
         assert "access-control-allow-origin" not in other.headers
-
-
-def test_pages_have_a_strict_policy(every_task: Server) -> None:
-    for path in ("/", "/docs"):
-        headers = httpx.get(every_task.url + path).headers
-        policy = headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "'unsafe-inline'" not in re.findall(r"script-src [^;]*", policy)[0]
-        assert "frame-ancestors 'none'" in policy
-        assert headers["x-content-type-options"] == "nosniff"
 
 
 # ---- TLS -----------------------------------------------------------------------------------------
@@ -467,16 +337,13 @@ def is_done(end: ssl.SSLObject) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one", "front-ends"])
-def test_a_renewed_certificate_is_served(
-    tiny_store: Path, tmp_path: Path, mode: tuple[str, ...]
-) -> None:
+def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> None:
     """As the files are replaced: one after the other, so that they do not fit for a moment."""
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     served, renewed = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
     arguments = ("--tls-certificate", str(served.public), "--tls-key", str(served.private))
-    with running_server(tiny_store, *arguments, "--model", "bert", *mode) as server:
+    with running_server(tiny_store, *arguments, "--model", "bert", "--frontends", "1") as server:
         before = served_certificate(server)
         renewed.public.replace(served.public)
         wait_until(lambda: any("the old certificate and key stay" in line for line in server.log))
@@ -496,15 +363,6 @@ def test_a_wrong_certificate_stops_the_start(
     for first, second in ((str(tmp_path / "x.pem"), private), (public, "nowhere.pem")):
         line = failed(tiny_store, "--tls-certificate", first, "--tls-key", second)
         assert "or its key cannot be used" in line
-
-
-@pytest.mark.slow
-def test_a_wrong_certificate_stops_the_start_of_front_ends(
-    tiny_store: Path, certificate: Certificate, tmp_path: Path
-) -> None:
-    (tmp_path / "x.pem").write_text("nothing")
-    tls = ("--tls-certificate", str(tmp_path / "x.pem"), "--tls-key", str(certificate.private))
-    assert "or its key cannot be used" in failed(tiny_store, *tls, "--frontends", "1")
 
 
 def test_an_open_address_without_keys_is_reported(tiny_store: Path) -> None:

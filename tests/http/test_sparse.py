@@ -3,12 +3,10 @@
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
@@ -54,9 +52,9 @@ def store(tmp_path_factory: pytest.TempPathFactory, oracles: dict[str, Path]) ->
     return root
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, store: Path) -> Iterator[Server]:
-    with running_server(store, "--precision", "fp32", *request.param) as server:
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with running_server(store, "--precision", "fp32") as server:
         yield server
 
 
@@ -98,16 +96,6 @@ def test_our_client_names_the_words(server: Server) -> None:
     done = cloze("ask", "embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
     assert done.stdout.splitlines()[0].split() == ["weight", "index", "token"]
     assert len(done.stdout.splitlines()) == 3
-
-
-def test_alone_and_in_any_batch_the_answer_is_one(server: Server) -> None:
-    together = ask(server, TEXTS).json()
-    for text, ours in zip(TEXTS, together, strict=True):
-        (alone,) = ask(server, text).json()
-        assert [row["index"] for row in alone] == [row["index"] for row in ours]
-        assert [row["value"] for row in alone] == pytest.approx(
-            [row["value"] for row in ours], abs=1e-5
-        )
 
 
 def test_the_gate_compares_sparse_vectors(store: Path) -> None:
@@ -168,21 +156,3 @@ def test_the_length_and_the_case_of_the_tuning_are_kept(
     for text in ("The KING", "Paris is red"):
         assert tokens.encode(text).ids == encoder.tokenizer(text)["input_ids"]
         assert tokens.encode(text).ids == tokens.encode(text.lower()).ids
-
-
-def test_requests_of_several_tasks_at_once(server: Server) -> None:
-    """One encoder runs for all; each request gets what it gets alone."""
-    routes = ["/embed_sparse", "/embed"] * 6
-
-    def post(route: str) -> list[Any]:
-        answer: list[Any] = httpx.post(server.url + route, json={"inputs": TEXTS}).json()
-        return answer
-
-    alone = {route: post(route) for route in set(routes)}
-    with ThreadPoolExecutor(len(routes)) as pool:
-        for route, answer in zip(routes, pool.map(post, routes), strict=True):
-            if route == "/embed":
-                np.testing.assert_allclose(answer, alone[route], atol=1e-5)
-            else:
-                for row, other in zip(answer, alone[route], strict=True):
-                    assert [v["index"] for v in row] == [v["index"] for v in other]

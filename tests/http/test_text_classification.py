@@ -1,7 +1,5 @@
 """Text classification: answers are those of transformers' pipeline, whatever the problem type."""
 
-import json
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +15,6 @@ from transformers import (
     TextClassificationPipeline,
 )
 
-from cloze.client import Client
-from cloze.export.errors import ExportError
-from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -69,9 +64,9 @@ def classifier_store(
     return root
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, classifier_store: Path) -> Iterator[Server]:
-    with running_server(classifier_store, "--precision", "fp32", *request.param) as server:
+@pytest.fixture(scope="module")
+def server(classifier_store: Path) -> Iterator[Server]:
+    with running_server(classifier_store, "--precision", "fp32") as server:
         yield server
 
 
@@ -124,37 +119,6 @@ def test_huggingface_client_classifies_texts(server: Server, by: str) -> None:
     ]
 
 
-def test_our_client_classifies_texts_and_pairs(server: Server) -> None:
-    with Client(server.url, batch_size=2) as client:
-        labels = client.classify([*TEXTS, *PAIRS], top_k=2)
-    inputs: list[Any] = [*TEXTS, *({"text": a, "text_pair": b} for a, b in PAIRS)]
-    body = {"inputs": inputs, "parameters": {"top_k": 2}}
-    expected = httpx.post(f"{server.url}/classify", json=body).json()
-    assert [[label.label for label in row] for row in labels] == [
-        [label["label"] for label in row] for row in expected
-    ]
-
-
-def test_a_single_text_is_nested_too(server: Server) -> None:
-    """huggingface_hub's client takes the first list of the answer."""
-    response = httpx.post(f"{server.url}/classify", json={"inputs": TEXTS[0]})
-    assert [sorted(row) for row in response.json()[0]] == [["label", "score"]] * len(
-        response.json()[0]
-    )
-
-
-def test_a_batch_mixes_it_with_other_tasks(tmp_path: Path, classifiers: dict[str, Path]) -> None:
-    """A checkpoint whose owner asks for embeddings too serves both from one graph."""
-    options = ExportOptions(tasks=("text-classification", "embed"))
-    bundle = export(str(classifiers["single"]), "both", Store(tmp_path), options)
-    assert bundle.manifest.tasks == ("text-classification", "embed")
-    with running_server(tmp_path, "--workers", "1") as server, httpx.Client() as client:
-        alone = client.post(f"{server.url}/classify", json={"inputs": "walk red"}).json()
-        embedded = client.post(f"{server.url}/embed", json={"inputs": "walk red"})
-        assert embedded.status_code == 200
-        assert client.post(f"{server.url}/classify", json={"inputs": "walk red"}).json() == alone
-
-
 def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> None:
     manifest = Store(classifier_store).manifest("multi")
     options = manifest.heads["sequence_classification"].model_dump(exclude_none=True)
@@ -164,28 +128,3 @@ def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> N
     }
     assert manifest.int8 is not None
     assert manifest.int8.gate.measured["text_classification_agreement"] >= 0.95
-
-
-def test_labels_that_do_not_count_from_zero_are_refused(
-    tmp_path: Path, classifiers: dict[str, Path]
-) -> None:
-
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(classifiers["single"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    for changes, message in (
-        ({"id2label": {"1": "a", "2": "b"}}, "id2label must name the labels 0 to N - 1"),
-        ({"id2label": {}}, "id2label must name the labels 0 to N - 1, got {}"),
-        ({"id2label": None, "num_labels": None}, "num_labels must be a number .*, got None"),
-        ({"id2label": None, "num_labels": 10**12}, "num_labels must be .* 1 to 65536, got 10{12}"),
-        ({"id2label": None, "num_labels": 5}, "sizes and labels ask for .5, "),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(ExportError, match=message):
-            export(str(folder), "x", Store(tmp_path / "store"))
-
-
-def test_a_masked_token_model_has_no_classifier(checkpoints: dict[str, Path]) -> None:
-
-    names = [head.name for head in load_checkpoint(str(checkpoints["bert"])).heads]
-    assert "sequence_classification" not in names

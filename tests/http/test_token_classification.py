@@ -15,7 +15,6 @@ from transformers import (
     TokenClassificationPipeline,
 )
 
-from cloze.client import Client
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
@@ -55,9 +54,9 @@ def tagger_store(tmp_path_factory: pytest.TempPathFactory, taggers: dict[str, Pa
     return root
 
 
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, tagger_store: Path) -> Iterator[Server]:
-    with running_server(tagger_store, "--precision", "fp32", *request.param) as server:
+@pytest.fixture(scope="module")
+def server(tagger_store: Path) -> Iterator[Server]:
+    with running_server(tagger_store, "--precision", "fp32") as server:
         yield server
 
 
@@ -99,20 +98,6 @@ def test_entities_are_those_of_transformers(
         same(ours, pipeline(text, aggregation_strategy=strategy, **extra))
 
 
-def test_our_client_tags_tokens(server: Server) -> None:
-    with Client(server.url) as client:
-        grouped, (tokens,) = (
-            client.token_classification(TEXTS[:2]),
-            client.token_classification(TEXTS[0], aggregation_strategy="none"),
-        )
-    for text, entities in zip(TEXTS, grouped, strict=False):
-        expected = httpx.post(f"{server.url}/token-classification", json={"inputs": text}).json()
-        assert [(e.entity, e.start, e.word) for e in entities] == [
-            (row["entity_group"], row["start"], row["word"]) for row in expected
-        ]
-    assert all(token.entity != "O" for token in tokens)
-
-
 @pytest.mark.parametrize("by", ["route", "base"])
 def test_huggingface_client_tags_tokens(server: Server, by: str) -> None:
     route = f"{server.url}/token-classification"
@@ -136,13 +121,6 @@ def test_long_texts_in_windows_are_those_of_transformers(
     assert response.headers["x-truncated"] == "0"
     assert int(response.headers["x-compute-tokens"]) > LIMIT
     same(response.json(), pipeline(TEXTS[2], aggregation_strategy=strategy, stride=stride))
-
-
-def test_offsets_are_of_the_text(server: Server) -> None:
-    text = TEXTS[1]
-    for entity in ask(server, "bert", text, aggregation_strategy="none", ignore_labels=[]).json():
-        word = text[entity["start"] : entity["end"]].lower()
-        assert entity["word"].removeprefix("##") in (word, word.replace("ü", "u").replace("ö", "o"))
 
 
 def test_every_graph_passed_its_gate(tagger_store: Path) -> None:

@@ -1,7 +1,6 @@
 """Vectors as bytes: types of numbers, NumPy's format, a vector per token."""
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from sentence_transformers.util.quantization import quantize_embeddings
 from transformers import AutoModel, AutoTokenizer
 
-from cloze.client import Client
-from cloze.export.publish import ExportOptions, export
-from cloze.model_store import Store
-from tests.export.test_sentence import saved as sentence_transformer
-from tests.support.refusals import error_of
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 RAW, NPY = "application/octet-stream", "application/x-npy"
 TEXTS = ["the king", "of Paris", "a moon over the sea"]
@@ -33,40 +26,11 @@ def vectors(server: Server) -> np.ndarray:
     return np.array(ask(server, "application/json").json(), np.float32)
 
 
-def test_half_precision(server: Server, vectors: np.ndarray) -> None:
-    answer = ask(server, f"{RAW}; dtype=float16")
-    assert (answer.headers["x-dtype"], answer.headers["x-shape"]) == ("float16", "3,64")
-    values = np.frombuffer(answer.content, "<f2").reshape(3, 64)
-    np.testing.assert_allclose(values, vectors, rtol=1e-3, atol=1e-6)  # 11 bits
-
-
-def test_integers_have_a_scale(server: Server, vectors: np.ndarray) -> None:
-    answer = ask(server, f"{RAW}; dtype=int8")
-    assert (answer.headers["x-dtype"], answer.headers["x-shape"]) == ("int8", "3,64")
-    found = np.frombuffer(answer.content, np.int8).reshape(3, 64)
-    scale = float(answer.headers["x-scale"])
-    assert np.abs(found).max() == 127
-    np.testing.assert_allclose(found * scale, vectors, atol=scale * 0.501)
-
-
 def test_signs_are_those_of_sentence_transformers(server: Server, vectors: np.ndarray) -> None:
     answer = ask(server, f"{RAW}; dtype=ubinary")
     assert (answer.headers["x-dtype"], answer.headers["x-shape"]) == ("ubinary", "3,8")
     found = np.frombuffer(answer.content, np.uint8).reshape(3, 8)
     np.testing.assert_array_equal(found, quantize_embeddings(vectors, precision="ubinary"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "numpy"),
-    [("float32", "<f4"), ("float16", "<f2"), ("int8", "|i1"), ("ubinary", "|u1")],
-)
-def test_numpys_format_has_the_type(server: Server, dtype: str, numpy: str) -> None:
-    # One text, so that both answers come from the same batch.
-    raw, npy = (ask(server, f"{kind}; dtype={dtype}", inputs="the king") for kind in (RAW, NPY))
-    array = np.load(io.BytesIO(npy.content), allow_pickle=False)
-    assert array.dtype.str == numpy
-    assert array.tobytes() == raw.content
-    assert "x-scale" in npy.headers or dtype != "int8"
 
 
 @pytest.mark.parametrize("kind", [RAW, NPY])
@@ -81,38 +45,6 @@ def test_vectors_of_tokens_follow_each_other(server: Server, kind: str) -> None:
         found = np.frombuffer(answer.content, "<f4").reshape(sum(lengths), 64)
     assert answer.headers["x-shape"] == f"{sum(lengths)},64"
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-6)
-
-
-def test_our_client_reads_vectors_of_tokens(server: Server) -> None:
-    expected = ask(server, "application/json", "/embed_all").json()
-    with Client(server.url, batch_size=2) as client:
-        found = client.embed_all(TEXTS)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "accept", [f"{RAW}; dtype=int8", f'{RAW};dtype="int8"', f"{NPY};q=0.1, {RAW};DTYPE=INT8;q=0.9"]
-)
-def test_the_type_is_found_however_it_is_written(server: Server, accept: str) -> None:
-    answer = ask(server, accept)
-    assert (answer.headers["content-type"], answer.headers["x-dtype"]) == (RAW, "int8")
-
-
-@pytest.mark.parametrize("route", ["/embed", "/embed_all", "/"])
-@pytest.mark.parametrize("inputs", ["a", "a" * 2_000_000])
-def test_an_unknown_type_is_refused_before_the_texts_are_read(
-    server: Server, route: str, inputs: str
-) -> None:
-    """Even a text that is too long, which would be refused otherwise."""
-    answer = ask(server, f"{RAW}; dtype=float64", route, inputs)
-    assert error_of(answer) == (422, "invalid_value")
-
-
-def test_a_long_accept_is_refused(server: Server) -> None:
-    assert ask(server, "text/html," * 99).status_code == 200
-    answer = ask(server, "text/html," * 101)
-    assert error_of(answer) == (422, "invalid_value")
 
 
 # ---- places of tokens ----------------------------------------------------------------------------
@@ -167,11 +99,6 @@ def test_a_cut_text_has_the_places_of_what_is_left(
     assert text[slice(*offsets[-2])] == "year"
 
 
-def test_token_ids_have_no_places(server: Server) -> None:
-    answer = with_offsets(server, ["the king", [5, 6]])
-    assert error_of(answer) == (422, "invalid_value")
-
-
 # ---- the tokens that carry a similarity ----------------------------------------------------------
 
 
@@ -197,20 +124,6 @@ def test_pairs_of_tokens_are_those_of_the_vectors_of_tokens(server: Server) -> N
         for pair in pairs:
             row = tokens[0]["offsets"].index(pair["source"]) - 1
             assert text["offsets"].index(pair["sentence"]) - 1 == cosines[row].argmax()
-
-
-def test_a_text_is_most_like_itself(server: Server) -> None:
-    (same,) = compare(server, "the king", ["the king"], details=True).json()
-    assert [pair["source"] for pair in same["pairs"]] == [
-        pair["sentence"] for pair in same["pairs"]
-    ]
-    assert same["pairs"][0]["cosine"] == pytest.approx(1, abs=1e-5)
-
-
-def test_a_model_without_vectors_of_tokens_says_so(minilm_store: Path) -> None:
-    with running_server(minilm_store) as server:
-        answer = compare(server, "a", ["b"], details=True)
-        assert error_of(answer) == (424, "task_not_supported")
 
 
 # ---- spans of one text (late chunking) -----------------------------------------------------------
@@ -248,40 +161,3 @@ def test_spans_are_pooled_from_one_pass(
         if normalize:
             expected /= np.linalg.norm(expected)
         np.testing.assert_allclose(vector, expected, atol=2e-5)
-
-
-def test_spans_come_as_bytes_with_fewer_dimensions(server: Server) -> None:
-    body = {"inputs": LONG, "spans": [[0, 27], [28, 49]], "dimensions": 8}
-    answer = httpx.post(f"{server.url}/embed", json=body, headers={"accept": RAW})
-    assert answer.headers["x-shape"] == "2,8"
-
-
-def test_no_spans_are_no_request(server: Server) -> None:
-    answer = embed_spans(server, [])
-    assert error_of(answer) == (400, "empty_input")
-
-
-def test_spans_of_a_model_without_vectors_of_tokens_are_refused(minilm_store: Path) -> None:
-    with running_server(minilm_store) as server:
-        answer = embed_spans(server, [[0, 3]])
-        assert error_of(answer) == (424, "task_not_supported")
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        lambda: [Pooling(64, pooling_mode="cls")],
-        lambda: [Pooling(64, pooling_mode="mean"), Dense(64, 24)],
-    ],
-    ids=["cls", "projected"],
-)
-def test_spans_of_a_model_that_pools_otherwise_are_refused(
-    tmp_path: Path, after: Callable[[], list[Any]]
-) -> None:
-    checkpoint = sentence_transformer(tmp_path, "bert-plain", *after())
-    export(
-        str(checkpoint), "m", Store(tmp_path / "store"), ExportOptions(tasks=("embed", "embed-all"))
-    )
-    with running_server(tmp_path / "store") as server:
-        answer = embed_spans(server, [[0, 3]])
-        assert error_of(answer) == (424, "task_not_supported")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import InferenceClient
@@ -113,7 +112,7 @@ def test_the_released_client_of_hugging_face_reads_the_answer(
     same([{"label": row.label, "score": row.score} for row in answer], theirs)
 
 
-def test_every_way_to_ask_gives_the_same(server: Server, store: Path, tmp_path: Path) -> None:
+def test_every_way_to_ask_gives_the_same(server: Server) -> None:
     expected = ask(server, TEXTS[:2])
     with Client(server.url) as client:
         labels = client.zero_shot_classification(TEXTS[:2], LABELS)
@@ -133,36 +132,6 @@ def test_every_way_to_ask_gives_the_same(server: Server, store: Path, tmp_path: 
     assert expected[0][0]["label"] in asked.output
     missing = CliRunner().invoke(cli, ["ask", ROUTE[1:], "a", "--url", server.url])
     assert (missing.exit_code, "needs the option --label" in missing.output) == (2, True)
-
-    source = tmp_path / "texts.jsonl"
-    source.write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS[:2]))
-    run = [
-        "bulk", ROUTE[1:], str(source), "--output", str(tmp_path / "out"), *flags,
-        "--output-format", "parquet", "--model-store", str(store), "--model", "last",
-    ]  # fmt: skip
-    done = CliRunner().invoke(cli, run)
-    assert done.exit_code == 0, done.output
-    rows = pq.read_table(tmp_path / "out" / "part-00000.parquet")["labels"].to_pylist()
-    for ours, theirs in zip(rows, expected, strict=True):
-        scores = {row["label"]: row["score"] for row in ours}
-        assert scores == pytest.approx({r["label"]: r["score"] for r in theirs}, abs=1e-5)
-
-
-def test_a_long_text_is_divided_beside_whole_labels(server: Server) -> None:
-    labels = ["red", "the king of the old house " * 8]
-    answer = ask(server, [TEXTS[2]], candidate_labels=labels, long_text="window", return_usage=True)
-    [windows] = [usage["windows"] for usage in answer["usage"]]
-    parts = [TEXTS[2][start:end] for start, end in windows]
-    assert len(parts) > 2
-    each = [
-        {r["label"]: r["score"] for r in part}
-        for part in ask(server, parts, candidate_labels=labels)
-    ]
-    means = {label: sum(scores[label] for scores in each) / len(parts) for label in labels}
-    [ours] = answer["result"]
-    assert {row["label"]: row["score"] for row in ours} == pytest.approx(means, abs=1e-5)
-    cut = ask(server, TEXTS[2], candidate_labels=labels, truncation_direction="left")
-    assert cut != ask(server, TEXTS[2], candidate_labels=labels)
 
 
 def test_a_model_without_an_entailment_serves_nothing(store: Path) -> None:

@@ -5,7 +5,6 @@ All weights are random, biases and norms included: transformers' defaults of 0 a
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,21 +255,6 @@ def test_every_deberta_gives_the_numbers_of_transformers(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "part", ["key_proj.bias", "query_proj.bias", "pos_query_proj.bias", "pos_query_proj.weight"]
-)
-def test_what_meets_positions_counts(part: str, tmp_path: Path) -> None:
-    """The test of the numbers can fail: these biases do not cancel."""
-    network = save("deberta-v2", "masked_lm", tmp_path, share_att_key=False)
-    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
-    for name in [name for name in tensors if name.endswith(f"self.{part}")]:
-        tensors[name] = tensors[name] * 0.5
-    save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
-    ids = ids_of(network, 9)
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
-
-
-@pytest.mark.parametrize(
     "family", ["bert", "ernie", "electra", "albert", "mobilebert", "nomic_bert", "gte"]
 )
 def test_token_types_of_a_pair_are_those_of_transformers(family: str, tmp_path: Path) -> None:
@@ -311,31 +295,6 @@ def test_tokens_to_which_none_attend_change_no_number(family: str, tmp_path: Pat
         batch = model(ids, attention_mask=mask)
         for row, length in enumerate((12, 7, 1)):
             assert same(batch[row, :length], model(ids[row : row + 1, :length])[0])
-
-
-@pytest.mark.parametrize("family", sorted(OFFSET))
-def test_positions_from_0_would_give_other_numbers(family: str, tmp_path: Path) -> None:
-    """The test of the numbers can fail: a table that is cut elsewhere changes them."""
-    network = save(family, "masked_lm", tmp_path)
-    tensors = read_tensors([tmp_path / "model.safetensors"])
-    name = f"{FAMILIES[family].prefix}embeddings.position_embeddings.weight"
-    moved = {**tensors, name: tensors[name].roll(2, 0).contiguous()}
-    save_file(moved, str(tmp_path / "model.safetensors"), {"format": "pt"})
-    ids = ids_of(network, 9)
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
-
-
-@pytest.mark.parametrize(
-    "family", ["electra", "mpnet", "roberta", "xlm-roberta", "camembert", "gte"]
-)
-def test_the_transform_before_the_words_is_always_the_exact_gelu(
-    family: str, tmp_path: Path
-) -> None:
-    network = save(family, "masked_lm", tmp_path, hidden_act="relu")
-    checkpoint = load_checkpoint(str(tmp_path))
-    ids = ids_of(network, 9)
-    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -389,19 +348,6 @@ def test_a_sliding_window_goes_before_the_local_attention(tmp_path: Path) -> Non
     assert not same(mine, theirs(network, "masked_lm", ids))
 
 
-def test_a_token_reaches_no_further_than_the_window_of_one_local_layer(tmp_path: Path) -> None:
-    one = {"num_hidden_layers": 1, "max_position_embeddings": 300, "local_attention": 128}
-    network = save("modernbert", "masked_lm", tmp_path, layer_types=["sliding_attention"], **one)
-    model = load_checkpoint(str(tmp_path)).model
-    ids = ids_of(network, 130, texts=1)
-    changed = ids.clone()
-    changed[0, 0] = ids[0, 0] - 1
-    with torch.no_grad():
-        differs = (model(ids) != model(changed)).any(-1)[0]
-    assert differs[:65].all()
-    assert not differs[65:].any()
-
-
 @pytest.mark.parametrize("tokens", [64, 65, 66, 128, 129, 130, 300])
 def test_lengths_around_the_window_are_those_of_transformers(tokens: int, tmp_path: Path) -> None:
     longer = {"max_position_embeddings": 300, "local_attention": 128}
@@ -409,19 +355,6 @@ def test_lengths_around_the_window_are_those_of_transformers(tokens: int, tmp_pa
     checkpoint = load_checkpoint(str(tmp_path))
     ids = ids_of(network, tokens, texts=2)
     assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
-
-
-@pytest.mark.parametrize("part", ["mlp.Wi", "attn.Wqkv"])
-def test_the_order_of_packed_halves_matters(part: str, tmp_path: Path) -> None:
-    network = save("modernbert", "masked_lm", tmp_path)
-    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
-    for name, rows in tensors.items():
-        if part in name:
-            tensors[name] = rows.roll(len(rows) // (2 if part == "mlp.Wi" else 3), 0).contiguous()
-    save_file(tensors, str(tmp_path / "model.safetensors"), {"format": "pt"})
-    ids = ids_of(network, 9)
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert not same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
 
 
 # ---- names of tensors ----------------------------------------------------------------------------
@@ -510,26 +443,6 @@ def test_a_layer_that_is_shared_is_one_set_of_weights(tmp_path: Path) -> None:
     names = [name for name, _ in encoder.named_layers()]
     assert names == [f"layers.{n}" for n in (0, 1, 0, 1, 0, 1, 6, 7, 6, 7)]
     assert len({id(layer) for layer in encoder.layers}) == 4
-
-
-def test_the_neighbours_of_the_first_and_the_last_token_are_zeros(tmp_path: Path) -> None:
-    """Each token reads both neighbours, and no other row stands for those beyond the ends."""
-    save("mobilebert", "masked_lm", tmp_path)
-    embeddings = load_checkpoint(str(tmp_path)).model.encoder.embeddings
-    ids = torch.tensor([[9, 10, 11, 12]])
-    words, size = embeddings.word.weight, embeddings.word.embedding_dim
-    nothing = torch.zeros(size)
-    with torch.no_grad():
-        for token, (after, before) in enumerate([(10, None), (11, 9), (12, 10), (None, 11)]):
-            parts = [nothing if n is None else words[n] for n in (after, ids[0, token], before)]
-            total = (
-                torch.cat(parts) @ embeddings.projection.weight.t()
-                + embeddings.projection.bias
-                + embeddings.position.weight[token]
-                + embeddings.token_type.weight[0]
-            )
-            expected = total * embeddings.norm.weight + embeddings.norm.bias
-            assert same(embeddings(ids, None)[0, token], expected), token
 
 
 @pytest.mark.parametrize("pooler", [True, False])
@@ -717,48 +630,6 @@ def test_another_architecture_is_refused_by_name(
         load_checkpoint(str(tmp_path))
 
 
-def test_task_types_must_be_there_if_the_settings_use_them(tmp_path: Path) -> None:
-    save("ernie", "masked_lm", tmp_path)
-    checkpoint = load_checkpoint(str(tmp_path))
-    tensors = dict(read_tensors([tmp_path / "model.safetensors"]))
-    name = "ernie.embeddings.task_type_embeddings.weight"
-    del tensors[name]
-    with pytest.raises(ExportError, match="task_type_embeddings"):
-        load_model(tensors, FAMILIES["ernie"], checkpoint.model.config, {})
-    without = replace(checkpoint.model.config, task_types=False)
-    load_model(tensors, FAMILIES["ernie"], without, {})
-
-
-def test_a_vocabulary_file_of_mpnet_has_four_special_tokens_in_a_pair(tmp_path: Path) -> None:
-    """The oracle is transformers' own conversion of the same file."""
-    names = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>"]
-    words = [word for word in wordpiece().get_vocab() if not word.startswith("[")]
-    (tmp_path / "vocab.txt").write_text("\n".join([*names, *sorted(words)]))
-    (tmp_path / "config.json").write_text('{"model_type": "mpnet"}')
-    ours = load_tokenizer(tmp_path)
-    theirs = transformers.MPNetTokenizer.from_pretrained(tmp_path)
-    for texts in (
-        ("The harbour was quiet.",),
-        ("Where is the BANK?", "Z\u00fcrich zzz"),
-        ("a <mask>.",),
-    ):
-        assert ours.tokenizer.encode(*texts).ids == theirs(*texts).input_ids, texts
-    special = ours.special
-    assert (special.cls, special.sep, special.mask, special.separators) == (0, 2, 5, 2)
-    assert special.second_type == 0
-
-
-def test_tokens_of_two_hundred_lines_are_those_of_the_file(tmp_path: Path) -> None:
-    """What is loaded is the file, without its truncation and padding."""
-    tokenizer = unigram()
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    loaded, plain = load_tokenizer(tmp_path), unigram()
-    for text in awkward_lines():
-        assert loaded.tokenizer.encode(text).ids == plain.encode(text).ids, text
-
-
 @pytest.mark.parametrize(
     ("given", "read"), [(10**30, None), (1e30, None), (3, 3), (2, None), (None, None)]
 )
@@ -809,21 +680,3 @@ def test_positions_begin_after_the_padding_token_whatever_its_id_is(
     for tokens in (9, positions):
         ids = ids_of(network, tokens)
         assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
-
-
-def awkward_lines() -> list[str]:
-    marks = [
-        "",
-        " ",
-        "\u00a0",
-        "\u200b",
-        "\t",
-        "  ",
-        "\u3000",
-        "e\u0301",
-        "\ufb01",
-        "\uff21",
-        "\u0130",
-    ]
-    words = ["harbour", "<mask>", "<pad>", "</s>", "[SEP]", "a" * 100, "\U0001f469\u200d\U0001f4bb"]
-    return [f"{one}{word}{two}quiet{one}" for word in words for one in marks for two in marks][:200]

@@ -95,25 +95,22 @@ def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
 def export(
     endpoint: str, tmp_path: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    return python(
+        endpoint, tmp_path, "-m", "cloze", "export", *arguments, "--name", "x",
+        "--model-store", str(tmp_path / "store"), **environment,
+    )  # fmt: skip
+
+
+def python(
+    endpoint: str, tmp_path: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cloze",
-            "export",
-            *arguments,
-            "--name",
-            "x",
-            "--model-store",
-            str(tmp_path / "store"),
-        ],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env=bare_environment(
-            HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
-        )
-        | environment,
+        env=bare_environment(**own) | environment,
     )
 
 
@@ -157,44 +154,19 @@ def test_a_sentencepiece_model_is_downloaded_and_found_offline(
         f"files = locate('tiny/bert', '{COMMIT}').folder.iterdir(); "
         "print(*sorted(file.name for file in files))"
     )
-    environment = bare_environment(
-        HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
-    )
     for offline in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env=environment | {"HF_HUB_OFFLINE": offline},
-        )
+        done = python(hub.url, tmp_path, "-c", script, HF_HUB_OFFLINE=offline)
         assert done.stdout.split() == ["config.json", name], done.stderr
 
 
 def test_weights_are_chosen_folder_by_folder() -> None:
-    names = [
-        "config.json",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "2_Dense/config.json",
-        "2_Dense/pytorch_model.bin",
-        "onnx/model.safetensors",
-    ]
-    shards = [
-        "pytorch_model-00001-of-00002.bin",
-        "pytorch_model-00002-of-00002.bin",
-        "pytorch_model.bin.index.json",
-    ]
-    assert sorted(_choose_files(names)) == [
-        "2_Dense/config.json",
-        "2_Dense/pytorch_model.bin",
-        "config.json",
-        "model.safetensors",
-    ]
-    assert sorted(
-        _choose_files([*shards, "adapter_model.safetensors", "training_args.bin"])
-    ) == sorted(shards)
+    taken = ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
+    left = ["pytorch_model.bin", "onnx/model.safetensors"]
+    assert sorted(_choose_files([*taken, *left])) == taken
+    shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    shards.append("pytorch_model.bin.index.json")
+    left = ["adapter_model.safetensors", "training_args.bin"]
+    assert sorted(_choose_files([*shards, *left])) == sorted(shards)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import pytest
 from cloze.export.check.verify import pass_gate
 from cloze.export.errors import ExportError
 from cloze.export.heads import EXPORT_HEADS
-from cloze.export.heads.head import SampleSizes
-from cloze.export.heads.masked_lm import _cosine_sparse
 from cloze.export.measure.pairs import ScoredPair
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
@@ -182,19 +180,6 @@ def test_mean_cosines_of_hidden_states() -> None:
     assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
 
 
-def test_samples_of_layers_weigh_every_state() -> None:
-    rng = np.random.default_rng(0)
-    drawn = [EXPORT_HEADS["layer_embedding"].sample(rng, SampleSizes(9, 7, 3)) for _ in range(30)]
-    for request in drawn:
-        whole, alone = request.vectors  # type: ignore[attr-defined]
-        assert list(whole) == [0, 1, 2, 3]
-        assert all(0.5 <= weight <= 1.5 for weight in whole.values())
-        assert list(alone.values()) == [1]
-    assert {n for request in drawn for n in request.vectors[1]} == {0, 1, 2, 3}  # type: ignore[attr-defined]
-    poolings = {str(request.pooling) for request in drawn}  # type: ignore[attr-defined]
-    assert poolings == {"mean", "cls", "max"}
-
-
 def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
     asked: list[Any] = []
 
@@ -205,20 +190,6 @@ def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
     measured("sparse_embedding", answer, answer)
     assert len(asked) == 2 * COUNT
     assert all((request.tokens, request.top_k) == (tokens, 64) for request, tokens in asked)
-
-
-def test_sparse_vectors_are_compared_by_their_words() -> None:
-    def of(**words: float) -> SparseEmbeddingResult:
-        ids = np.array([ord(word) for word in words])
-        return SparseEmbeddingResult(np.array(list(words.values()), np.float32), ids)
-
-    assert _cosine_sparse(of(a=3, b=4), of(b=4, a=3)) == pytest.approx(1)
-    assert _cosine_sparse(of(a=3, b=4), of(c=1)) == 0
-    assert _cosine_sparse(of(a=3, b=4), of(b=2)) == pytest.approx(0.8)
-    assert _cosine_sparse(of(), of()) == 1
-    assert _cosine_sparse(of(), of(a=1)) == 0
-    figures = measured("sparse_embedding", lambda _: of(a=3, b=4), lambda _: of(b=2))
-    assert figures == {"sparse_cosine_mean": pytest.approx(0.8)}
 
 
 # ---- labels of a checkpoint --------------------------------------------------------------------

@@ -22,7 +22,7 @@ from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
 from cloze.model_store.tensor_reference import LETTERS, tensor_reference
 from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
-from tests.unit.export.graph.tiny_models import model
+from tests.support.tiny_models import model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tensors.md"
 

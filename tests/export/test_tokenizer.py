@@ -21,6 +21,7 @@ from cloze.export.load.tokenizer import describe_tokenizer, load_tokenizer, lowe
 from cloze.model_store import Bundle, Store
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.tokenizer_kinds import unigram, wordpiece
+from tests.support.tokenizer_references import entry
 from tests.support.vocabulary import vocabulary
 
 SENTENCES = [
@@ -213,12 +214,6 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
         ExportError, match=r"'covid' should have id \d+, but the vocabulary leaves it"
     ):
         load_tokenizer(tmp_path)
-
-
-def entry(content: str, **flags: bool) -> dict[str, Any]:
-    return dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False) | {
-        "content": content, **flags
-    }  # fmt: skip
 
 
 LISTED: dict[str, dict[str, Any]] = {

@@ -25,10 +25,9 @@ from transformers import (
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.load.tokenizer import load_tokenizer
-from tests.export.test_awkward_lines import lines, served
-from tests.export.test_tokenizer import entry
+from tests.support.family_checkpoints import TOKENIZERS
 from tests.support.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import TOKENIZERS
+from tests.support.tokenizer_references import entry, lines, served
 
 Files = dict[str, dict[str, Any]]
 

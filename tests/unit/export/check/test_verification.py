@@ -22,8 +22,8 @@ from cloze.model_store.heads import Head, Pooling, embedding, masked_lm
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
-from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model
-from tests.unit.export.scorers import gate_texts
+from tests.support.scorers import gate_texts
+from tests.support.tiny_models import TOKENIZER, checkpoint, model
 
 TWO = (masked_lm.HEAD, embedding.HEAD)
 

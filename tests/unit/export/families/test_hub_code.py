@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
+from tests.support.family_checkpoints import ours, same
 from tests.support.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import ours, same
 
 H, HEADS, INNER, LAYERS, EPS = 24, 3, 256, 2, 1e-6
 TYPES = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])

@@ -24,7 +24,7 @@ from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision, Weights
-from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model, projected
+from tests.support.tiny_models import TOKENIZER, checkpoint, model, projected
 
 ALL = tuple(HEADS.values())
 MOST = {Precision.FP32: 2e-6, Precision.FP16: 0.006, Precision.INT8: 0.12}

@@ -16,7 +16,7 @@ from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import read_options
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from tests.unit.export.scorers import CLS, MASK, SEP, ByHand, gate_texts
+from tests.support.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
 TEXTS = gate_texts(max_tokens=64)
 COUNT = len(TEXTS.sentences())

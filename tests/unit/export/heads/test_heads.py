@@ -27,8 +27,8 @@ from cloze.model_store.heads import (
     sparse_embedding,
 )
 from cloze.model_store.manifest import Graph, Precision
-from tests.unit.export.graph.tiny_models import model
-from tests.unit.export.scorers import ByHand, gate_texts
+from tests.support.scorers import ByHand, gate_texts
+from tests.support.tiny_models import model
 
 # ---- modules by their formula ------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from cloze.export.measure.squad import Question, read_questions
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from tests.unit.export.scorers import (
+from tests.support.scorers import (
     CLS,
     ID,
     MASK,

@@ -28,6 +28,7 @@ from cloze.export.load.weights import load_model
 from tests.support.family_checkpoints import (
     CLASSES,
     LABELS,
+    OFFSET,  # noqa: F401  # tests/train reads it here
     TOKENIZERS,
     ids_of,
     longest,

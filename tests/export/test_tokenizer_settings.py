@@ -349,15 +349,6 @@ def test_another_class_adds_the_special_tokens_of_its_family(family: str, tmp_pa
     assert made.type_ids == expected.get("token_type_ids", [0] * len(made.ids))
 
 
-def test_a_byte_level_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
-    base = files_of("roberta")
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    base["tokenizer_config.json"] |= {"tokenizer_class": "RobertaTokenizer"}
-    write(tmp_path, base)
-    with pytest.raises(ExportError, match="has no post_processor that adds special tokens: texts"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize("prefix", [False, True])
 def test_a_class_of_its_own_reads_the_space_before_a_text(prefix: bool, tmp_path: Path) -> None:
     base = files_of("roberta")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import nn
 from cloze.export.check import rounding
 from cloze.export.check import verify as verification
 from cloze.export.check.rounding import input_scales
-from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
+from cloze.export.check.verify import GraphUnderTest, verify
 from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
 from cloze.export.heads.embedding import EmbeddingRecipe
@@ -22,7 +21,6 @@ from cloze.model_store.heads import Head, Pooling, embedding, masked_lm
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
-from tests.support.scorers import gate_texts
 from tests.support.tiny_models import TOKENIZER, checkpoint, model
 
 TWO = (masked_lm.HEAD, embedding.HEAD)
@@ -301,26 +299,3 @@ def test_calibration_has_a_seed_and_at_most_64_tokens() -> None:
 
 
 # ---- the gate ----------------------------------------------------------------------------------
-
-
-def test_all_heads_of_a_graph_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads: dict[str, Any] = {
-        "masked_lm": SimpleNamespace(measure=lambda *_: {"a": 0.5}, limits={"a": 0.4, "x": 1.0}),
-        "embedding": SimpleNamespace(
-            measure=lambda *_: {"b": 0.7, "c": 0.1}, limits={"b": 0.6, "c": 0.0}
-        ),
-    }
-    monkeypatch.setattr(verification, "EXPORT_HEADS", heads)
-    scorer: Any = None
-    passed = pass_gate(scorer, scorer, "graph", TWO, gate_texts())
-    assert passed.measured == {"a": 0.5, "b": 0.7, "c": 0.1}
-    assert passed.limits == {"a": 0.4, "b": 0.6, "c": 0.0}
-    for name, figure, value in (("masked_lm", "a", 0.3), ("embedding", "c", -0.1)):
-        figures = heads[name].measure() | {figure: value}
-        lower = SimpleNamespace(measure=lambda *_, f=figures: f, limits=heads[name].limits)
-        monkeypatch.setattr(verification, "EXPORT_HEADS", heads | {name: lower})
-        limit = heads[name].limits[figure]
-        with pytest.raises(
-            ExportError, match=f"{figure} is {value:.4f} and must be at least {limit}"
-        ):
-            pass_gate(scorer, scorer, "graph", TWO, gate_texts())

@@ -110,31 +110,6 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
         read_sentences(tmp_path / "missing")
 
 
-def test_the_first_word_of_a_mask() -> None:
-    word = {"paris": ID["paris"]}
-
-    def predict(encoding: Encoding) -> dict[str, Any]:
-        result = likely(encoding)["masked_lm"]
-        assert encoding.requests["masked_lm"].positions == [2]  # type: ignore[attr-defined]
-        return {
-            "masked_lm": MaskedLMResult(
-                result.top_logits,
-                np.array([[word["paris"]]]),
-                result.logsumexp,
-                result.target_logits,
-            )
-        }
-
-    (one,) = complete(
-        [Sentence("the [MASK]", ("paris", "x"))], checkpoint_tokenizer(), ByHand(predict)
-    )
-    assert one == "paris"
-    assert not Sentence("", ("rome",)).accepts("paris")
-    assert Sentence("", ("paris",)).accepts("Paris")
-    with pytest.raises(DataError, match="no"):
-        complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
-
-
 def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
     sentence = Sentence("The old King has an old [MASK].", ("crown",))
     repeated = [sentence.is_repeated_by(word) for word in ("king", "The", "door", "kin")]

@@ -29,7 +29,7 @@ from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.source_records import files_to_export
 from tests.support import tiny
-from tests.support.tiny import make_model, save_checkpoint
+from tests.support.tiny import save_checkpoint
 from tests.support.vocabulary import vocabulary
 
 IDS = torch.arange(5, 25)[None]
@@ -59,12 +59,6 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 def edit_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def rename(tensors: dict[str, torch.Tensor], change: Callable[[str], str]) -> None:
-    renamed = {change(name): tensor for name, tensor in tensors.items()}
-    tensors.clear()
-    tensors.update(renamed)
 
 
 # ---- forms ---------------------------------------------------------------------------------------------------------
@@ -97,22 +91,6 @@ def as_pytorch_shards(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def without_prefix(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: rename(tensors, lambda name: name.removeprefix("bert.")))
-
-
-def with_old_names(folder: Path) -> None:
-    edit_tensors(
-        folder,
-        lambda tensors: rename(
-            tensors,
-            lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-                "LayerNorm.bias", "LayerNorm.beta"
-            ),
-        ),
-    )
-
-
 def with_buffers_and_tied_copies(folder: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["bert.embeddings.position_ids"] = torch.arange(160)[None]
@@ -130,8 +108,6 @@ def with_buffers_and_tied_copies(folder: Path) -> None:
         as_pytorch,
         as_shards,
         as_pytorch_shards,
-        without_prefix,
-        with_old_names,
         with_buffers_and_tied_copies,
     ],
 )
@@ -148,18 +124,6 @@ def test_every_form_gives_the_same_model(
     )
     assert torch.equal(hidden(loaded), hidden(expected))
     assert not [note for note in loaded.notes if "ignored" in note]
-
-
-def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder: Path) -> None:
-    edit_tensors(
-        folder,
-        lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}),
-    )
-    loaded = load_checkpoint(str(folder))
-    assert loaded.model.encoder.embeddings.word.weight.dtype is torch.float32
-    torch.testing.assert_close(
-        hidden(loaded), hidden(load_checkpoint(str(checkpoints["bert"]))), atol=0.02, rtol=0
-    )
 
 
 @pytest.mark.parametrize(
@@ -203,17 +167,6 @@ def test_a_missing_pooler_takes_nsp_away_and_says_so(folder: Path) -> None:
     loaded = load_checkpoint(str(folder))
     assert NEXT_SENTENCE not in {head.name for head in loaded.heads}
     assert any("classifier but no pooler" in note for note in loaded.notes)
-
-
-def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
-    size = len(vocabulary())
-    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=size + 20)
-    model = load_checkpoint(str(folder)).model
-    with torch.no_grad():
-        assert model.masked_lm is not None
-        logits = model.masked_lm(torch.randn(50, 64))
-    assert logits.argmax(1).max() < size
-    torch.testing.assert_close(logits.logsumexp(1), logits[:, :size].logsumexp(1))
 
 
 @pytest.mark.parametrize("spare", [127, 128, len(vocabulary()) - 1])
@@ -432,48 +385,33 @@ UNTIED = "cls.predictions.decoder.weight"
 DAMAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "config is not JSON": (with_file("config.json", "{", remove="x"), "config.json is not JSON"),
-    "refused architecture": (config(model_type="xlnet"), r"architecture 'xlnet' is not supported: .*use instead: transformers"),
-    "unknown architecture": (config(model_type="nobody"), r"architecture 'nobody' is not supported: .*bert, distilbert, roberta"),
     "missing size": (lambda f: (f / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}'), "does not give 'hidden_size'"),
-    "relative positions": (config(position_embedding_type="relative_key"), "'relative_key' is not supported"),
-    "decoder": (config(is_decoder=True), "only encoders"),
     "activation": (config(hidden_act="mish"), "config.json: hidden_act 'mish' is not supported"),
     "heads do not divide": (config(num_attention_heads=5), "not a multiple of the 5 attention heads"),
     "number for a map": (config(auto_map=5), "config.json: auto_map cannot be 5"),
     "word for a size": (config(model_type="roberta", pad_token_id=1, max_position_embeddings="x"), "max_position_embeddings cannot be 'x'"),
-    "null for a size": (config(model_type="roberta", pad_token_id=1, max_position_embeddings=None), "max_position_embeddings cannot be None"),
-    "no heads of a DeBERTa": (config(model_type="deberta-v2", num_attention_heads=0, relative_attention=True, pos_att_type=["c2p"]), "num_attention_heads cannot be 0"),
     "list for the rotation": (config(model_type="gte", architectures=["GteModel"], rope_theta=[]), r"rope_theta and factor must be numbers, got \[\]"),
     "activation of a head": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, classifier_activation="x"), "classifier_activation 'x' is not supported"),
     "no activation of a head": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, classifier_activation=None), "classifier_activation must be an activation, got None"),
-    "activation of a convolution": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], conv_kernel_size=3, conv_act="mish"), "conv_act 'mish' is not supported"),
     "kernel of a convolution": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], conv_kernel_size="x"), "conv_kernel_size cannot be 'x'"),
     "list for a word": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], norm_rel_ebd=["layer_norm"]), "norm_rel_ebd must be a word, got .'layer_norm'"),
-    "number for the rotation": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, rope_parameters=5), "rope_parameters must have an object for full_attention, got 5"),
     "base of a rotation": (config(model_type="gte", architectures=["GteModel"], rope_parameters={"rope_theta": -1}), "rope_theta: Input should be greater than 1, got -1"),
     "layers without number": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, num_hidden_layers=10**12), "num_hidden_layers: Input should be less than or equal to 128, got 1000000000000"),
     "no bottleneck": (config(model_type="mobilebert", embedding_size=16, intra_bottleneck_size=None), "intra_bottleneck_size must be a number, got None"),
     "wide embeddings": (config(model_type="mobilebert", embedding_size=512, intra_bottleneck_size=16), "embedding_size 512 is more than hidden_size 64"),
     "number for the classes": (config(architectures=5), "architectures must be a list of names of classes, got 5"),
-    "word for the classes": (config(architectures="BertForMaskedLM"), "architectures must be a list of names of classes, got 'BertForMaskedLM'"),
     "no token types": (config(type_vocab_size=0), "has bert.embeddings.token_type_embeddings.weight, but config.json's type_vocab_size is 0"),
-    "quantised": (config(quantization_config={"quant_method": "fp8"}), "quantised"),
     "null size": (config(layer_norm_eps=None), "layer_norm_eps: Input should be a valid number, got None"),
     "no heads": (config(num_attention_heads=0), "json: num_attention_heads: Input should be greater than 0, got 0"),
-    "no layers of an ALBERT": (config(model_type="albert", num_hidden_layers=-3, num_hidden_groups=-3, embedding_size=8), "num_hidden_layers: Input should be greater than 0, got -3"),
-    "no positions": (config(max_position_embeddings=2), "json: max_position_embeddings: Input should be greater than 2, got 2"),
     "no positions of a RoBERTa": (config(model_type="roberta", pad_token_id=1, max_position_embeddings=3), "max_position_embeddings: Input should be greater than 2, got 1 of 3"),
     "adapter": (tensors(lambda t: t.update({"bert.encoder.layer.0.adapter.weight": torch.zeros(1)})), "adapter.weight is part of the encoder"),
-    "scales": (tensors(lambda t: t.update({DOWN + "_scale": torch.ones(1)})), "weight_scale is part of the encoder"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
     "truncated file": (cut("model.safetensors", -1000), "model.safetensors is damaged"),
-    "tiny file": (cut("model.safetensors", 5), "model.safetensors is damaged"),
     "renamed tensor": (tensors(lambda t: t.update({"bert.encoder.layer.1.out.weight": t.pop(DOWN)})), r"lacks encoder.layers.1.down.weight.*bert.encoder.layer.1.out.weight"),
     "missing tensor": (tensors(lambda t: t.pop(DOWN)), "lacks encoder.layers.1.down.weight: a tensor is missing"),
     "truncated tensor": (tensors(lambda t: t.update({DOWN: t[DOWN][:5].clone()})), r"has shape \[5, 128\], but config.json's sizes ask for \[64, 128\]"),
     "integer tensor": (tensors(lambda t: t.update({DOWN: t[DOWN].int()})), "not floating-point"),
     "NaN": (tensors(lambda t: t[DOWN].fill_(float("nan"))), "holds NaN"),
-    "infinity": (tensors(lambda t: t[DOWN][2].fill_(float("-inf"))), "holds NaN or infinity"),
     "half a head": (tensors(lambda t: t.pop("cls.predictions.transform.dense.bias")), "fill-mask head lacks transform.bias"),
     "more layers than the config": (config(num_hidden_layers=1), "config.json names only 1 layers"),
     "untied decoder": (tensors(lambda t: t.update({UNTIED: t[WORD] + 1})), "only tied decoders"),
@@ -481,10 +419,8 @@ DAMAGES = {
     "other vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()[:20])), "do not belong together"),
     "no mask token": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()).replace("[MASK]", "[NONE]")), "no mask token"),
     "code in a pickle": (evil_pickle, "more than tensors"),
-    "rubbish in a pickle": (with_file("pytorch_model.bin", "rubbish"), "pytorch_model.bin"),
     "numbers in a pickle": (numbers_in_a_pickle, "pytorch_model.bin is not a table of tensors"),
     "index names nothing": (with_file("model.safetensors.index.json", '{"weight_map": {}}'), "names no shard"),
-    "index names no file": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors, which is missing"),
     "index climbs out": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "../model.safetensors"}}'), "not a file beside it"),
     "index is no index": (with_file("model.safetensors.index.json", "[]"), "not an index of shards"),
 }  # fmt: skip
@@ -512,15 +448,6 @@ def test_damage_gets_one_clear_line(
 def test_a_source_that_is_not_there(source: str, revision: str | None, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         load_checkpoint(source, revision)
-
-
-def test_the_oracle_itself_varies(tmp_path: Path) -> None:
-    """Guards the tests above: a random checkpoint must tell texts, seeds and layers apart."""
-    first, second = (make_model("bert-plain", seed) for seed in (0, 1))
-    with torch.no_grad():
-        one, other = first(IDS).last_hidden_state, second(IDS).last_hidden_state
-    assert (one - other).abs().mean() > 0.1
-    assert one.std(1).mean() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from cloze.export.check.verify import TOLERANCES
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.goldens import read_goldens
 from cloze.model_store.graph_checks import check_graph
-from cloze.model_store.limits import MAX_TOLERANCE
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.model_store.onnx_file import parse_onnx
 from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
@@ -38,7 +34,6 @@ from tests.fuzz.damage import json_values, paths_of
 from tests.support.crafted import (
     Body,
     Change,
-    both,
     craft,
     edit_graph,
     edit_json,
@@ -88,10 +83,6 @@ def test_a_bundle_that_is_sealed_again_starts(bert: Path, tmp_path: Path) -> Non
     start(tmp_path)
 
 
-def test_limits_admit_what_export_writes() -> None:
-    assert max(TOLERANCES.values()) == MAX_TOLERANCE
-
-
 @pytest.mark.parametrize("name", SHIPPED_NAMES)
 def test_every_graph_of_a_default_bundle_is_accepted(name: str) -> None:
     """A start checks the chosen graph only."""
@@ -126,77 +117,32 @@ def rename(field: str, file: str) -> Change:
     return change
 
 
-def tables(size: str, table: str, rows: int) -> Change:
-    """Say that a table has another number of rows; with 0, that there is no such table."""
-
-    def change(_: Path, body: Body) -> None:
-        body["architecture"][size] = rows
-        if rows:
-            body["tables"][table][0] = rows
-        else:
-            del body["tables"][table]
-
-    return change
-
-
 MANIFESTS: dict[str, tuple[Change, str]] = {
     "tolerance-infinite": (
         put("parity.tolerance", float("inf")),
         r"parity.tolerance: input should be a finite number, got inf",
     ),
-    "max-tokens": (
-        put("limits.max_tokens", 10**18),
-        r"limits.max_tokens: .* less than or equal to 16384, got 1000000000000000000",
-    ),
-    "max-tokens-beyond-the-model": (
-        put("limits.max_tokens", 161),
-        r"limits.max_tokens is 161; the model's limit is 160",
-    ),
     "vocabulary-beyond-the-model": (
         put("tokenizer.vocab_size", 10**5),
         r"tokenizer.vocab_size is 100000; the model's limit is \d+",
     ),
-    "rows-beyond-the-sizes": (
-        put("architecture.max_positions", 512),
-        r"the table 'embeddings.position' has 160 rows; the architecture says 512",
-    ),
-    "tables-without-words": (put("tables", {}), r"the tables lack 'embeddings.word'"),
-    "id-outside": (put("tokenizer.cls_id", 10**6), r"id 1000000 is not in the vocabulary of \d+"),
-    "mask-without-token": (put("tokenizer.mask_token", None), r"mask_id and mask_token"),
     "tasks-twice": (
         put("tasks", ["fill-mask", "nsp", "embed", "embed-layers", "nsp"]),
         r"a task is named twice in fill-mask, nsp, embed, embed-layers, nsp",
     ),
-    "date-without-zone": (put("created", "2026-01-02T03:04:05"), r"created: .* timezone"),
-    "labels-of-no-head": (put("heads", {"fly": {}}), r"no head 'fly' has options"),
-    "labels-none": (
-        both(
-            put("tasks", ["text-classification"]),
-            put("heads", {"sequence_classification": {"labels": [], "problem_type": "regression"}}),
-        ),
-        r"labels: .* at least 1 item",
-    ),
     "control-characters": (put("license\nline", "\x1b[2J"), r"license\\nline: extra inputs"),
     "nested": (put("nested", json.loads("[" * 400 + "]" * 400)), r"recursion limit exceeded"),
     **{
-        f"file-{label}": (list_file(name), rf"plain name without folders.*{re.escape(repr(name))}")
-        for label, name in {
-            "empty": "",
-            "above": "../evil",
-            "absolute": "/etc/passwd",
-            "nested": "a/b",
-            "dots": "..",
-            "windows": "a\\b",
-            "nul": "a\0b",
-            "line": "a\nb",
-            "long": "a" * 65,
-        }.items()
+        f"file-{name[:9]!r}": (
+            list_file(name),
+            rf"plain name without folders.*{re.escape(repr(name))}",
+        )
+        for name in ("", "../evil", "/etc/passwd", "a\\b", "a\0b")
     },
     **{
         f"{field}-outside": (rename(field, "../golden.json"), r"plain name without folders")
         for field in ("parity.golden_file", "tokenizer.file", "graph.file")
     },
-    "golden-unnamed": (rename("parity.golden_file", ""), r"plain name without folders"),
 }
 
 
@@ -295,9 +241,7 @@ def golden(edit: Callable[[Any], object]) -> Change:
 
 GOLDENS: dict[str, tuple[Change, str]] = {
     "no-json": (write("golden.json", "weights"), r"is not JSON: Expecting value"),
-    "nested": (write("golden.json", "[" * 100_000), r"is nested too deeply"),
     "no-case": (write("golden.json", "[]"), r"has 0 cases; a golden file has 1 to 16"),
-    "no-list": (write("golden.json", "{}"), r"has no list of cases"),
     "head-without-output": (
         golden(lambda cases: cases[1]["outputs"].pop("pair_logits")),
         r"lacks the output 'pair_logits'",
@@ -405,60 +349,30 @@ def second_graph(folder: Path, _: Body) -> None:
     append_bytes("dense.onnx", extra.SerializeToString())(folder, _)
 
 
-def more_layers(folder: Path, body: Body) -> None:
-    body["architecture"]["layers"] += 1
-
-
-def add_label_head(_: Path, body: Body) -> None:
-    body["tasks"].append("token-classification")
-    body["heads"] = {"token_classification": {"labels": ["O"]}}
-
-
 GRAPHS: dict[str, tuple[Change, str]] = {
     "custom-operator": (
         add_node("Evil", "com.evil"),
         r"the operator 'Evil' has the domain 'com.evil'; .* ONNX and of com.microsoft only",
     ),
-    "unknown-operator": (add_node("Evil"), r"its graph does not load"),
     "sparse-weights": (edit_graph(add_sparse), r"the graph has sparse weights"),
     "weights-above": (
         place(location="../../../weights.bin"),
         r"lies in '../../../weights.bin', which is not one of the bundle's files of weights",
-    ),
-    "weights-unlisted": (
-        both(write("more.bin", b"\0" * 10**6), place(location="more.bin")),
-        r"lies in 'more.bin', which is not",
     ),
     "output-missing": (drop_output("pair_logits"), r"the graph lacks the output 'pair_logits'"),
     "task-without-tensors": (
         put("tasks", ["fill-mask", "nsp", "embed", "embed-layers", "sparse"]),
         r"the graph lacks the input 'sparse_rows', which its tasks need",
     ),
-    "task-with-labels-only": (add_label_head, r"the graph lacks the input 'token_rows'"),
-    "tensors-without-task": (put("tasks", ["fill-mask", "nsp", "embed"]), r"has the input 'layer_"),
     "fixed-batch": (edit_graph(freeze_batch), r"the input input_ids is int32 \[2, \*\], but must"),
     "dimensions": (
         put("embedding.dimensions", 63),
         r"the output embeddings is float32 \[\*, 64\], but must be float32 \[\*, 63\]",
     ),
-    "layers": (more_layers, r"golden.json has layer_weights as \[\d+, 3\], but it must be .* 4\]"),
-    "no-token-types": (
-        tables("type_vocab_size", "embeddings.token_type", 0),
-        r"has the input 'token_type_ids'",
-    ),
-    "table-not-listed": (
-        lambda _, body: body["tables"].pop("embeddings.position"),
-        r"the graph has the table 'embeddings.position', which the manifest does not list",
-    ),
-    "names-that-are-no-text": (
-        replace_bytes("dense.onnx", b"pair_rows", b"\x80\x1b\n_rows_"),
-        r"codec can't decode",
-    ),
     "names-with-control-characters": (
         replace_bytes("dense.onnx", b"layers.0.query.bias", b"\x1b[2J\x07s.0.query.bias"),
         r"its graph does not load",
     ),
-    "no-protobuf": (write("dense.onnx", b"weights"), r"its graph does not load"),
     "two-graphs": (second_graph, r"the model has two values of graph"),
 }
 
@@ -468,28 +382,6 @@ def test_a_crafted_graph_is_refused(bert: Path, tmp_path: Path, case: str) -> No
     change, message = GRAPHS[case]
     craft(bert, tmp_path, change)
     assert_one_line(refusal(tmp_path), message, start=r"bundle bert@1: ")
-
-
-@settings(max_examples=300, deadline=timedelta(seconds=5))
-@given(st.data())
-def test_any_bytes_are_an_onnx_file_or_a_value_error(data: st.DataObject) -> None:
-    changed = bytearray(_SMALL_GRAPH)
-    for _ in range(data.draw(st.integers(1, 4))):
-        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(ValueError):
-        parse_onnx(bytes(changed))
-
-
-_SMALL_GRAPH = helper.make_model(
-    helper.make_graph(
-        [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 2])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 1])],
-        [TensorProto(name="w", dims=[1, 2], data_type=TensorProto.FLOAT, raw_data=b"\0" * 8)],
-    ),
-    ir_version=10,
-).SerializeToString()
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -584,13 +476,8 @@ def test_any_value_of_a_manifest_starts_or_is_refused(
 
 PROCESSES: dict[str, tuple[Change, str]] = {
     "manifest-is-a-pipe": (lambda folder, _: a_pipe(folder / "manifest.json"), "a named pipe"),
-    "golden-no-json": GOLDENS["no-json"],
-    "golden-empty": GOLDENS["no-case"],
     "golden-fails": GOLDENS["row-outside"],
-    "tolerance-infinite": MANIFESTS["tolerance-infinite"],
-    "tensors-missing": GRAPHS["task-without-tensors"],
     "tasks-twice": MANIFESTS["tasks-twice"],
-    "graph-does-not-load": GRAPHS["unknown-operator"],
     "tokenizer": TOKENIZERS["another-model"],
 }
 

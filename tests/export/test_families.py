@@ -1,8 +1,6 @@
 """Each family gives the numbers of transformers, from its checkpoint to a server's answers."""
 
-import ast
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,9 +25,6 @@ from transformers import (
 )
 
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES
-from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.load.source import read_tensors
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
@@ -246,49 +241,6 @@ def test_white_space_that_has_tokens_is_no_answer(server: Server) -> None:
     assert "white space" in refused.json()["error"]
 
 
-def test_a_checkpoint_without_its_token_types_is_refused(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    from safetensors.torch import save_file
-
-    folder = checkpoints["roberta"]
-    tensors = dict(read_tensors([folder / "model.safetensors"]))
-    del tensors["roberta.embeddings.token_type_embeddings.weight"]
-    save_file(tensors, str(tmp_path / "model.safetensors"))
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(ExportError, match=r"lacks embeddings\.token_type_embeddings\.weight"):
-        load_checkpoint(str(tmp_path))
-
-
-@pytest.mark.parametrize("missing", ["layer_norm_eps", "max_position_embeddings", "vocab_size"])
-def test_a_size_whose_default_is_wrong_must_be_given(
-    checkpoints: dict[str, Path], tmp_path: Path, missing: str
-) -> None:
-    for file in checkpoints["roberta"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((tmp_path / "config.json").read_text())
-    del settings[missing]
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ExportError, match=f"does not give '{missing}'"):
-        load_checkpoint(str(tmp_path))
-
-
-def test_vocab_json_and_merges_are_the_same_tokenizer(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((checkpoints["roberta"] / name).read_bytes())
-    byte_level().model.save(str(tmp_path))
-    added = {"<mask>": byte_level().token_to_id("<mask>")}
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text()) | added
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    loaded = load_checkpoint(str(tmp_path)).tokenizer
-    for text in (*TEXTS, "The <mask> was quiet."):
-        assert loaded.tokenizer.encode(text).ids == byte_level().encode(text).ids
-    assert (loaded.special.separators, loaded.special.second_type) == (2, 0)
-
-
 def save_merges(folder: Path, config: dict[str, str], settings: dict[str, str]) -> None:
     """Save a byte-level tokenizer as ``vocab.json`` and ``merges.txt``."""
     byte_level().model.save(str(folder))
@@ -353,30 +305,6 @@ def test_merges_of_words_that_end_in_a_mark_are_refused(tmp_path: Path) -> None:
 
 
 ROOT = Path(__file__).parents[2]
-NO_FAMILY = re.compile(
-    r"BertNormalizer|BertPreTokenizer|BertWordPieceTokenizer|RobertaProcessing"  # parts of the tokenizers library
-    r"|sentence_[a-z-]+_config\.json"  # files of sentence-transformers
-    r"|cloze-bert|cloze-distilbert"  # bundles of the project
-    r"|SpanBERT|the BERT paper"  # citations
-    r"|[Cc]ol(BERT|bert)|sbert_ce"  # files of late interaction and of sentence-transformers
-    r"|SIGTERM|LongText"  # words that hold the three letters of a family by chance
-)
-
-
-def words_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield each name and each string of a source file with its line, but not docstrings."""
-    tree = ast.parse(file.read_text())
-    prose = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            yield node.lineno, node.value
-        for field in ("id", "attr", "name", "arg", "module"):
-            if isinstance(word := getattr(node, field, None), str):
-                yield getattr(node, "lineno", 0), word
 
 
 def sources(*, without: str) -> Iterator[Path]:
@@ -388,51 +316,8 @@ def sources(*, without: str) -> Iterator[Path]:
                 yield file
 
 
-def places(files: Iterator[Path], pattern: str) -> list[str]:
-    """Return the lines whose names or strings match a pattern, without what names no family."""
-    return [
-        f"{name_of(file)}:{line}: {word}"
-        for file in files
-        for line, word in words_of(file)
-        if re.search(pattern, NO_FAMILY.sub("", word), re.IGNORECASE)
-    ]
-
-
-def test_only_families_name_families() -> None:
-    """A name of a family in a string or identifier elsewhere is a place that a new one would miss.
-
-    Also a part of a longer word, such as the name of a class.
-    """
-    stems = {"bert", *FAMILIES, *(family.class_prefix.lower() for family in FAMILIES.values())}
-    assert not places(sources(without="export/families/"), "|".join(sorted(stems)))
-
-
 def test_the_page_of_families_is_the_generated_one() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/family-reference", "--check"], timeout=120, check=False
     )
     assert done.returncode == 0, "run scripts/family-reference"
-
-
-def test_only_tokenizers_know_the_marks_of_words() -> None:
-    """`##` before a space is a heading of a page. Masking hides whole words."""
-    found = places(sources(without="export/load/tokenizer"), r"##(?! )|Ġ|▁")
-    assert not [place for place in found if not place.startswith("export/measure/masking.py")]
-
-
-def test_a_name_of_a_family_is_found_wherever_it_stands(tmp_path: Path) -> None:
-    file = tmp_path / "module.py"
-    for code in (
-        'KIND = "roberta"',
-        'if name == "BertForMaskedLM": pass',
-        'raise ValueError(f"a {kind} is no distilbert of {size}")',
-        "def read_bert(): pass",
-        "model.bert.pooler",
-        "from transformers import RobertaModel as Model",
-        "import x.roberta",
-        "f(bert=1)",
-        'TOKENS = {"a": ["##"]}',
-    ):
-        file.write_text(f'"""About BERT."""\n{code}\n')
-        found = [word for _, word in words_of(file) if re.search("bert|##", word, re.IGNORECASE)]
-        assert len(found) == 1, code

@@ -2,80 +2,18 @@
 huggingface_hub uses.
 """
 
-import hashlib
-import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from cloze.export.load.source import _choose_files
 from cloze.model_store import Store
+from tests.support.fake_hub import COMMIT, FakeHub
 from tests.support.serving import bare_environment
-
-COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"
-
-
-class FakeHub(ThreadingHTTPServer):
-    """Serves one repository, ``tiny/bert``, at one commit, also named ``main`` and ``v1``."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = {file.name: file.read_bytes() for file in folder.iterdir()}
-        self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: FakeHub
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        path = self.path.split("?")[0]
-        for revision in ("main", "v1", COMMIT):
-            if path == f"/api/models/tiny/bert/revision/{revision}" or (
-                path == "/api/models/tiny/bert" and revision == "main"
-            ):
-                files = [{"rfilename": name} for name in self.server.files]
-                return self._answer(
-                    200, json.dumps({"id": "tiny/bert", "sha": COMMIT, "siblings": files}).encode()
-                )
-            if path.startswith(f"/api/models/tiny/bert/tree/{revision}"):
-                tree = [
-                    {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                    for name, data in self.server.files.items()
-                ]
-                return self._answer(200, json.dumps(tree).encode())
-            if (name := path.removeprefix(f"/tiny/bert/resolve/{revision}/")) in self.server.files:
-                data = self.server.files[name]
-                return self._answer(200, data, etag=hashlib.sha256(data).hexdigest())
-        missing = "RevisionNotFound" if "/tiny/bert" in path else "RepoNotFound"
-        return self._answer(404, b'{"error": "not found"}', error=missing)
-
-    def _answer(self, status: int, data: bytes, etag: str = "x", error: str = "") -> None:
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.send_header("etag", f'"{etag}"')
-        self.send_header("x-repo-commit", COMMIT)
-        if error:
-            self.send_header("x-error-code", error)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -95,25 +33,22 @@ def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
 def export(
     endpoint: str, tmp_path: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    return python(
+        endpoint, tmp_path, "-m", "cloze", "export", *arguments, "--name", "x",
+        "--model-store", str(tmp_path / "store"), **environment,
+    )  # fmt: skip
+
+
+def python(
+    endpoint: str, tmp_path: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cloze",
-            "export",
-            *arguments,
-            "--name",
-            "x",
-            "--model-store",
-            str(tmp_path / "store"),
-        ],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env=bare_environment(
-            HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
-        )
-        | environment,
+        env=bare_environment(**own) | environment,
     )
 
 
@@ -157,44 +92,19 @@ def test_a_sentencepiece_model_is_downloaded_and_found_offline(
         f"files = locate('tiny/bert', '{COMMIT}').folder.iterdir(); "
         "print(*sorted(file.name for file in files))"
     )
-    environment = bare_environment(
-        HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
-    )
     for offline in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env=environment | {"HF_HUB_OFFLINE": offline},
-        )
+        done = python(hub.url, tmp_path, "-c", script, HF_HUB_OFFLINE=offline)
         assert done.stdout.split() == ["config.json", name], done.stderr
 
 
 def test_weights_are_chosen_folder_by_folder() -> None:
-    names = [
-        "config.json",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "2_Dense/config.json",
-        "2_Dense/pytorch_model.bin",
-        "onnx/model.safetensors",
-    ]
-    shards = [
-        "pytorch_model-00001-of-00002.bin",
-        "pytorch_model-00002-of-00002.bin",
-        "pytorch_model.bin.index.json",
-    ]
-    assert sorted(_choose_files(names)) == [
-        "2_Dense/config.json",
-        "2_Dense/pytorch_model.bin",
-        "config.json",
-        "model.safetensors",
-    ]
-    assert sorted(
-        _choose_files([*shards, "adapter_model.safetensors", "training_args.bin"])
-    ) == sorted(shards)
+    taken = ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
+    left = ["pytorch_model.bin", "onnx/model.safetensors"]
+    assert sorted(_choose_files([*taken, *left])) == taken
+    shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    shards.append("pytorch_model.bin.index.json")
+    left = ["adapter_model.safetensors", "training_args.bin"]
+    assert sorted(_choose_files([*shards, *left])) == sorted(shards)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.embed import TASK, EmbedParameters
 from cloze.service.text.tokenizer import Tokenizer
-from tests.export.test_sentence import LIMITS, edit, ours, saved
+from tests.support.sentence_folders import LIMITS, edit, ours, saved
 from tests.support.serving import Server, running_server
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cloze.export.errors import DataError
-from cloze.export.measure.audit import SentencePair, preferences
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.measure.masked_words import (
     Sentence,
@@ -28,7 +26,7 @@ from cloze.export.train.pretrain import pretrain
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision, Weights
 from tests.support.sources import file_of
-from tests.support.training import PLACES, quietly, run_options, tiny_recipe, write_pairs
+from tests.support.training import quietly, run_options, tiny_recipe, write_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,24 +69,6 @@ def test_bundle_and_checkpoint_are_measured_alike(
 # ---- distillation
 
 
-def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path) -> None:
-    """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the
-    first nearly always.
-    """
-    rng = np.random.default_rng(0)
-    places = rng.choice(PLACES, 40)
-    pairs = [
-        SentencePair(f"The old king saw the moon {place}.", f"The old king saw a moon {place}.")
-        for place in places
-    ]
-    subject = open_subject(str(trained), Store(Path()), CPU)
-    share = preferences(subject, pairs).mean()
-    assert share > 0.8
-    swapped = [SentencePair(pair.less, pair.more) for pair in pairs]
-    assert preferences(subject, swapped).mean() == pytest.approx(1 - share)
-    assert preferences(subject, [SentencePair("The owl.", "The owl.")]).tolist() == [0.5]
-
-
 def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:
     subject = open_subject(str(trained), Store(Path()), CPU)
     masked = "The old [MASK] saw the moon ."
@@ -100,30 +80,6 @@ def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None
     measured = evaluate(subject, data, tmp_path, said.append)
     assert measured == {"first_words": 0.5, "first_words_repeats": 0}
     assert said == [f"right: {masked} {likeliest}", f"wrong: {masked} {likeliest}"]
-
-
-def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
-    sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
-    found = {word: sentence.is_repeated_by(word) for word in ("moon", "not", "sea")}
-    assert found == {"moon": True, "not": False, "sea": False}
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("no mask here\tword", "line 1: a sentence with one"),
-        ("[MASK] and [MASK]\tword", "line 1: a sentence with one"),
-        ("a [MASK] without words", "line 1: a sentence with one"),
-        ("", "holds no sentences"),
-    ],
-)
-def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> None:
-    file = tmp_path / "bad.tsv"
-    file.write_text(line)
-    with pytest.raises(DataError, match=reason):
-        read_sentences(file)
-    with pytest.raises(DataError, match="no such file"):
-        read_sentences(tmp_path / "nowhere.tsv")
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cloze_export(site: Path | None, checkpoint: Path, store: Path) -> tuple[int, str]:
-    arguments = (
-        "-m",
-        "cloze",
-        "export",
-        str(checkpoint),
-        "--name",
-        "toy",
-        "--model-store",
-        str(store),
-    )
-    return run_python(site, *arguments)
+    command = f"-m cloze export {checkpoint} --name toy --model-store {store}"
+    return run_python(site, *command.split())
 
 
 def run_python(site: Path | None, *arguments: str) -> tuple[int, str]:

@@ -4,7 +4,7 @@ transformers itself.
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,64 +19,20 @@ from sentence_transformers.sentence_transformer.modules import (
     LayerNorm,
     Normalize,
     Pooling,
-    Transformer,
 )
 from tokenizers import Tokenizer as Backend
-from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection, UnitLength
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
-from cloze.export.load.tokenizer import describe_tokenizer, lower_cased
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
-from cloze.service.core import Device
-from cloze.service.engine.onnx_engine import OnnxEngine
-from cloze.service.tasks import TaskContext, TaskLimits
-from cloze.service.tasks.embed import EmbedParameters, decode, prepare
-from cloze.service.text.tokenizer import Tokenizer
-from tests.support.tiny import save_checkpoint, save_modernbert
-from tests.support.tokenizer_kinds import unigram
+from tests.support.sentence_folders import TEXTS, edit, ours, saved
 
 read = SentenceTransformersFolder.read
-LIMITS = TaskLimits(
-    max_tokens=160,
-    max_masks=9,
-    max_top_k=9,
-    max_results=999,
-    max_request_tokens=9999,
-    max_text_characters=9999,
-)
-TEXTS = ["the king", "Paris is the capital of France!", "who? " * 20, "moon"]
-
-
-def saved(folder: Path, kind: str, *after: Any, max_tokens: int = 40, **options: Any) -> Path:
-    """Save a sentence-transformer on a tiny encoder the way its users do."""
-    if kind == "modernbert":
-        checkpoint = save_modernbert(folder / "checkpoint")
-    else:
-        checkpoint = save_checkpoint(folder / "checkpoint", kind)
-        tokenizer = {"bert-plain": BertTokenizerFast, "distilbert": DistilBertTokenizerFast}[kind](
-            str(checkpoint / "vocab.txt")
-        )
-        tokenizer.save_pretrained(checkpoint)
-    transformer = Transformer(str(checkpoint), max_seq_length=max_tokens)
-    SentenceTransformer(modules=[transformer, *after], device="cpu", **options).save(
-        str(folder / "st")
-    )
-    return folder / "st"
-
-
-def ours(folder: Path, store: Path, texts: Sequence[str] = TEXTS, **options: Any) -> np.ndarray:
-    bundle = export(str(folder), "st", Store(store))
-    context = TaskContext(bundle.manifest, Tokenizer(bundle), LIMITS)
-    prepared = prepare([*texts], EmbedParameters(**options), context)
-    engine = OnnxEngine(bundle, Device.CPU)
-    outputs = [engine.run([encoding])[0] for encoding in prepared.encodings]
-    return decode(prepared.state, outputs, context)
 
 
 def assert_same(folder: Path, store: Path) -> None:
@@ -86,16 +42,7 @@ def assert_same(folder: Path, store: Path) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        "mean",
-        "cls",
-        "max",
-        "mean_sqrt_len_tokens",
-        "weightedmean",
-        "lasttoken",
-        ("lasttoken", "mean"),
-        ("cls", "max", "weightedmean"),
-    ],
+    ["mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean", ("lasttoken", "mean")],
     ids=str,
 )
 def test_each_pooling(tmp_path: Path, mode: Any) -> None:
@@ -315,13 +262,6 @@ def test_no_flag_of_an_older_version_means_the_mean(tmp_path: Path) -> None:
 
 
 def test_texts_are_lower_cased_if_the_settings_say_so(tmp_path: Path) -> None:
-    """Before the file's own normaliser; the oracle is the file on lower-cased text."""
-    described = describe_tokenizer(unigram())
-    lowered = lower_cased(described)
-    text = "The HARBOUR was Quiet"
-    assert lowered.tokenizer.encode(text).ids == unigram().encode(text.lower()).ids
-    assert described.tokenizer.encode(text).ids != lowered.tokenizer.encode(text).ids
-    assert lower_cased(lowered) is lowered
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
     edit(folder, "sentence_bert_config.json", do_lower_case=True)
     assert read(folder).of_encoder.lowercase
@@ -332,10 +272,6 @@ def test_a_packed_graph_of_joined_poolings_is_refused(tmp_path: Path) -> None:
     options = ExportOptions(precisions=(Precision.FP16,))
     with pytest.raises(ExportError, match=r"one pooling, not cls \+ mean"):
         export(str(folder), "st", Store(tmp_path / "store"), options)
-
-
-def edit(folder: Path, file: str, **changes: Any) -> None:
-    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
 
 
 def leave_out_prompt(folder: Path, prompts: dict[str, str]) -> None:
@@ -356,7 +292,6 @@ def test_to_leave_out_the_prompt_says_nothing_where_there_is_none(tmp_path: Path
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "middle"]), r"pooling mean \+ middle is not supported"),
-    "no mode": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=[]), "pooling without a mode is not supported"),
     "prompts by word": (lambda f: edit(f, "1_Pooling/config.json", include_prompt="no"), "include_prompt 'no'; it must be true or false"),
     "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "lacks residual.weight"),
     "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.PReLU"), "activation PReLU is not supported"),
@@ -364,16 +299,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown module": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("Dense", "LSTM", 1)), "LSTM|no weights"),
     "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the checkpoint's folder"),
     "not a list": (lambda f: (f / "modules.json").write_text("5"), "modules.json cannot be read"),
-    "prompts in a list": (lambda f: edit(f, "config_sentence_transformers.json", prompts=["ask: "]), r"prompts must be texts by name, got \['ask: '\]"),
     "number for a prompt": (lambda f: edit(f, "config_sentence_transformers.json", prompts={"query": 5}), "prompts must be texts by name, got {'query': 5}"),
     "no such prompt": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name="ask"), "default_prompt_name 'ask' is not one of the prompts"),
-    "list for a name": (lambda f: edit(f, "config_sentence_transformers.json", default_prompt_name=[]), r"default_prompt_name \[\] is not"),
     "mask of tokens": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("pooling.Pooling", "x.MultiVectorMask")), "names Transformer, MultiVectorMask, Dense, which is not supported"),
     "short limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length=2), "max_seq_length must be a number of at least 3, got 2"),
     "other calls": (lambda f: edit(f, "sentence_bert_config.json", processing_kwargs={"text": {"padding": True, "max_length": 9}}), "processing_kwargs text.max_length is not supported"),
     "other tokenizer": (lambda f: edit(f, "sentence_bert_config.json", tokenizer_name_or_path="x/y"), "tokenizer_name_or_path 'x/y' is not supported"),
-    "list of arguments": (lambda f: edit(f, "sentence_bert_config.json", tokenizer_args=[1]), "processor_kwargs must be an object"),
-    "bad limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length="128"), "max_seq_length must be a number of at least 3, got '128'"),
 }  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.model_store.sequences import SpecialTokens
+from tests.support.tokenizer_references import MODELS
 
-MODELS = Path(__file__).parents[1] / "sentencepiece"
 REFERENCE = json.loads((MODELS / "reference.json").read_text())
 LIKE_XLMR = {"tokenizer_class": "XLMRobertaTokenizer"}
 LIKE_DEBERTA = {"tokenizer_class": "DebertaV2Tokenizer", "mask_token": "[MASK]"}

@@ -7,14 +7,12 @@ import onnx
 import pytest
 from onnx import helper
 
-from cloze.export.blocks.config import EncoderConfig
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.model import LAYOUTS, GraphWriter, Model
+from cloze.export.model import LAYOUTS, GraphWriter
 from cloze.model_store.heads import (
     HEADS,
     embedding,
     layer_embedding,
-    lexical,
     multi_vector,
     sequence_classification,
     token_classification,
@@ -24,19 +22,9 @@ from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
 from cloze.model_store.tensor_reference import LETTERS, tensor_reference
 from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
+from tests.support.tiny_models import model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tensors.md"
-
-OPTIONS = {
-    sequence_classification.HEAD.name: sequence_classification.SequenceLabels(
-        labels=("a", "b", "c"), problem_type="single_label_classification"
-    ),
-    token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
-    multi_vector.HEAD.name: multi_vector.LateInteraction(
-        dimensions=6, query_tokens=8, document_tokens=9
-    ),
-    lexical.HEAD.name: lexical.LexicalOptions(skipped_ids=(0, 2)),
-}
 
 MODEL_SIZES = {
     embedding.EMBEDDINGS.name: {"D": 16},
@@ -86,20 +74,6 @@ def test_a_letter_has_one_meaning_in_all_tensors() -> None:
     assert LETTERS.keys() == shared | set(counts)
 
 
-def all_heads_model(family: str) -> Model:
-    config = EncoderConfig(
-        family=family,
-        vocab_size=30,
-        hidden_size=16,
-        layers=1,
-        heads=2,
-        intermediate_size=32,
-        max_positions=24,
-        type_vocab_size=2 if family == "bert" else 0,
-    )
-    return Model(config, list(HEADS), OPTIONS).eval()
-
-
 def declared(values: list[onnx.ValueInfoProto]) -> dict[str, tuple[str, Shape]]:
     """Return (dtype, shape) of a graph's inputs or outputs by name."""
     result = {}
@@ -133,7 +107,7 @@ def test_every_tensor_of_a_graph_is_specified(
 ) -> None:
     heads = tuple(HEADS.values())
     recipe = EmbeddingRecipe(include_prompt=False)  # its graph has the most inputs
-    GraphWriter(all_heads_model(family), recipe, heads, tmp_path).write(precision)
+    GraphWriter(model(family), recipe, heads, tmp_path).write(precision)
     graph = onnx.load(next(tmp_path.glob("*.onnx")), load_external_data=False).graph
     layout = LAYOUTS[precision]
     trunk = [t for t in TRUNK_INPUTS if family == "bert" or t is not TOKEN_TYPE_IDS]

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 from cloze.export.errors import ExportError
 from cloze.export.load.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
 from cloze.model_store import Bundle, Store
-from cloze.model_store.heads import HeadRequest
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.tokenizer_kinds import unigram, wordpiece
+from tests.support.tokenizer_references import entry
 from tests.support.vocabulary import vocabulary
 
 SENTENCES = [
@@ -216,12 +216,6 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def entry(content: str, **flags: bool) -> dict[str, Any]:
-    return dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False) | {
-        "content": content, **flags
-    }  # fmt: skip
-
-
 LISTED: dict[str, dict[str, Any]] = {
     "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {
         "1": entry("[UNK]", special=True), "5": entry("[unused0]", special=True),
@@ -284,59 +278,36 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
     assert (loaded.special.cls, loaded.mask_id, loaded.mask_token) == (2, 4, "<mask>")
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "no tokenizer"),
-        ({"vocab.txt": b"hello\nworld\n"}, "not a WordPiece vocabulary"),
-        ({"vocab.txt": b"\xff\xfe\x00"}, "not UTF-8"),
-        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, r"no \[SEP\] token"),
-        ({"tokenizer.json": b"{"}, "damaged"),
-        (
-            {
-                "tokenizer.json": json.dumps(
-                    {
-                        "version": "1.0",
-                        "model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"},
-                        "added_tokens": [],
-                    }
-                ).encode()
-            },
-            "WordLevel tokenizer",
-        ),
-        ({"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b"[]"}, "not a JSON object"),
-        (
-            {
-                "vocab.txt": b"[UNK]\n",
-                "tokenizer_config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
-            },
-            "is a BertJapaneseTokenizer",
-        ),
-        (
-            {
-                "vocab.txt": b"[UNK]\n",
-                "config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
-            },
-            "is a BertJapaneseTokenizer",
-        ),
-        (
-            {"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b'{"word_tokenizer_type": "mecab"}'},
-            "has word_tokenizer_type 'mecab', .*; supported is 'basic'",
-        ),
-        (
-            {
-                "vocab.txt": b"[UNK]\n",
-                "tokenizer_config.json": b'{"subword_tokenizer_type": "character"}',
-            },
-            "has subword_tokenizer_type 'character', .*; supported is 'wordpiece'",
-        ),
-    ],
-)
+WORDS = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
+WRONG: list[tuple[dict[str, str | bytes], str]] = [
+    ({}, "no tokenizer"),
+    ({"vocab.txt": "hello\nworld\n"}, "not a WordPiece vocabulary"),
+    ({"vocab.txt": b"\xff\xfe\x00"}, "not UTF-8"),
+    ({"vocab.txt": "[UNK]\n[CLS]\na\n"}, r"no \[SEP\] token"),
+    ({"tokenizer.json": "{"}, "damaged"),
+    (
+        {"tokenizer.json": json.dumps({"version": "1.0", "model": WORDS, "added_tokens": []})},
+        "WordLevel tokenizer",
+    ),
+    ({"vocab.txt": "[UNK]\n", "tokenizer_config.json": "[]"}, "not a JSON object"),
+    *(
+        ({"vocab.txt": "[UNK]\n", file: json.dumps({name: value})}, message)
+        for file, name, value, message in (
+            ("tokenizer_config.json", "tokenizer_class", "BertJapaneseTokenizer", "is a BertJapan"),
+            ("config.json", "tokenizer_class", "BertJapaneseTokenizer", "is a BertJapaneseTokeniz"),
+            ("tokenizer_config.json", "word_tokenizer_type", "mecab", "supported is 'basic'"),
+            ("tokenizer_config.json", "subword_tokenizer_type", "character", "is 'wordpiece'"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), WRONG)
 def test_a_wrong_tokenizer_gets_one_clear_line(
-    tmp_path: Path, files: dict[str, bytes], message: str
+    tmp_path: Path, files: dict[str, str | bytes], message: str
 ) -> None:
     for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
     with pytest.raises(ExportError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
@@ -404,9 +375,10 @@ def test_a_vocabulary_with_words_beside_it_remembers_none(tiny_store: Path, tmp_
     assert size in grown.ids(["the king"])[0]
 
 
-def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer) -> None:
+def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Against the library's own ``longest_first``."""
-    backend = Backend.from_str(load_for_pairs())
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
+    backend = load_tokenizer(tmp_path).tokenizer
     for first in range(14):
         for second in range(14):
             for limit in range(5, 16):
@@ -416,22 +388,6 @@ def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer) -> None:
                 encoding = tokenizer.pair(*tokenizer.ids(texts), limit)
                 assert encoding.input_ids.tolist() == expected.ids
                 assert encoding.token_type_ids.tolist() == expected.type_ids
-
-
-def load_for_pairs() -> str:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
-        return load_tokenizer(Path(folder)).tokenizer.to_str()
-
-
-def test_singles_have_special_tokens_around_them(tokenizer: Tokenizer) -> None:
-    encoding = tokenizer.encode([7, 8, 9], {"span": HeadRequest()})
-    assert encoding.input_ids.tolist() == [2, 7, 8, 9, 3] == tokenizer.special.text([7, 8, 9])
-    assert encoding.token_type_ids.tolist() == [0] * 5
-    assert encoding.requests == {"span": HeadRequest()}
-    assert tokenizer.encode([]).requests == {}
 
 
 @pytest.mark.parametrize(

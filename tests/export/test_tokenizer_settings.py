@@ -5,7 +5,6 @@ same folder. The oracle is the class that reads ``tokenizer.json`` as it is: the
 parts of the file from their own defaults.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,15 +21,13 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaTokenizer,
 )
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.load.tokenizer import load_tokenizer
-from tests.export.test_awkward_lines import lines, served
-from tests.export.test_tokenizer import entry
+from tests.support.family_checkpoints import TOKENIZERS
 from tests.support.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import TOKENIZERS
+from tests.support.tokenizer_references import entry, lines, served
 
 Files = dict[str, dict[str, Any]]
 
@@ -252,44 +249,6 @@ SETTINGS: dict[str, list[Any]] = {
 }  # fmt: skip
 """Other values of the settings that change what a tokenizer returns."""
 
-WITHOUT_EFFECT = {
-    "padding_side", "pad_to_multiple_of", "pad_token_type_id",  # of padding, of which there is none
-    "max_length", "stride", "truncation_strategy",  # replaced in each call
-    "chat_control_tokens", "chat_template", "response_schema", "response_template",
-    "add_bos_token", "add_eos_token",  # not read beside tokenizer.json
-    "auto_map", "backend", "files_loaded", "init_inputs", "is_local", "name_or_path",
-    "processor_class", "tokenizer_class", "verbose",
-    "fix_mistral_regex", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
-}  # fmt: skip
-"""Settings of chats, of padding, of other models, and what a caller of transformers gives."""
-
-ARGUMENTS = {
-    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
-    "gguf_file", "merges", "merges_file", "post_processor", "tokenizer", "tokenizer_file",
-    "tokenizer_object", "tokenizer_padding", "tokenizer_truncation", "unk_id", "vocab",
-    "vocab_file", "model_specific_special_tokens",
-}  # fmt: skip
-"""Arguments of transformers' functions, which no file has."""
-
-
-def test_every_setting_that_transformers_reads_is_known() -> None:
-    functions = (
-        PreTrainedTokenizerBase.__init__,
-        PreTrainedTokenizerBase.from_pretrained,
-        PreTrainedTokenizerBase._from_pretrained,
-        PreTrainedTokenizerFast.__init__,
-        PreTrainedTokenizerFast.convert_to_native_format,
-    )
-    found = {
-        name
-        for function in functions
-        for name in re.findall(r'kwargs(?:\.\w+\(|\[)\s*"(\w+)"', inspect.getsource(function))
-        if not name.startswith("_")
-    }
-    assert len(found) > 40
-    assert found - ARGUMENTS - WITHOUT_EFFECT - SETTINGS.keys() == {"added_tokens_decoder"}
-
-
 IGNORED = {"add_prefix_space", "do_lower_case", "strip_accents", "tokenize_chinese_chars"}
 """Settings that only other classes read; see `test_tokenizer`."""
 
@@ -312,15 +271,6 @@ def test_every_setting_is_honoured_named_or_refused(family: str, tmp_path: Path)
             still.add(key)
     if family == next(iter(KINDS.values())):
         assert still <= IGNORED | {"clean_up_tokenization_spaces"}, "the test can fail"
-
-
-@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
-def test_other_settings_change_nothing(key: str, tmp_path: Path) -> None:
-    base = files_of("bert")
-    for value in ("left", 3, True):
-        config = base["tokenizer_config.json"] | {key: value}
-        result = compare(tmp_path, base | {"tokenizer_config.json": config}, key)
-        assert result in ("same", "no oracle")
 
 
 @pytest.mark.parametrize("family", KINDS.values())
@@ -397,15 +347,6 @@ def test_another_class_adds_the_special_tokens_of_its_family(family: str, tmp_pa
     made = load_tokenizer(tmp_path).tokenizer.encode("the bank", "a fee")
     assert made.ids == expected["input_ids"]
     assert made.type_ids == expected.get("token_type_ids", [0] * len(made.ids))
-
-
-def test_a_byte_level_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
-    base = files_of("roberta")
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    base["tokenizer_config.json"] |= {"tokenizer_class": "RobertaTokenizer"}
-    write(tmp_path, base)
-    with pytest.raises(ExportError, match="has no post_processor that adds special tokens: texts"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", [False, True])

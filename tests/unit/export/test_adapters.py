@@ -10,7 +10,7 @@ from cloze.export.adapters import ALL_LAYERS, AdaptedModel
 from cloze.export.errors import ExportError
 from cloze.model_store.heads import GraphSpec
 from cloze.model_store.layouts import Layout
-from tests.unit.export.graph.tiny_models import model
+from tests.support.tiny_models import model
 
 SPEC = GraphSpec(Layout.DENSE, (), token_types=True)
 

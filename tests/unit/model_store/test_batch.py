@@ -20,12 +20,6 @@ def encoding(*ids: int, **requests: object) -> Encoding:
     return Encoding(array, array % 2, requests)
 
 
-def test_starts_are_the_sums_of_the_lengths() -> None:
-    starts = [placement_of(Layout.PACKED, lengths).starts for lengths in ([3, 2, 4], [], [1])]
-    assert [each.tolist() for each in starts] == [[0, 3, 5, 9], [0], [0, 1]]
-    assert starts[2].dtype == np.int32
-
-
 def test_a_packed_placement_counts_positions_per_sequence() -> None:
     feeds = placement_of(Layout.PACKED, [3, 1]).feeds()
     assert feeds["position_ids"].tolist() == [0, 1, 2, 0]
@@ -37,26 +31,6 @@ def test_a_packed_placement_counts_positions_per_sequence() -> None:
         [5, 1, 2],
     ]
     assert all(array.dtype == np.int32 for array in feeds.values())
-
-
-def test_inputs_of_a_dense_batch() -> None:
-    feeds = codec(Layout.DENSE).pack([encoding(5, 6), encoding(7, 8)]).feeds
-    assert feeds["input_ids"].tolist() == [[5, 6], [7, 8]]
-    assert feeds["input_ids"].dtype == np.int32
-    assert feeds["token_type_ids"].shape == (2, 2)
-    assert "cu_seqlens" not in feeds
-
-
-def test_inputs_of_a_packed_batch() -> None:
-    masked = encoding(5, 6, 7, masked_lm=MaskedLMRequest([1], 2))
-    pair = encoding(8, 9, next_sentence=HeadRequest())
-    feeds = codec().pack([masked, pair]).feeds
-    assert feeds["input_ids"].tolist() == [5, 6, 7, 8, 9]
-    assert feeds["token_type_ids"].tolist() == [1, 0, 1, 0, 1]
-    assert feeds["mask_rows"].tolist() == [1]
-    assert feeds["pair_rows"].tolist() == [3]
-    assert feeds["pool_rows"].shape == (0, 1)
-    assert feeds["cu_seqlens"].tolist() == [0, 3, 5]
 
 
 def test_a_head_that_nobody_asks_gets_no_rows() -> None:
@@ -90,20 +64,6 @@ def test_only_the_outputs_of_heads_that_are_asked_are_computed() -> None:
     assert codec().pack([embedded]).outputs == ["embeddings"]
     assert len(codec().pack([encoding(1)]).outputs) == 6, "a batch that asks nothing: all outputs"
     assert [head.name for head in codec().heads] == list(HEADS)
-
-
-def test_each_encoding_gets_the_results_of_its_own_heads() -> None:
-    both = encoding(5, 6, next_sentence=HeadRequest(), embedding=HeadRequest())
-    nothing = encoding(7)
-    outputs = {
-        "pair_logits": np.array([[1.0, 2.0]], np.float32),
-        "embeddings": np.array([[3.0]], np.float32),
-    }
-    first, second = codec().pack([both, nothing]).unpack(outputs)
-    assert first.keys() == {"next_sentence", "embedding"}
-    assert first["next_sentence"].array.tolist() == [1, 2]
-    assert first["embedding"].array.tolist() == [3]
-    assert second == {}
 
 
 def test_vocabulary_rows_of_an_encoding_are_the_sum_over_its_heads() -> None:

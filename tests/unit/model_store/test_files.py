@@ -92,14 +92,6 @@ def test_what_makes_int8_fast(
     assert processor.int8_instructions() == []
 
 
-def test_settings_of_exact_arithmetic() -> None:
-    assert processor.int8_settings([]) == {"session.x64quantprecision": "1"}
-    assert processor.int8_settings(["avx_vnni"]) == {}
-    assert processor.cuda_settings() == {"use_tf32": "0"}
-    assert processor.PACKED_ALIGNMENT == 64
-    assert processor.INT8_NAMES == "asimddp, avx512_vnni, avx_vnni, i8mm"
-
-
 def test_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

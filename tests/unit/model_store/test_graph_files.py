@@ -18,7 +18,6 @@ from cloze.model_store.graph_checks import (
     _check_tables,
     _check_tensors,
     expected_tensors,
-    format_shape,
 )
 from cloze.model_store.layouts import Layout
 from cloze.model_store.onnx_file import DeclaredTensor, DeclaredWeight, OnnxGraph, parse_onnx
@@ -304,11 +303,6 @@ def test_tables_have_the_rows_of_the_manifest() -> None:
             _check_tables(tables(**{name: None}), manifest())
     architecture = manifest().architecture.model_dump() | {"type_vocab_size": 0}
     _check_tables(tables(token_type=None), manifest(architecture=architecture))
-
-
-def test_shapes_in_errors() -> None:
-    assert format_shape([None, 4]) == "[*, 4]"
-    assert format_shape([]) == "[]"
 
 
 # ---- golden files ------------------------------------------------------------------------------

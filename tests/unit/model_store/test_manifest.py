@@ -11,7 +11,6 @@ from cloze.model_store.heads import Pooling
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_NAMES
 from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
-from cloze.model_store.sequences import SpecialTokens
 from cloze.model_store.tensors import POSITION_TABLE, WORD_TABLE
 from tests.unit.service.tasks.model import LABELS, manifest
 
@@ -74,14 +73,6 @@ def test_numbers_have_limits(path: str, least: int, most: int | None) -> None:
         assert not accepts(path, most + 1)
 
 
-def test_fractions_have_limits() -> None:
-    assert accepts("parity.tolerance", limits.MAX_TOLERANCE)
-    assert limits.MAX_TOLERANCE == 0.25
-    for wrong in (0, 0.2501, float("nan"), float("inf")):
-        assert not accepts("parity.tolerance", wrong)
-    assert not accepts("parity.max_error", {"embeddings": float("nan")})
-
-
 def test_the_tokenizer_s_ids_are_in_its_vocabulary() -> None:
     size = FIELDS["tokenizer"]["vocab_size"]
     for name in ("cls_id", "sep_id", "mask_id"):
@@ -129,6 +120,13 @@ def test_a_reference_has_a_positive_version() -> None:
         with pytest.raises(ValueError, match="is not a version: versions are 1, 2, 3"):
             parse_reference(f"a@{version}")
     assert parse_reference("a@1") == ("a", 1)
+
+
+def test_tolerances_and_errors_are_numbers() -> None:
+    assert accepts("parity.tolerance", limits.MAX_TOLERANCE)
+    for wrong in (0, limits.MAX_TOLERANCE + 1e-4, float("nan"), float("inf")):
+        assert not accepts("parity.tolerance", wrong)
+    assert not accepts("parity.max_error", {"embeddings": float("nan")})
 
 
 def test_graphs_are_onnx_files() -> None:
@@ -306,13 +304,14 @@ def test_fields_of_earlier_releases_are_left_out_and_the_digest_stays() -> None:
     fields = json.loads(manifest().to_bytes())
     del fields["digest"]
     fields["architecture"] |= {"intermediate_size": 8, "activation": "x", "layer_norm_eps": 1e-12}
+    fields["architecture"] |= {"layer_heads": [1] * 4, "layer_intermediate_sizes": [8] * 4}
     fields["parity"] |= {"batches": [1, 2], "lengths": [3]}
     data = seal(fields)
     earlier = Manifest.from_bytes(data)
     assert earlier.digest == json.loads(data)["digest"] != manifest().digest
     assert earlier.model_dump() == manifest().model_dump()
-    assert not accepts("architecture.other", 1)
-    assert not accepts("parity.other", 1)
+    for path in ("architecture.other", "parity.other", "more"):
+        assert not accepts(path, 1)
 
 
 def test_the_shipped_bundles_keep_their_digests() -> None:
@@ -340,13 +339,6 @@ def test_a_manifest_comes_back_from_its_bytes_only() -> None:
         Manifest.from_bytes(b"{")
     with pytest.raises(ValueError, match="nested too deeply"):
         Manifest.from_bytes(b'{"a":' * 100_000)
-
-
-def test_a_manifest_is_frozen_and_has_no_other_fields() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        manifest().version = 4  # type: ignore[misc]
-    assert not accepts("architecture.more", 1)
-    assert not accepts("more", 1)
 
 
 def written(path: str, value: Any) -> dict[str, Any]:
@@ -392,17 +384,3 @@ def test_a_bundle_may_have_a_threshold_of_no_answer() -> None:
     for threshold in (float("nan"), float("inf"), -1001, None):
         assert not accepts("heads.span", {"no_answer_threshold": threshold})
     assert not accepts("heads.span", {"threshold": 1})
-
-
-def test_a_pruned_bundle_of_an_earlier_release_is_read_with_its_digest() -> None:
-    body = json.loads(manifest().to_bytes())
-    body["architecture"] |= {"layer_heads": [1] * 4, "layer_intermediate_sizes": [8] * 4}
-    del body["digest"]
-    data = seal(body)
-    assert Manifest.from_bytes(data).digest == json.loads(data)["digest"]
-
-
-def test_special_tokens_of_a_pair_are_counted() -> None:
-    for separators in (1, 2):
-        special = SpecialTokens(5, 6, None, separators)
-        assert special.pair_tokens == len(special.pair([], []))

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from cloze.model_store import Store, StoreError, installation, limits, store
+from cloze.model_store import Store, StoreError, installation
 from cloze.model_store.error_lines import first_problem
 from cloze.model_store.installation import build, install_command
-from cloze.model_store.manifest import parse_sealed, seal
 from tests.unit.model_store.test_adopt import staged
 
 
@@ -120,7 +119,6 @@ def test_what_cannot_be_removed_is_one_line(
 
 
 def test_folders_that_are_left_over_for_a_day_are_removed(tmp_path: Path) -> None:
-    assert store._STALE_STAGING_S == 24 * 3600
     old, young, other = (tmp_path / name for name in (".staging-a", ".staging-b", "staging"))
     now = time.time()
     for folder, age in ((old, 24 * 3600 + 60), (young, 24 * 3600 - 600), (other, 10**6)):
@@ -193,7 +191,6 @@ def test_a_package_that_is_not_installed_comes_from_the_index(
 
     monkeypatch.setattr(installation, "distribution", missing)
     assert install_command("gpu").endswith(" -m pip install 'cloze-server[gpu]'")
-    assert installation.DISTRIBUTION == "cloze-server"
 
 
 def test_the_revision_of_an_image_and_of_what_pip_got_from_git(
@@ -230,32 +227,3 @@ def test_the_first_problem_has_its_field_and_value() -> None:
     with pytest.raises(ValidationError) as error:
         Outer.model_validate(5)
     assert first_problem(error.value).startswith("Input should be a valid dictionary")
-
-
-def test_sealed_objects_of_strangers() -> None:
-    for data, problem in (
-        (b"[" * 100_000, "it is nested too deeply"),
-        (b"{", "it is not JSON: "),
-        (b"\xff", "it is not JSON: "),
-        (b"[]", "a manifest is a JSON object"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            parse_sealed(data)
-    one, other = seal({"a": 1, "b": 2}), seal({"b": 2, "a": 1})
-    assert parse_sealed(one)["digest"] == parse_sealed(other)["digest"]
-    assert one != other
-
-
-def test_limits_of_bundles() -> None:
-    """A change of these decides which bundles are read."""
-    mib = 2**20
-    sizes = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
-    assert sizes == {
-        "MAX_MANIFEST_BYTES": 4 * mib, "MAX_TOKENIZER_BYTES": 32 * mib,
-        "MAX_ADAPTER_BYTES": 512 * mib,
-        "MAX_GOLDEN_BYTES": 16 * mib, "MAX_GRAPH_BYTES": 2 * mib,
-        "MAX_FILE_BYTES": 16 * 1024 * mib, "MAX_FILES": 64, "MAX_VOCABULARY": 2_000_000,
-        "MAX_POSITIONS": 16_384, "MAX_LAYERS": 128, "MAX_WIDTH": 65_536,
-        "MAX_PARAMETERS": 10**11, "MAX_TOLERANCE": 0.25, "MAX_GOLDEN_CASES": 16,
-        "MAX_GOLDEN_INPUT": 4096,
-    }  # fmt: skip

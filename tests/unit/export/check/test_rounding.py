@@ -11,7 +11,7 @@ from cloze.export.graph.linear_ops import quantise
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import Model
 from cloze.model_store.manifest import Weights
-from tests.unit.export.graph.tiny_models import TOKENIZER, model, projected
+from tests.support.tiny_models import TOKENIZER, model, projected
 
 
 def changed(before: Model, after: Model) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from cloze.export.graph.session import open_session
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.model import GraphWriter
-from tests.unit.export.families.test_against_transformers import OWN, save
+from tests.support.family_checkpoints import OWN, save
 
 REFUSED = {"deberta-v2"}
 """Families whose graphs have constants that depend on queries and keys."""

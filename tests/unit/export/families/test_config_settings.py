@@ -14,7 +14,7 @@ import transformers
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
-from tests.unit.export.families.test_against_transformers import (
+from tests.support.family_checkpoints import (
     CLASSES,
     ids_of,
     ours,

@@ -7,9 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import transformers
 
 from cloze.export.errors import ExportError
-from cloze.export.families import FAMILIES
+from cloze.export.families import FAMILIES, Family
 from cloze.export.families.refused import REFUSALS, REFUSED
 from cloze.export.load.checkpoint import load_checkpoint
 
@@ -49,3 +50,21 @@ def test_a_model_type_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["t5"]}))
     with pytest.raises(ExportError, match="architecture \\['t5'\\] is not supported"):
         load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_class_that_a_family_names_is_one_of_transformers(family: Family) -> None:
+    tokenizers = [family.sentencepiece_class, family.byte_level_class]
+    tokenizers += [family.wordpiece.name] if family.wordpiece else []
+    names = [f"{family.class_prefix}Model", *filter(None, tokenizers)]
+    assert [name for name in names if not hasattr(transformers, name)] == []
+
+
+def test_code_of_a_tokenizer_is_no_code_of_a_model() -> None:
+    """It is not run either; the tokenizer's file says what it does."""
+    given = transformers.BertConfig().to_dict()
+    read = FAMILIES["bert"].read_config
+    read(given | {"auto_map": {"AutoTokenizer": "x.Y", "AutoConfig": "x.Z"}})
+    for name in ("AutoModel", "AutoModelForMaskedLM"):
+        with pytest.raises(ValueError, match=rf"auto_map: {name}\)"):
+            read(given | {"auto_map": {"AutoConfig": "x.Z", name: "x.Y"}})

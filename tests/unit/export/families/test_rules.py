@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
-from cloze.export.families.family import Fold, Rename, Rule, Slice, Split, layer_rules
+from cloze.export.families.family import Rule, Split
 from cloze.export.load.weights import load_model
 
 CONFIG = EncoderConfig(
@@ -25,7 +25,6 @@ CONFIG = EncoderConfig(
     max_positions=8,
     type_vocab_size=2,
 )
-PACKED = Split("layer.*.Wqkv.{p}", tuple(f"layers.*.{part}.{{p}}" for part in ("q", "k", "v")))
 
 
 def read(rule: Rule, checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -36,44 +35,6 @@ def read(rule: Rule, checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
             value = target.convert(tensor)
             ours[target.name] = ours[target.name] + value if target.is_added else value
     return ours
-
-
-def test_a_rename_keeps_the_tensor() -> None:
-    rule = Rename("layer.*.dense.{p}", "layers.*.up.{p}")
-    theirs = {"layer.3.dense.bias": torch.ones(2), "layer.10.dense.weight": torch.zeros(2, 2)}
-    ours = read(rule, theirs)
-    assert set(ours) == {"layers.3.up.bias", "layers.10.up.weight"}
-    assert ours["layers.3.up.bias"] is theirs["layer.3.dense.bias"]
-    for other in ("layer.x.dense.bias", "layer.3.dense.scale", "a.layer.3.dense.bias"):
-        assert rule.read(other) == []
-
-
-def test_a_slice_leaves_rows_out() -> None:
-    rule = Slice("positions", "ours", 2)
-    ours = read(rule, {"positions": torch.arange(12.0).view(6, 2)})
-    assert torch.equal(ours["ours"], torch.arange(4.0, 12.0).view(4, 2))
-    assert rule.read("other") == []
-
-
-def test_a_split_gives_rows_in_order() -> None:
-    packed = {
-        "layer.1.Wqkv.weight": torch.arange(18.0).view(6, 3),
-        "layer.1.Wqkv.bias": torch.arange(6.0),
-        "layer.2.Wqkv.bias": -torch.arange(6.0),
-    }
-    ours = read(PACKED, packed)
-    assert torch.equal(ours["layers.1.k.weight"], packed["layer.1.Wqkv.weight"][2:4])
-    assert ours["layers.2.v.bias"].tolist() == [-4.0, -5.0]
-    assert len(ours) == 9
-    assert PACKED.read("layer.1.other.bias") == []
-
-
-def test_a_fold_is_added_to_every_row() -> None:
-    rule = Fold("types", "positions", Slice("table", "positions", 1))
-    table, types = torch.arange(8.0).view(4, 2), torch.tensor([[10.0, 20.0], [7.0, 7.0]])
-    ours = read(rule, {"table": table, "types": types})
-    assert torch.equal(ours["positions"], table[1:] + types[0])
-    assert rule.read("other") == []
 
 
 # ---- rules in a family -------------------------------------------------------------------------
@@ -150,10 +111,3 @@ def test_a_folded_row_of_another_width_is_refused(shape: tuple[int, ...]) -> Non
     }
     with pytest.raises(ExportError, match=r"the row that is added|has shape"):
         load_model(tensors, FAMILIES["roberta"], config, {})
-
-
-def test_layers_have_one_rule_per_matrix_or_norm() -> None:
-    [rule] = layer_rules("encoder.layer.*", {"output.dense": "down"})
-    assert read(rule, {"encoder.layer.4.output.dense.bias": torch.ones(1)}).keys() == {
-        "encoder.layers.4.down.bias"
-    }

@@ -17,7 +17,6 @@ from cloze.export.check.verify import GraphUnderTest, grid, verify
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.linear_ops import Int8
 from cloze.export.graph.session import open_session
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import LAYOUTS, GraphWriter, Model
@@ -25,7 +24,7 @@ from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision, Weights
-from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model, projected
+from tests.support.tiny_models import TOKENIZER, checkpoint, model, projected
 
 ALL = tuple(HEADS.values())
 MOST = {Precision.FP32: 2e-6, Precision.FP16: 0.006, Precision.INT8: 0.12}
@@ -273,7 +272,9 @@ def test_what_the_manifest_says_of_a_graph(tmp_path: Path) -> None:
         assert onnx.load(tmp_path / graph.file, load_external_data=False).graph.name == "cloze"
     dense, int8, packed = (graphs[p].operators for p in list(graphs))
     assert dense["MatMul"] == 12
-    assert dense["MultiHeadAttention"] == 2
+    assert dense["MultiHeadAttention"] == dense["BiasGelu"] == 2
+    assert dense["LayerNormalization"] == 5
+    assert "Softmax" not in dense
     assert int8["MatMulIntegerToFloat"] == 12
     assert packed["PackedMultiHeadAttention"] == 2
     assert packed["SkipLayerNormalization"] == 5
@@ -362,31 +363,3 @@ def test_a_table_of_integers_is_stored_once(precision: Precision, tmp_path: Path
     assert kinds == [TensorProto.INT8] * 12
     floats = ("query.weight", "up.weight", "query.weight.fp16", "up.weight.fp16")
     assert not [name for name in matrices if name.endswith(floats)]
-
-
-@pytest.mark.parametrize("least", [None, 0.0, -0.171])
-@torch.no_grad()
-def test_a_row_of_zeros_is_zero_in_int8(least: float | None, tmp_path: Path) -> None:
-    g, linear = GraphBuilder(), torch.nn.Linear(4, 3)
-    linear_ops = Int8(g, {})
-    x = linear_ops.prepare_input(g.input("x", TensorProto.FLOAT, ["T", 4]), "w", least)
-    g.output(linear_ops.matmul(x, "w", linear), "y", TensorProto.FLOAT, ["T", 3])
-    g.save(tmp_path / "g.onnx", tmp_path / "w.bin")
-    rows = np.array([[0, 0, 0, 0], [1, 2, 0, 4]], np.float32)
-    [y] = open_session(tmp_path / "g.onnx", Layout.DENSE).run(["y"], {"x": rows})
-    assert y[0].tolist() == [0, 0, 0]
-    np.testing.assert_allclose(y[1], linear.weight.numpy() @ rows[1], atol=0.05)
-
-
-@torch.no_grad()
-def test_folded_biases_are_exact(tmp_path: Path) -> None:
-    """Keys need no bias, and the values' bias is part of the output's."""
-    made = model()
-    for layer in made.encoder.layers:
-        for linear in (layer.attention.query, layer.attention.key, layer.attention.value):
-            linear.bias.mul_(20)
-    graphs = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP32], heads=(embedding.HEAD,))
-    subject = GraphUnderTest(
-        graphs[Precision.FP32], checkpoint(made, EmbeddingRecipe()), (embedding.HEAD,), 20
-    )
-    assert max(verify(tmp_path, subject).max_error.values()) < 1e-5

@@ -97,13 +97,6 @@ def test_wrong_places_are_refused(offsets: list[list[int]], message: str, tmp_pa
         run(tmp_path, "PackedMultiHeadAttention", [x, x, x, None, wrong, ends], num_heads=1)
 
 
-def test_keys_have_no_bias(tmp_path: Path) -> None:
-    x, feeds = drawn(2, 8), placement_of(Layout.PACKED, [2]).feeds()
-    inputs = [x, x, x, drawn(24), feeds["token_offset"], feeds["cu_seqlens"]]
-    with pytest.raises(AssertionError):
-        run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_norms_of_sums(dtype: Any, has_bias: bool, tmp_path: Path) -> None:

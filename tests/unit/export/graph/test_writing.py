@@ -9,10 +9,8 @@ import torch
 from onnx import TensorProto
 
 from cloze.export.errors import ExportError
-from cloze.export.graph.builder import OPSET, GraphBuilder, onnx_type
+from cloze.export.graph.builder import OPSET, GraphBuilder
 from cloze.export.graph.linear_ops import LARGEST_INT8, quantise, to_fp16
-from cloze.model_store.layouts import Layout
-from cloze.model_store.tensors import INPUT_IDS
 
 
 def test_a_weight_is_as_many_steps_as_its_integers() -> None:
@@ -28,26 +26,6 @@ def test_numbers_that_fp16_cannot_hold_are_refused() -> None:
     assert to_fp16("x", torch.tensor([65504.0])).tolist() == [65504]
     with pytest.raises(ExportError, match=r"x holds 6.56e\+04, which fp16 cannot; use fp32"):
         to_fp16("x", torch.tensor([1.0, -65600.0]))
-
-
-def test_nodes_have_names_and_inputs_in_order() -> None:
-    g = GraphBuilder()
-    x = g.declare_input(INPUT_IDS, Layout.PACKED)
-    first = g.op("TopK", [x, "k"], outputs=2, axis=1)
-    g.op("Abs", [f"{first}_1"], domain="com.microsoft")
-    g.op("Abs", [x])
-    g.output(first, "top", TensorProto.FLOAT, ["M", 3])
-    assert first == "TopK_0"
-    assert list(g.operators().items()) == [("Abs", 2), ("Identity", 1), ("TopK", 1)]
-    assert [list(n.output) for n in g._nodes] == [
-        ["TopK_0", "TopK_0_1"],
-        ["Abs_1"],
-        ["Abs_2"],
-        ["top"],
-    ]
-    assert g._nodes[1].domain == "com.microsoft"
-    assert g._nodes[0].attribute[0].i == 1
-    assert onnx_type(INPUT_IDS) == TensorProto.INT32
 
 
 def saved(
@@ -124,25 +102,3 @@ def test_a_name_stands_for_one_weight(tmp_path: Path) -> None:
     model, _ = saved(g, tmp_path)
     assert len(model.graph.initializer) == 1
     assert np.frombuffer(model.graph.initializer[0].raw_data, np.float32).tolist() == [1, 1]
-
-
-def test_half_precision_stores_matrices_only() -> None:
-    g = GraphBuilder(half=True)
-    matrix = torch.tensor([[0.5, 2.0]], requires_grad=True)
-    assert g.weight("matrix", matrix) == "matrix"
-    g.weight("vector", torch.tensor([0.5]))
-    g.weight("scalar", np.array(3, np.int64))
-    g.weight("integers", np.ones((2, 2), np.int8))
-    types = {name: (array.dtype, array.shape) for name, array in g._weights.items()}
-    assert types == {
-        "matrix.fp16": (np.float16, (1, 2)),
-        "vector": (np.float32, (1,)),
-        "scalar": (np.int64, ()),
-        "integers": (np.int8, (2, 2)),
-    }
-    assert [(n.op_type, n.input[0], n.output[0]) for n in g._nodes] == [
-        ("Cast", "matrix.fp16", "matrix")
-    ]
-    assert g._nodes[0].attribute[0].i == TensorProto.FLOAT
-    with pytest.raises(AssertionError, match="was not rounded to fp16 before"):
-        g.weight("exact", torch.tensor([[0.1]]))

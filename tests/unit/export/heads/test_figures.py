@@ -9,22 +9,17 @@ import pytest
 from cloze.export.check.verify import pass_gate
 from cloze.export.errors import ExportError
 from cloze.export.heads import EXPORT_HEADS
-from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
-from cloze.export.heads.masked_lm import _cosine_sparse
 from cloze.export.measure.pairs import ScoredPair
-from cloze.export.model import head_module
-from cloze.model_store.batch import Encoding, placement_of
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import read_options
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.model_store.layouts import Layout
-from tests.unit.export.scorers import CLS, MASK, SEP, ByHand, gate_texts
+from tests.support.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
 TEXTS = gate_texts(max_tokens=64)
 COUNT = len(TEXTS.sentences())
-PLACEMENT = placement_of(Layout.PACKED, [3, 2, 4])
 
 
 def measured(
@@ -185,19 +180,6 @@ def test_mean_cosines_of_hidden_states() -> None:
     assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
 
 
-def test_samples_of_layers_weigh_every_state() -> None:
-    rng = np.random.default_rng(0)
-    drawn = [EXPORT_HEADS["layer_embedding"].sample(rng, SampleSizes(9, 7, 3)) for _ in range(30)]
-    for request in drawn:
-        whole, alone = request.vectors  # type: ignore[attr-defined]
-        assert list(whole) == [0, 1, 2, 3]
-        assert all(0.5 <= weight <= 1.5 for weight in whole.values())
-        assert list(alone.values()) == [1]
-    assert {n for request in drawn for n in request.vectors[1]} == {0, 1, 2, 3}  # type: ignore[attr-defined]
-    poolings = {str(request.pooling) for request in drawn}  # type: ignore[attr-defined]
-    assert poolings == {"mean", "cls", "max"}
-
-
 def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
     asked: list[Any] = []
 
@@ -210,93 +192,6 @@ def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
     assert all((request.tokens, request.top_k) == (tokens, 64) for request, tokens in asked)
 
 
-def test_sparse_vectors_are_compared_by_their_words() -> None:
-    def of(**words: float) -> SparseEmbeddingResult:
-        ids = np.array([ord(word) for word in words])
-        return SparseEmbeddingResult(np.array(list(words.values()), np.float32), ids)
-
-    assert _cosine_sparse(of(a=3, b=4), of(b=4, a=3)) == pytest.approx(1)
-    assert _cosine_sparse(of(a=3, b=4), of(c=1)) == 0
-    assert _cosine_sparse(of(a=3, b=4), of(b=2)) == pytest.approx(0.8)
-    assert _cosine_sparse(of(), of()) == 1
-    assert _cosine_sparse(of(), of(a=1)) == 0
-    figures = measured("sparse_embedding", lambda _: of(a=3, b=4), lambda _: of(b=2))
-    assert figures == {"sparse_cosine_mean": pytest.approx(0.8)}
-
-
-def test_one_bad_text_lowers_the_mean() -> None:
-    def sparse(weight: float) -> SparseEmbeddingResult:
-        return SparseEmbeddingResult(np.array([3, weight], np.float32), np.array([7, 8]))
-
-    bad = first_of(lambda first: sparse(0 if first else 4))
-    figures = measured("sparse_embedding", lambda _: sparse(4), bad)
-    assert figures == {"sparse_cosine_mean": pytest.approx(1 - 0.4 / COUNT)}
-
-    def tokens(x: float) -> ArrayResult:
-        return ArrayResult(np.array([[x, 1]], np.float32))
-
-    bad_tokens = first_of(lambda first: tokens(-1 if first else 1))
-    figures = measured("token_embedding", lambda _: tokens(1), bad_tokens)
-    assert figures == {"token_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
-
-    def layers(x: float) -> ArrayResult:
-        return ArrayResult(np.array([[x, 1], [1, 1]], np.float32))
-
-    bad_layers = first_of(lambda first: layers(-1 if first else 1))
-    figures = measured("layer_embedding", lambda _: layers(1), bad_layers)
-    assert figures == {"layer_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
-
-
-def test_rows_of_requests() -> None:
-    assert cls_rows([1, None, 1], PLACEMENT) == [0, 5]
-    assert token_rows([None, 1, 1], PLACEMENT) == [3, 4, 5, 6, 7, 8]
-    first, second = np.array([1.0, 0]), np.array([0, 1.0])
-    pairs = [(first, first), (first, second), (second, second)]
-    pairs.append((np.stack([first, second]), np.stack([first, second])))
-    assert agreement(pairs) == 0.75
-    one = np.array([[1, 0], [0, 1]], np.float32)
-    assert mean_cosine([(one, one), (one[:1], -one[:1])]) == pytest.approx(1 / 3)
-
-
-def test_limits_and_defaults_of_the_heads() -> None:
-    """A change of these is a change of what is published."""
-    assert {name: dict(head.limits) for name, head in EXPORT_HEADS.items()} == {
-        "masked_lm": {"fill_mask_top1_agreement": 0.95},
-        "next_sentence": {"nsp_agreement": 0.95},
-        "span": {"qa_span_agreement": 0.95},
-        "sequence_classification": {"text_classification_agreement": 0.95},
-        "token_classification": {"token_classification_agreement": 0.95},
-        "embedding": {
-            "embedding_cosine_mean": 0.995, "embedding_cosine_least": 0.98, "sts_spearman_change": -0.003,
-        },
-        "token_embedding": {"token_embedding_cosine_mean": 0.98},
-        "sparse_embedding": {"sparse_cosine_mean": 0.98},
-        "layer_embedding": {"layer_embedding_cosine_mean": 0.98},
-        "multi_vector": {"multi_vector_cosine_mean": 0.98},
-        "lexical": {"lexical_cosine_mean": 0.98},
-    }  # fmt: skip
-    assert {n for n, head in EXPORT_HEADS.items() if not head.by_default} == {
-        "sparse_embedding", "layer_embedding",
-    }  # fmt: skip
-    assert {n for n, head in EXPORT_HEADS.items() if head.fine_tuned} == {
-        "span", "sequence_classification", "token_classification", "multi_vector",
-    }  # fmt: skip
-
-
-def test_samples_are_requests_within_the_sequence() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        request = EXPORT_HEADS["masked_lm"].sample(rng, SampleSizes(2, 7, 2))
-        assert len(set(request.positions)) == 2  # type: ignore[attr-defined]
-        assert set(request.positions) <= {0, 1}  # type: ignore[attr-defined]
-        assert len(request.targets) == 5  # type: ignore[attr-defined]
-        assert 0 <= min(request.targets) <= max(request.targets) < 7  # type: ignore[attr-defined]
-        assert len(EXPORT_HEADS["masked_lm"].sample(rng, SampleSizes(9, 7, 2)).positions) == 3  # type: ignore[attr-defined]
-        assert (
-            EXPORT_HEADS["sparse_embedding"].sample(rng, SampleSizes(9, 7, 2)).vocabulary_rows == 9
-        )
-
-
 # ---- labels of a checkpoint --------------------------------------------------------------------
 
 
@@ -307,12 +202,6 @@ def test_labels_of_a_configuration() -> None:
     for wrong in ({"1": "a"}, {"0": "a", "2": "b"}, {"x": "a"}, ["a"], {}):
         with pytest.raises(ValueError, match="id2label must name the labels 0 to N - 1"):
             read_labels({"id2label": wrong})
-
-
-def test_labels_that_are_wrong_are_shown_up_to_80_characters() -> None:
-    with pytest.raises(ValueError, match="got ") as error:
-        read_labels({"id2label": {"1": "a" * 200}})
-    assert str(error.value).split("got ")[1] == str({"1": "a" * 200})[:80]
 
 
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -371,15 +260,3 @@ def test_a_gate_measures_the_heads_of_the_graph() -> None:
         passed(0.97)
     with pytest.raises(ExportError, match="cosine_mean is nan and must be at least"):
         passed(float("nan"))
-
-
-def test_a_head_without_a_module_takes_the_recipe() -> None:
-    class Model:
-        masked_lm = "the module"
-        next_sentence = None
-
-    recipe: Any = "the recipe"
-    assert head_module(Model, recipe, "embedding") == recipe  # type: ignore[arg-type]
-    assert head_module(Model, recipe, "masked_lm") == "the module"  # type: ignore[arg-type]
-    assert head_module(Model, recipe, "sparse_embedding") == "the module"  # type: ignore[arg-type]
-    assert head_module(Model, recipe, "next_sentence") is None  # type: ignore[arg-type]

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cloze.export.graph.session import open_session
-from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.embedding import EmbeddingRecipe, pool
-from cloze.export.heads.head import SampleSizes
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.model import GraphWriter, TorchScorer
@@ -29,81 +27,10 @@ from cloze.model_store.heads import (
     sparse_embedding,
 )
 from cloze.model_store.manifest import Graph, Precision
-from tests.unit.export.graph.tiny_models import model
-from tests.unit.export.scorers import ByHand, gate_texts
-
-ROWS = torch.randn((4, 16), generator=torch.Generator().manual_seed(3))
-
-
-def test_the_heads_are_those_of_the_contract() -> None:
-    assert list(EXPORT_HEADS) == list(HEADS)
-    assert all(head.head is HEADS[name] for name, head in EXPORT_HEADS.items())
-    assert (MASKED_LM, NEXT_SENTENCE, SPAN, EMBEDDING) == (
-        "masked_lm", "next_sentence", "span", "embedding",
-    )  # fmt: skip
-
-
-def test_what_configurations_promise() -> None:
-    """The ends of class names decide which heads a checkpoint must have."""
-    assert {name: head.classes for name, head in EXPORT_HEADS.items() if head.classes} == {
-        "masked_lm": ("ForMaskedLM", "ForPreTraining"),
-        "next_sentence": ("ForNextSentencePrediction", "ForPreTraining"),
-        "span": ("ForQuestionAnswering",),
-        "sequence_classification": ("ForSequenceClassification",),
-        "token_classification": ("ForTokenClassification",),
-    }
-    assert {name for name, head in EXPORT_HEADS.items() if head.needs_class} == {
-        "sequence_classification",
-        "token_classification",
-    }
-    assert {name: head.module_of for name, head in EXPORT_HEADS.items() if head.module_of} == {
-        "sparse_embedding": "masked_lm"
-    }
-    assert {n: set(head.incomplete) for n, head in EXPORT_HEADS.items() if head.incomplete} == {
-        "next_sentence": {"pooler", "classifier"}
-    }
-    incomplete = EXPORT_HEADS["next_sentence"].incomplete
-    assert "has a pooler but no" in incomplete["pooler"]
-    assert "classifier but no pooler" in incomplete["classifier"]
-
+from tests.support.scorers import ByHand, gate_texts
+from tests.support.tiny_models import model
 
 # ---- modules by their formula ------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_logits_of_words_are_products_with_their_embeddings() -> None:
-    made = model()
-    head = made.masked_lm
-    assert head is not None
-    assert head.decoder.weight is made.encoder.embeddings.word.weight
-    transformed = F.gelu(ROWS @ head.transform.weight.T + head.transform.bias)
-    normed = F.layer_norm(transformed, (16,), head.norm.weight, head.norm.bias, 1e-3)
-    words = made.encoder.embeddings.word.weight
-    torch.testing.assert_close(head(ROWS), normed @ words.T + head.decoder.bias)
-
-
-@torch.no_grad()
-def test_classifiers_by_their_formula() -> None:
-    made = model()
-    nsp, labels = made.next_sentence, made.sequence_classification
-    assert nsp is not None
-    for head, size in ((nsp, 2), (labels, 3)):
-        pooled = torch.tanh(ROWS @ head.pooler.weight.T + head.pooler.bias)
-        expected = pooled @ head.classifier.weight.T + head.classifier.bias
-        torch.testing.assert_close(head(ROWS), expected)
-        assert expected.shape == (4, size)
-    for head, size in ((made.span, 2), (made.token_classification, 4)):
-        expected = ROWS @ head.classifier.weight.T + head.classifier.bias
-        torch.testing.assert_close(head(ROWS), expected)
-        assert expected.shape == (4, size)
-
-
-@torch.no_grad()
-def test_a_family_may_have_another_activation() -> None:
-    """A classifier of DistilBERT has a ReLU, and its head for words has a GELU."""
-    head = model("distilbert", activation="relu").sequence_classification
-    pooled = F.relu(ROWS @ head.pooler.weight.T + head.pooler.bias)
-    torch.testing.assert_close(head(ROWS), pooled @ head.classifier.weight.T + head.classifier.bias)
 
 
 def test_rows_are_pooled() -> None:
@@ -242,10 +169,3 @@ def test_scored_pairs_are_cut_to_128_tokens(max_tokens: int, longest: int) -> No
     EXPORT_HEADS["embedding"].measure(*scorers, texts)
     for scorer in scorers:
         assert max(len(encoding) for encoding in scorer.encodings) == longest
-
-
-def test_samples_have_few_words_each() -> None:
-    sample = EXPORT_HEADS["sparse_embedding"].sample(np.random.default_rng(0), SampleSizes(9, 7, 2))
-    assert sample == sparse_embedding.SparseEmbeddingRequest(9, 5)
-    request: Any = EXPORT_HEADS["masked_lm"].sample(np.random.default_rng(0), SampleSizes(9, 7, 2))
-    assert request.top_k == 5

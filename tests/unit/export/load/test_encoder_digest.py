@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from cloze.export.load.checkpoint import encoder_sha256, load_checkpoint
 from cloze.export.model import Model
-from tests.unit.export.families.test_against_transformers import save
+from tests.support.family_checkpoints import save
 
 
 def test_heads_and_the_dtype_of_the_file_are_no_part_of_an_encoder(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import Subject
 from cloze.model_store.store import Store
 from tests.support import tiny
-from tests.unit.export.scorers import ByHand, checkpoint_tokenizer
+from tests.support.scorers import ByHand, checkpoint_tokenizer
 
 CPU = torch.device("cpu")
 CLS, SEP = 2, 3

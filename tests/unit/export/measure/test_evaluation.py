@@ -12,13 +12,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError
-from cloze.export.measure import masked_words, squad, texts
+from cloze.export.measure import texts
 from cloze.export.measure.masked_words import (
     Sentence,
     complete,
     read_sentences,
 )
-from cloze.export.measure.metrics import best_threshold, normalise_answer, squad_answers
+from cloze.export.measure.metrics import best_threshold
 from cloze.export.measure.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
 from cloze.export.measure.scorer import (
     MaskedRow,
@@ -29,7 +29,7 @@ from cloze.export.measure.squad import Question, read_questions
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from tests.unit.export.scorers import (
+from tests.support.scorers import (
     CLS,
     ID,
     MASK,
@@ -108,31 +108,6 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
         read_sentences(file)
     with pytest.raises(DataError, match="missing: no such file"):
         read_sentences(tmp_path / "missing")
-
-
-def test_the_first_word_of_a_mask() -> None:
-    word = {"paris": ID["paris"]}
-
-    def predict(encoding: Encoding) -> dict[str, Any]:
-        result = likely(encoding)["masked_lm"]
-        assert encoding.requests["masked_lm"].positions == [2]  # type: ignore[attr-defined]
-        return {
-            "masked_lm": MaskedLMResult(
-                result.top_logits,
-                np.array([[word["paris"]]]),
-                result.logsumexp,
-                result.target_logits,
-            )
-        }
-
-    (one,) = complete(
-        [Sentence("the [MASK]", ("paris", "x"))], checkpoint_tokenizer(), ByHand(predict)
-    )
-    assert one == "paris"
-    assert not Sentence("", ("rome",)).accepts("paris")
-    assert Sentence("", ("paris",)).accepts("Paris")
-    with pytest.raises(DataError, match="no"):
-        complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
 
 
 def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
@@ -285,47 +260,8 @@ def test_files_of_questions_that_cannot_be_read(tmp_path: Path) -> None:
         read_questions([file])
 
 
-def test_an_answer_is_searched_near_its_place() -> None:
-    context = "a b a b a"
-    assert squad._find_answer(context, "b", 2) == 2
-    assert squad._find_answer(context, "b", 3) == 2
-    assert squad._find_answer(context, "b", 5) == 6
-    assert squad._find_answer(context, "c", 0) is None
-    assert squad._find_answer("a.b axb", "a.b", 6) == 0
-
-
 def asked(number: int, *answers: str) -> Question:
     return Question(str(number), "", "", "", tuple((0, text) for text in answers))
-
-
-def test_figures_of_answers() -> None:
-    assert normalise_answer(" The  RED, (door)! An a ") == "red door"
-    assert normalise_answer("theatre") == "theatre"
-    for answer, accepted, f1 in (
-        ("red red door", "red door blue", 2 * 2 / 6), ("", "the", 1), ("the", "an", 1),
-        ("", "red", 0), ("red", "an", 0), ("red", "blue", 0),
-    ):  # fmt: skip
-        figures = squad_answers({"0": answer}, [asked(0, accepted)])
-        assert figures["f1"] == pytest.approx(100 * f1)
-    figures = squad_answers(
-        {"0": "red", "1": "old red door"}, [asked(0, "red"), asked(1, "blue", "red door")]
-    )
-    assert figures == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 0.8) / 2)}
-    both = squad_answers({"0": "red", "1": ""}, [asked(0, "red"), asked(1), asked(2)])
-    assert both == {
-        "exact_match": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3),
-        "answerable_exact_match": 100, "answerable_f1": 100,
-        "unanswerable_exact_match": 50, "unanswerable_f1": 50,
-    }  # fmt: skip
-    # A gold answer that is only an article is none.
-    assert squad_answers({"0": ""}, [asked(0, "the", "red")])["exact_match"] == 0
-    assert squad_answers({"0": ""}, [asked(0, "the", "a")])["exact_match"] == 100
-
-
-def test_a_question_without_an_answer_is_wrong() -> None:
-    assert squad_answers({}, [asked(0, "red"), asked(1, "a red")]) == {"exact_match": 0, "f1": 0}
-    assert squad_answers({"1": ""}, [asked(0), asked(1)]) == {"exact_match": 50, "f1": 50}
-    assert squad_answers({"0": "red"}, [asked(0, "blue", "red", "old red")])["f1"] == 100
 
 
 def test_the_best_threshold_of_no_answer() -> None:
@@ -354,33 +290,3 @@ def test_the_gate_s_texts_are_cut_to_the_model() -> None:
         assert not any(types.any() for _, types in made.sentences())
     first = gate_texts().sentences()[0][0].tolist()
     assert (first[0], first[-1], first[1]) == (CLS, SEP, ID["the"])
-
-
-def test_pairs_of_the_gate_have_two_types() -> None:
-    made = gate_texts(max_tokens=512).sentence_pairs()
-    count = len(texts.SENTENCES)
-    assert len(made) == 2 * count + len(texts.QUESTIONS)
-    ids, types = made[0]
-    assert ids.shape == types.shape
-    assert types.tolist() == sorted(types.tolist())
-    assert set(types.tolist()) == {0, 1}
-    single = gate_texts(max_tokens=512).sentences()
-    assert ids.tolist() == [*single[0][0].tolist(), *single[1][0].tolist()[1:]]
-    assert made[1][0].tolist() == [*single[0][0].tolist(), *single[7][0].tolist()[1:]]
-    for number, (_, context) in enumerate(texts.QUESTIONS):
-        halves = made[2 * count + number][0].tolist()
-        both = tokenizer().encode(context[: len(context) // 2], context[len(context) // 2 :])
-        assert halves == both.ids
-    last = made[2 * count - 1][0].tolist()
-    assert last == [*single[-1][0].tolist(), *single[6][0].tolist()[1:]]
-    assert {int(t.max()) for _, t in gate_texts(type_vocab_size=0).sentence_pairs()} == {0}
-    assert {int(t.max()) for _, t in gate_texts(type_vocab_size=1).sentence_pairs()} == {0}
-
-
-def test_every_question_has_every_context() -> None:
-    made = gate_texts(max_tokens=512).questions()
-    assert len(made) == len(texts.QUESTIONS) ** 2
-    sentence_ends = [ids.tolist().index(SEP) for ids, _ in made]
-    asked = {tuple(ids[:end].tolist()) for (ids, _), end in zip(made, sentence_ends, strict=True)}
-    assert len(asked) == len(texts.QUESTIONS) == 8
-    assert masked_words._MASK_TOKEN == "[MASK]"

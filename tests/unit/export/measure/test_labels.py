@@ -14,7 +14,7 @@ from cloze.export.measure.labels import (
 )
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
-from tests.unit.export.scorers import CLS, ID, SEP, tokenizer
+from tests.support.scorers import CLS, ID, SEP, tokenizer
 
 TOKENIZER = tokenizer()
 WORDS = [ID[word] for word in ("the", "king", "of", "door", "is")]

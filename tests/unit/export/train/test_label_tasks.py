@@ -15,7 +15,7 @@ from cloze.export.train.label_tasks import LabelRows, TagRows, _balanced, read_r
 from cloze.export.train.recipe import LabelSettings, TagSettings
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
-from tests.unit.export.scorers import tokenizer
+from tests.support.scorers import tokenizer
 
 TOKENIZER = tokenizer()
 

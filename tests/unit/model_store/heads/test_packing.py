@@ -8,17 +8,13 @@ import pytest
 from cloze.model_store.batch import placement_of
 from cloze.model_store.heads import (
     HEADS,
-    ArrayResult,
     GraphSpec,
     HeadRequest,
     embedding,
-    layer_embedding,
     masked_lm,
-    span,
     sparse_embedding,
 )
 from cloze.model_store.heads.head import Pooling
-from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, sequence_rows
@@ -55,26 +51,6 @@ def test_a_batch_without_masks_has_no_rows_and_one_prediction() -> None:
     assert packed(masked_lm.HEAD, MaskedLMRequest([0]), None, None)["top_k"] == [1]
 
 
-def test_each_request_gets_its_own_predictions() -> None:
-    first = MaskedLMRequest([1, 2], top_k=1, targets=[7, 8])
-    last = MaskedLMRequest([3], top_k=2, targets=[4])
-    outputs = {
-        "top_logits": np.array([[3.0, 2.0], [6.0, 5.0], [9.0, 8.0]], np.float32),
-        "top_ids": np.array([[30, 20], [60, 50], [90, 80]]),
-        "logsumexp": np.array([1.0, 2.0, 4.0], np.float32),
-        "target_logits": np.array([0.1, 0.2, 0.3, 0.4, 0.5], np.float32),
-    }
-    one, nothing, three = masked_lm.HEAD.unpack([first, None, last], PLACEMENT, outputs)
-    assert nothing is None
-    assert one.top_ids.tolist() == [[30], [60]]
-    assert one.top_logits.tolist() == [[3], [6]]
-    assert one.logsumexp.tolist() == [1, 2]
-    np.testing.assert_allclose(one.target_logits, [[0.1, 0.2], [0.3, 0.4]])
-    assert three.top_ids.tolist() == [[90, 80]]
-    assert three.logsumexp.tolist() == [4]
-    np.testing.assert_allclose(three.target_logits, [[0.5]])
-
-
 def test_a_log_probability_is_the_logit_less_the_log_sum_exp() -> None:
     result = MaskedLMResult(
         np.array([[3.0, 2.0], [6.0, 5.0]], np.float32),
@@ -93,61 +69,6 @@ def test_vocabulary_rows_are_what_a_request_expands() -> None:
     assert HeadRequest().vocabulary_rows == 0
     for head in HEADS.values():
         assert head.largest_request(6).vocabulary_rows in (0, 6)
-
-
-def test_heads_of_the_first_token_take_the_rows_of_cls() -> None:
-    for name, rows in (("next_sentence", "pair_rows"), ("sequence_classification", "class_rows")):
-        request = HEADS[name].request()
-        assert packed(HEADS[name], request, None, request) == {rows: [0, 5]}
-        assert packed(HEADS[name], None, request, None) == {rows: [3]}
-        assert packed(HEADS[name], None, None, None) == {rows: []}
-
-
-def test_rows_of_an_output_go_to_the_requests_in_order() -> None:
-    head = HEADS["next_sentence"]
-    outputs = {"pair_logits": np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)}
-    results = head.unpack([None, head.request(), head.request()], PLACEMENT, outputs)
-    assert results[0] is None
-    assert [result.array.tolist() for result in results[1:]] == [[1, 2], [3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "output"),
-    [
-        ("token_classification", "token_rows", "token_logits"),
-        ("token_embedding", "hidden_rows", "token_embeddings"),
-        ("multi_vector", "vector_rows", "multi_vectors"),
-        ("lexical", "lexical_rows", "lexical_weights"),
-    ],
-)
-def test_heads_of_every_token_take_all_rows(name: str, rows: str, output: str) -> None:
-    head = HEADS[name]
-    request = head.request()
-    assert packed(head, request, None, request) == {rows: [0, 1, 2, 5, 6, 7, 8]}
-    assert packed(head, None, None, None) == {rows: []}
-    outputs = {output: np.arange(7, dtype=np.float32)[:, None]}
-    first, nothing, last = head.unpack([request, None, request], PLACEMENT, outputs)
-    assert nothing is None
-    assert first.array.ravel().tolist() == [0, 1, 2]
-    assert last.array.ravel().tolist() == [3, 4, 5, 6]
-
-
-def test_spans_are_cut_from_the_logits_of_all_tokens() -> None:
-    assert packed(span.HEAD, HeadRequest(), None, HeadRequest()) == {}
-    logits = np.arange(18, dtype=np.float32).reshape(9, 2)
-    one, nothing, last = span.HEAD.unpack(
-        [HeadRequest(), None, HeadRequest()], PLACEMENT, {"span_logits": logits}
-    )
-    assert nothing is None
-    assert one.array.tolist() == logits[0:3].tolist()
-    assert last.array.tolist() == logits[5:9].tolist()
-
-
-def test_dense_embeddings_name_their_sequences() -> None:
-    request = HeadRequest()
-    assert packed(embedding.HEAD, request, None, request, graph=DENSE) == {
-        "embed_sequences": [0, 2]
-    }
 
 
 @pytest.mark.parametrize(
@@ -212,47 +133,6 @@ def test_pooling_nothing_gives_arrays_without_rows() -> None:
     none = np.zeros(0, np.int32)
     feeds = embedding.pool(none, none, Pooling.MEAN)
     assert feeds["pool_rows"].shape == feeds["pool_weights"].shape == (0, 1)
-
-
-def test_packed_embeddings_pool_only_what_is_asked_for() -> None:
-    assert packed(embedding.HEAD, None, HeadRequest(), None) == {
-        "pool_rows": [[3, 4]],
-        "pool_weights": [[0.5, 0.5]],
-    }
-    result = embedding.HEAD.unpack(
-        [None, HeadRequest()], PLACEMENT, {"embeddings": np.ones((1, 2), np.float32)}
-    )
-    assert result[0] is None
-    assert isinstance(result[1], ArrayResult)
-
-
-def test_layers_are_weighted_per_vector() -> None:
-    several = LayerEmbeddingRequest([{0: 1.0}, {1: 0.25, 2: 0.75}], Pooling.MEAN)
-    largest = LayerEmbeddingRequest([{2: 1.0}], Pooling.MAX)
-    third = pytest.approx(1 / 3)
-    feeds = packed(layer_embedding.HEAD, several, largest, None)
-    assert feeds == {
-        "layer_rows": [[0, 1, 2], [0, 1, 2], [3, 4, 3]],
-        "layer_row_weights": [[third, third, third], [third, third, third], [0, 0, 0]],
-        "layer_weights": [[1, 0, 0], [0, 0.25, 0.75], [0, 0, 1]],
-    }
-    first = LayerEmbeddingRequest([{1: 1.0}], Pooling.CLS)
-    weights = packed(layer_embedding.HEAD, first, None, several)["layer_row_weights"]
-    assert weights[0] == [1, 0, 0, 0]
-    assert weights[2] == [0.25, 0.25, 0.25, 0.25]
-
-
-def test_each_pooling_of_layers_reads_its_own_output() -> None:
-    several = LayerEmbeddingRequest([{0: 1.0}, {1: 1.0}], Pooling.MEAN)
-    largest = LayerEmbeddingRequest([{2: 1.0}], Pooling.MAX)
-    outputs = {
-        "layer_sums": np.array([[1.0], [2.0], [3.0]], np.float32),
-        "layer_maxima": np.array([[10.0], [20.0], [30.0]], np.float32),
-    }
-    one, nothing, two = layer_embedding.HEAD.unpack([several, None, largest], PLACEMENT, outputs)
-    assert nothing is None
-    assert one.array.tolist() == [[1], [2]]
-    assert two.array.tolist() == [[30]]
 
 
 def test_sparse_rows_repeat_the_first_row_of_a_shorter_sequence() -> None:

@@ -1,0 +1,66 @@
+"""A hub of one repository on loopback, with the routes that huggingface_hub uses."""
+
+import hashlib
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves one repository, ``tiny/bert``, at one commit, also named ``main`` and ``v1``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        path = self.path.split("?")[0]
+        for revision in ("main", "v1", COMMIT):
+            if path == f"/api/models/tiny/bert/revision/{revision}" or (
+                path == "/api/models/tiny/bert" and revision == "main"
+            ):
+                files = [{"rfilename": name} for name in self.server.files]
+                return self._answer(
+                    200, json.dumps({"id": "tiny/bert", "sha": COMMIT, "siblings": files}).encode()
+                )
+            if path.startswith(f"/api/models/tiny/bert/tree/{revision}"):
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                    for name, data in self.server.files.items()
+                ]
+                return self._answer(200, json.dumps(tree).encode())
+            if (name := path.removeprefix(f"/tiny/bert/resolve/{revision}/")) in self.server.files:
+                data = self.server.files[name]
+                return self._answer(200, data, etag=hashlib.sha256(data).hexdigest())
+        missing = "RevisionNotFound" if "/tiny/bert" in path else "RepoNotFound"
+        return self._answer(404, b'{"error": "not found"}', error=missing)
+
+    def _answer(self, status: int, data: bytes, etag: str = "x", error: str = "") -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.send_header("etag", f'"{etag}"')
+        self.send_header("x-repo-commit", COMMIT)
+        if error:
+            self.send_header("x-error-code", error)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass

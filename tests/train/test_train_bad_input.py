@@ -326,9 +326,11 @@ def test_what_does_not_apply_to_a_start_is_said(
     )
     assert line(FURTHER, *originals).startswith("--embeddings-from needs --from")
     assert line(keeping, *started, *originals) == f"{tmp_path} holds no config.json"
-    for given, positions in (((), "model's"), (started, "model's")):
-        recipe = (FURTHER if given else RECIPE).replace("tokens = 16", "tokens = 64")
-        assert line(recipe, *given) == f"a phase of 64 tokens exceeds the {positions} 32 positions"
+    replaced = FURTHER.replace('"nsp"', '"none"\nmethod = "rtd"')
+    assert "not with replaced ones" in line(replaced, *started)
+    for recipe, given in ((RECIPE, ()), (FURTHER, started)):
+        recipe = recipe.replace("tokens = 16", "tokens = 64")
+        assert line(recipe, *given) == "a phase of 64 tokens exceeds the model's 32 positions"
 
 
 def test_a_folder_that_is_a_file(stories: Path, tmp_path: Path) -> None:

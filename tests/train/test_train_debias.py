@@ -48,15 +48,12 @@ def test_words_change_places_with_their_capitals() -> None:
 
 
 @pytest.mark.parametrize("row", ["he", "he\the", "he\tshe\tit", "he\tshe man"])
-def test_a_wrong_pair_names_file_line_and_value(tmp_path: Path, row: str) -> None:
+def test_a_wrong_pair_names_line_and_value(tmp_path: Path, row: str) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text(f"man\twoman\n{row}\n")
     with pytest.raises(TrainError, match=r"line 2: two different words.*got '") as caught:
         read_word_pairs(file)
     assert repr(row) in str(caught.value)
-    file.write_text("\n")
-    with pytest.raises(TrainError, match="holds no word pairs"):
-        read_word_pairs(file)
 
 
 def test_a_copy_is_on_the_side_of_its_original(text: Path, tmp_path: Path) -> None:
@@ -110,8 +107,12 @@ def test_the_directions_of_the_pairs_are_gone(
     assert loaded.encode(sentences, normalize_embeddings=True) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_principal_direction_is_that_of_most_difference(source: Path) -> None:
-    """The first direction leaves less of the differences than any other unit vector tried."""
+def test_the_principal_direction_is_that_of_most_difference(source: Path, tmp_path: Path) -> None:
+    """The first direction leaves less of the differences than any other unit vector tried; few
+    sentences have none.
+    """
+    one_sentence = tmp_path / "text.txt"
+    one_sentence.write_text("He was red.\n")
     model = SentenceTransformer(str(source), device="cpu")
     sentences = [f"he was {word} ." for word in ("red", "old", "the", "capital", "year")]
     directions = bias_directions(model, sentences, read_word_pairs(), 2)
@@ -123,13 +124,8 @@ def test_the_principal_direction_is_that_of_most_difference(source: Path) -> Non
     captured = ((differences @ directions.T) ** 2).sum(0)
     assert captured[0] > captured[1] > 0
     assert captured[0] > ((differences @ others.T) ** 2).sum(0).max()
-
-
-def test_a_projection_needs_sentences(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("He was red.\n")
-    files = [tmp_path / "text.txt"]
     with pytest.raises(TrainError, match=r"need at least 20 sentences .* the text has 1"):
-        project(str(source), files, read_word_pairs(), 1, tmp_path / "out", CPU)
+        project(str(source), [one_sentence], read_word_pairs(), 1, tmp_path / "out", CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -147,19 +143,17 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
-def measured(checkpoint: Path, *data: object) -> dict[str, float]:
-    options = ("--json", "--device", "cpu")
-    return json.loads(run("train", "evaluate", checkpoint, *data, *options))
-
-
 def test_training_goes_on_with_the_copies(source: Path, text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     options = ("--corpus", text, "--recipe", recipe, "--device", "cpu")
     run("train", "debias", source, *options, "--out", tmp_path / "run")
     checkpoint, key = tmp_path / "run" / "checkpoint", "fill_mask_whole_word_perplexity"
-    held_out = ("--corpus", text, "--held-out", 0.2)
-    assert measured(checkpoint, *held_out)[key] < measured(source, *held_out)[key]
+    held_out = ("--corpus", text, "--held-out", 0.2, "--json", "--device", "cpu")
+    before, after = (
+        json.loads(run("train", "evaluate", each, *held_out)) for each in (source, checkpoint)
+    )
+    assert after[key] < before[key]
     assert "| data | counterfactuals.jsonl |" in (checkpoint / "README.md").read_text()
     assert load_checkpoint(str(checkpoint)).model.masked_lm is not None
 

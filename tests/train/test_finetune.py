@@ -35,14 +35,8 @@ from cloze.export.train.progress import read_log
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from tests.support.fine_tuning import (
-    LORA,
-    check_refused,
-    held_out,
-    invoke,
-    save_source,
-    stopped_after,
-)
+from tests.support import fine_tuning
+from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
 from tests.unit.export.families.test_against_transformers import (
     WITHOUT_QUESTIONS,
@@ -113,12 +107,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 class Case(NamedTuple):
-    """A command with data that a tiny model learns.
-
-    Attributes:
-        figure: the held-out figure that rises above ``least``.
-        head: name of the head that is compared with transformers.
-    """
+    """A command with data that a tiny model learns: its held-out ``figure`` rises above ``least``."""
 
     command: str
     option: str
@@ -315,9 +304,8 @@ def test_every_family_has_the_layers_of_a_recipe(family: str, tmp_path: Path) ->
     source = save_source(family, tmp_path / "source")
     folder = run("label", source, tmp_path, "--lora", "2", recipe=one_epoch("label") + LORA)
     network = AutoPeftModelForSequenceClassification.from_pretrained(folder, **labels_of(folder))
-    learnt = {
-        name.partition(".lora_")[0] for name in load_file(folder / "adapter_model.safetensors")
-    }
+    tensors = load_file(folder / "adapter_model.safetensors")
+    learnt = {name.partition(".lora_")[0] for name in tensors}
     linears = {
         name
         for name, module in network.named_modules()
@@ -350,12 +338,10 @@ def test_a_run_that_stops_goes_on_to_the_same_weights(
         recipe = one_epoch(name).replace("dropout = 0.0", "dropout = 0.1")
         return run(name, bert, folder, *options, recipe=recipe)
 
-    with stopped_after(7):
+    with fine_tuning.stopped_after(7):
         trained(tmp_path / "stopped")
-    one, other = (
-        load_file(next(trained(tmp_path / each).glob("*model.safetensors")))
-        for each in ("whole", "stopped")
-    )
+    folders = [trained(tmp_path / each) for each in ("whole", "stopped")]
+    one, other = (load_file(next(each.glob("*model.safetensors"))) for each in folders)
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -389,11 +375,10 @@ def test_two_processes_learn_the_weights_of_one_with_twice_the_batches(
         ran = subprocess.run(command, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.count("curves in") == 1
-    one, two = (
-        load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("one", "two")
-    )
+    folders = [tmp_path / name for name in ("one", "two")]
+    one, two = (load_file(each / "checkpoint/model.safetensors") for each in folders)
     assert all(torch.equal(one[key], two[key]) for key in one)
-    logs = [read_log(tmp_path / name) for name in ("one", "two")]
+    logs = [read_log(each) for each in folders]
     assert [each["step"] for each in logs[0]] == [each["step"] for each in logs[1]]
     assert logs[0][-1]["tokens_seen"] == logs[1][-1]["tokens_seen"]
     assert logs[1][-1]["loss"] == pytest.approx(logs[0][-1]["loss"], abs=1e-5)
@@ -454,34 +439,27 @@ def test_bad_rows(
     check_refused(tmp_path, ["finetune-classify", bert, *given], recipe, message)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_bad_tags(bert: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tags.conll"
+    for text, message in (
         ("an O\nowl I-PER\n", "line 2: the tag 'I-PER' follows 'O'; in IOB2 .* B-PER"),
         ("an O\nowl PER\n", "line 2: the tag 'PER' is none of"),
         ("an O\nowl\n", "line 2 is not a word and its tag: 'owl'"),
         ("\n\n", "there is no tagged sentence in it"),
-    ],
-)
-def test_bad_tags(bert: Path, tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "tags.conll"
-    file.write_text(text)
-    given = ["finetune-tokens", bert, "--tagged", file]
-    check_refused(tmp_path, given, "", f"tags.conll.*{message}")
+    ):
+        file.write_text(text)
+        given = ["finetune-tokens", bert, "--tagged", file]
+        check_refused(tmp_path, given, "", f"tags.conll.*{message}")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
+def test_bad_windows(bert: Path, tmp_path: Path) -> None:
+    given = ["finetune-qa", bert, "--questions", write_questions(tmp_path / "questions.json", 4)]
+    for old, new, message in (
         ("tokens = 48", "tokens = 100", "sequences of 100 tokens exceed the checkpoint's 66 pos"),
         ("stride = 8", "stride = 40", "windows of 48 tokens leave no room"),
         ("held_out = 0.2", "held_out = 0.9999", "every question is of a held-out"),
-    ],
-)
-def test_bad_windows(bert: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
-    file = write_questions(tmp_path / "questions.json", 4)
-    given = ["finetune-qa", bert, "--questions", file]
-    check_refused(tmp_path, given, WINDOWS.replace(old, new), message)
+    ):
+        check_refused(tmp_path, given, WINDOWS.replace(old, new), message)
 
 
 WEIGHTS = "model.safetensors"

@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from cloze.cli import cli
@@ -155,12 +154,7 @@ def test_an_adapter_of_another_encoder_is_refused(adapter: Path) -> None:
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias"),
-        ({"peft_type": "IA3"}, "peft_type"),
-        ({"alpha_pattern": {".*query": 3}}, "alpha_pattern"),
         ({"r": 0}, "its rank is 0"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),  # it changes the base
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"base_model_name_or_path": "/nowhere"}, "no directory /nowhere"),
     ],
 )
@@ -173,24 +167,15 @@ def test_what_is_not_supported_is_named(
         load_checkpoint(str(adapter))
 
 
-QUERY = f"{PREFIX}encoder.layer.0.attention.self.query"
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        (f"{QUERY}.lora_A.weight", torch.full((2, 24), torch.nan), "not finite"),
-        (f"{QUERY}.lora_A.weight", torch.zeros(3, 24), r"A \[3, 24\] .* its rank is 2"),
-        (f"{QUERY}.lora_B.weight", torch.zeros(48, 2), r"the base has \[24, 24\]"),
-        (f"{QUERY}.lora_magnitude_vector", torch.zeros(24), "lora_magnitude_vector' is not"),
-        (f"{QUERY.replace('0', '7')}.lora_A.weight", torch.zeros(2, 24), "has lora_A only"),
-        ("encoder.layer.0.lora_A.weight", torch.zeros(2, 24), "does not begin with"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(
-    name: str, tensor: Tensor, message: str, adapter: Path
-) -> None:
+def test_tensors_that_do_not_fit_are_named(adapter: Path) -> None:
     file = adapter / "adapter_model.safetensors"
-    save_file({**load_file(file), name: tensor}, file)
-    with pytest.raises(ExportError, match=message):
-        load_checkpoint(str(adapter))
+    query, tensors = f"{PREFIX}encoder.layer.0.attention.self.query", load_file(file)
+    for name, tensor, message in (
+        (f"{query}.lora_A.weight", torch.full((2, 24), torch.nan), "not finite"),
+        (f"{query}.lora_B.weight", torch.zeros(48, 2), r"the base has \[24, 24\]"),
+        (f"{query}.lora_magnitude_vector", torch.zeros(24), "lora_magnitude_vector' is not"),
+        ("encoder.layer.0.lora_A.weight", torch.zeros(2, 24), "does not begin with"),
+    ):
+        save_file({**tensors, name: tensor}, file)
+        with pytest.raises(ExportError, match=message):
+            load_checkpoint(str(adapter))

@@ -23,14 +23,17 @@ from click.testing import CliRunner, Result
 
 from cloze.cli import cli
 from cloze.export.train.recipe import RECIPES
+from cloze.export.train.run_dir import locked
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
 
 RECIPE = """
 seed = 1
 held_out = 0.1
-[vocabulary]
-size = 120
+vocabulary = {size = 120}
+pretraining = {sentence = "nsp"}
+optimisation = {learning_rate = 3e-3, precision = "fp32"}
+phases = [{tokens = 16, sequences = 4, steps = 10}]
 [model]
 hidden_size = 32
 layers = 1
@@ -38,23 +41,14 @@ heads = 2
 intermediate_size = 64
 max_tokens = 32
 dropout = 0.1
-[pretraining]
-sentence = "nsp"
-[optimisation]
-learning_rate = 3e-3
-precision = "fp32"
-[[phases]]
-tokens = 16
-sequences = 4
-steps = 10
 """
 LONG = RECIPE.replace("steps = 10", "steps = 300")
 SINGLE = RECIPE.replace('"nsp"', '"none"')
 ORDER = RECIPE.replace('"nsp"', '"sop"')
+FURTHER = RECIPE.partition("[model]")[0].replace("vocabulary = {size = 120}", "")
+DISTILL_RECIPE = FURTHER.replace('"nsp"', '"none"')
 QUESTIONS_RECIPE = "epochs = 1\nsequences = 4\ntokens = 32\nstride = 4\nquestion_tokens = 8\n"
 EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
-DISTILL_RECIPE = 'held_out = 0.1\n[pretraining]\nsentence = "none"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 4\n'
-
 LINE = '{"text": "The old king sang a song."}\n'
 
 
@@ -137,13 +131,10 @@ BAD_TEXTS = [
     ("empty.jsonl", b"\n", RECIPE, "there is no text: "),
     ("one.txt", b"The king sang a song. An owl saw it.\n", RECIPE, ALONE),
     ("letter.txt", b"a", ORDER, NO_PAIR),
-    ("letters.txt", b"a\n\ne\n\no\n\ni\n\nu\n\ns", RECIPE, NO_PAIR),
-    ("foreign.txt", "犬\n\n猫".encode(), SINGLE, UNKNOWN),
     ("mixed.txt", "犬 犬\n\na".encode(), NONE_HELD_OUT, UNKNOWN),
     ("held-out.txt", b"The king sang.\n", ALL_HELD_OUT, "no document is left"),
     ("latin.txt", b"a\n\xe9", RECIPE, "{file}, line 2 is not UTF-8 text"),
     ("zeros.txt", bytes(999), RECIPE, "{file}, line 1 is not text: it holds a zero byte"),
-    ("rubbish.txt.xz", bytes(range(256)) * 9, RECIPE, "{file} is no whole .xz file"),
     ("cut.jsonl.xz", PACKED[:-20], RECIPE, "{file} is no whole .xz file"),
     ("list.jsonl", b"\n[1]\n", RECIPE, "{file}, line 2: Input should be an object, got [1]"),
     ("type.jsonl", b'{"text": 1}\n', RECIPE, "{file}, line 1: text: Input should be a valid "),
@@ -219,19 +210,18 @@ def test_little_text_and_unknown_words_are_learnt_from(
 INTEGER = "Input should be a valid integer, got"
 SUM = "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1"
 BOUNDARY = "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'"
-REPLACED = '"none"\nmethod = "rtd"\nkeep_embeddings = true'
+REPLACED = '"none", method = "rtd", keep_embeddings = true'
 BAD_RECIPES = [
     ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
-    ("steps = 10", "", "phases.0.steps: Field required"),
+    (", steps = 10", "", "phases.0.steps: Field required"),
     ("size = 120", 'size = "120"', f"vocabulary.size: {INTEGER} '120'"),
-    ("layers = 1", "layers = true", f"model.layers: {INTEGER} True"),
     ("seed = 1", f"seed = {2**32}", "seed: Input should be less than 4294967296, got "),
     ("= 3e-3", "= nan", "optimisation.learning_rate: Input should be a finite number, got nan"),
     ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
     ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
-    ("[optimisation]", "[optimisation]\nwarmup = 0.5\ndecay = 0.6", SUM),
+    ("precision", "warmup = 0.5, decay = 0.6, precision", SUM),
     ('"nsp"', REPLACED, "pretraining: keep_embeddings needs method = 'mlm'"),
-    ('"nsp"', '"nsp"\nspan_boundary = true', BOUNDARY),
+    ('"nsp"', '"nsp", span_boundary = true', BOUNDARY),
 ]
 
 
@@ -261,8 +251,7 @@ def test_a_recipe_that_is_not_toml_or_not_there(stories: Path, tmp_path: Path) -
 
 def test_a_model_beyond_the_memory(stories: Path, tmp_path: Path) -> None:
     recipe = RECIPE.replace("hidden_size = 32", "hidden_size = 65536")
-    command = pretrain_command(tmp_path / "run", recipe, stories)
-    process = start(command, {resource.RLIMIT_AS: 12 << 30})
+    process = start(pretrain_command(tmp_path / "run", recipe, stories), memory=12 << 30)
     assert the_end(process).startswith("there is not enough memory; ")
 
 
@@ -300,9 +289,6 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     assert "mask token" in refused(*command)
 
 
-FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 2\n'
-
-
 def test_what_does_not_apply_to_a_start_is_said(
     finished: Path, stories: Path, tmp_path: Path
 ) -> None:
@@ -313,20 +299,21 @@ def test_what_does_not_apply_to_a_start_is_said(
     def line(recipe: str, *given: object) -> str:
         return refused(*pretrain_command(tmp_path / "run", recipe, stories), *given)
 
-    started, originals = ("--from", finished / "checkpoint"), ("--embeddings-from", tmp_path)
-    keeping = FURTHER.replace("[[phases]]", "keep_embeddings = true\n[[phases]]")
+    started, originals = ("--from", finished / "checkpoint"), ("--embeddings-from", finished)
+    keeping = FURTHER.replace('"nsp"', '"nsp", keep_embeddings = true')
     vocabulary = ("--vocab", finished / "vocabulary")
     assert line(FURTHER, *started, *vocabulary).startswith("a vocabulary is given, but sizes")
     assert line(RECIPE, *started).startswith("[model] heads, hidden_size, ")
-    assert line(RECIPE.replace('"nsp"', '"nsp"\nkeep_embeddings = true')) == (
+    assert line(RECIPE.replace('"nsp"', '"nsp", keep_embeddings = true')) == (
         "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
     )
     assert line(FURTHER, *started, *originals) == (
         "--embeddings-from needs keep_embeddings = true in the recipe"
     )
     assert line(FURTHER, *originals).startswith("--embeddings-from needs --from")
-    assert line(keeping, *started, *originals) == f"{tmp_path} holds no config.json"
-    replaced = FURTHER.replace('"nsp"', '"none"\nmethod = "rtd"')
+    gone = ("--embeddings-from", tmp_path / "gone")
+    assert line(keeping, *started, *gone) == f"no directory {tmp_path / 'gone'}"
+    replaced = FURTHER.replace('"nsp"', '"none", method = "rtd"')
     assert "not with replaced ones" in line(replaced, *started)
     for recipe, given in ((RECIPE, ()), (FURTHER, started)):
         recipe = recipe.replace("tokens = 16", "tokens = 64")
@@ -428,7 +415,6 @@ BAD_QUESTIONS = [
     (b"", "{file} is not in SQuAD's format: JSONDecodeError"),
     (b"\xff", "{file}, line 1 is not UTF-8 text: "),
     (b"[]", "{file} is not in SQuAD's format: TypeError"),
-    (squad(question=None), "{file} is not in SQuAD's format: AttributeError"),
     (squad(question="a \ud800"), "{file} is not in SQuAD's format: UnicodeEncodeError"),
     (squad(answers=[{"text": "song"}]), "{file} is not in SQuAD's format: KeyError 'answer_start'"),
     (squad(answers=[{"text": "a", "answer_start": "x"}]), "{file} is not in SQuAD's format: Value"),
@@ -438,7 +424,6 @@ BAD_PAIRS = [
     (b"", "there are no pairs in {file}"),
     (b"a king,a girl,2\nan owl,it,2\n", "all 2 pairs have the score 2: there is nothing to rank"),
     (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl"),
-    (b"an owl,the moon,high\n", "{file}, line 1 is not 'sentence,sentence,score': 'an owl,the"),
     (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
     (b"a" * 200_000 + b",a girl,2.5\n", "{file} cannot be read: field larger than field limit"),
 ]
@@ -542,13 +527,8 @@ def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
 # --- runs that end early
 
 
-def start(command: list[str], limits: dict[int, int] | None = None) -> subprocess.Popen[str]:
+def start(command: list[str], memory: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:
     """The command as a process of its own, on one thread."""
-
-    def set_limits() -> None:
-        for kind, limit in (limits or {}).items():
-            resource.setrlimit(kind, (limit, limit))
-
     # The limits would also break the files of a measurement of coverage.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     return subprocess.Popen(
@@ -556,7 +536,7 @@ def start(command: list[str], limits: dict[int, int] | None = None) -> subproces
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=set_limits,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)),
         env=kept | {"OMP_NUM_THREADS": "1"},
     )
 
@@ -618,28 +598,13 @@ def test_a_second_run_in_a_folder_names_the_first(
 ) -> None:
     folder = tmp_path / "run"
     command = pretrain_command(folder, RECIPE, stories)
-    holder = f"""
-import sys
-from pathlib import Path
-from cloze.export.train.run_dir import locked
-with locked(Path({str(folder)!r})):
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "locked\n"
+    with locked(folder):
         assert refused(*command) == (
-            f"process {first.pid} on {socket.gethostname()} runs in {folder}; "
+            f"process {os.getpid()} on {socket.gethostname()} runs in {folder}; "
             "end it first, or give another folder"
         )
         assert {file.name for file in folder.iterdir()} == {"lock", "owner"}
-        first.kill()  # the lock of a dead process is taken over
-        first.wait()
-    assert train(*command).exit_code == 0
-    assert weights(folder) == weights(finished)
+    assert weights(done(folder, RECIPE, stories)) == weights(finished)
 
 
 def test_an_interrupted_run_saves_its_last_step_and_goes_on(
@@ -654,46 +619,6 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on(
     assert 120 <= state(folder)["step"] == steps_logged(folder)[-1] < 300
     assert done(folder, LONG, stories)
     assert weights(folder) == weights(undisturbed)
-
-
-def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path) -> None:
-    """While the text is read: at once, and nothing half done is taken for done."""
-    long_text = tmp_path / "long.txt"
-    long_text.write_text(stories.read_text() * 100)
-    folder = tmp_path / "run"
-    process = start(pretrain_command(folder, RECIPE, long_text))
-    assert process.stderr is not None
-    assert process.stderr.readline() == "learning a vocabulary of 120 tokens\n"
-    process.send_signal(signal.SIGTERM)
-    line = the_end(process, 130)
-    assert line == "interrupted; what is saved is kept, the same command goes on from there"
-    assert not (folder / "vocabulary/tokenizer.json").exists()
-    assert not (folder / "corpus/corpus.json").exists()
-
-
-@contextmanager
-def full_disk(free: int) -> Iterator[None]:
-    """No file of this process can grow beyond so many bytes: to whoever writes, a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("free", [2_000, 50_000])
-def test_a_disk_that_is_full_from_the_start(
-    finished: Path, stories: Path, tmp_path: Path, free: int
-) -> None:
-    """It ends the run at its vocabulary or its checkpoint; with room again, it is as any other."""
-    folder = tmp_path / "run"
-    command = pretrain_command(folder, RECIPE, stories)
-    with full_disk(free):
-        assert "File too large" in refused(*command)
-    assert not list(folder.glob("state.pt*"))
-    assert train(*command).exit_code == 0
-    assert weights(folder) == weights(finished)
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a running process")

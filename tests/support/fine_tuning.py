@@ -1,7 +1,7 @@
 """Runs of `cloze train` on random checkpoints: started, stopped halfway, refused."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from transformers import PreTrainedTokenizerFast
 
+from cloze.export.measure.evaluate import open_subject
+from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.progress import read_log
+from cloze.model_store import Store
 from cloze.train import train
 from tests.unit.export.families.test_against_transformers import OFFSET, TOKENIZERS, save, wordpiece
 
@@ -21,6 +24,11 @@ LORA = (
     '[lora]\nlearning_rate = 2e-2\ntargets = ["query", "key", "value", "attention-output", '
     '"feed-forward-in", "feed-forward-out"]\n'
 )
+
+
+def slow_but(names: Iterable[str], *fast: str) -> list[Any]:
+    """Return parameters of which all but some belong to slow tests."""
+    return [pytest.param(each, marks=[] if each in fast else pytest.mark.slow) for each in names]
 
 
 def invoke(*arguments: object) -> Any:
@@ -62,6 +70,13 @@ def as_sentences(source: Path, folder: Path, pooling: Any, layers: Sequence[str]
     model.prompts = {"query": "who : "}
     model.save(str(folder), create_model_card=False)
     return folder
+
+
+def exported(source: str | Path, store: Path, texts: Sequence[str]) -> Any:
+    """Return the unit vectors that Cloze computes: of a folder, or of a bundle's graph."""
+    subject = open_subject(str(source), Store(store), torch.device("cpu"))
+    ids = [each.ids for each in subject.tokenizer.tokenizer.encode_batch(texts)]
+    return unit_embeddings(subject.scorer, ids)
 
 
 class Stop(Exception):

@@ -22,7 +22,6 @@ from transformers import AutoModelForMaskedLM, BertForPreTraining
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export
 from cloze.export.train.batches import padded
 from cloze.export.train.embedding import EmbeddingData, EmbeddingObjective, SentenceBatch
@@ -31,15 +30,15 @@ from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.recipe import EmbedRecipe
 from cloze.model_store import Store
 from cloze.model_store.peft import read_files
-from tests.support import tiny
+from tests.support import fine_tuning, tiny
 from tests.support.fine_tuning import (
     LORA,
     as_sentences,
-    check_refused,
+    exported,
     held_out,
     invoke,
     save_source,
-    stopped_after,
+    slow_but,
 )
 from tests.support.training import ACTS, PEOPLE, PLACES, quietly, write_pairs, write_stories
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
@@ -73,13 +72,6 @@ def vectors(folder: Path) -> np.ndarray:
     return SentenceTransformer(str(folder), device="cpu").encode(TEXTS, batch_size=1)
 
 
-def exported(source: str, store: Path) -> np.ndarray:
-    """The unit vectors of Cloze: of a folder, or of a bundle's graph."""
-    subject = open_subject(source, Store(store), torch.device("cpu"))
-    ids = [each.ids for each in subject.tokenizer.tokenizer.encode_batch(TEXTS)]
-    return unit_embeddings(subject.scorer, ids)
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_source("bert", tmp_path_factory.mktemp("bert"))
@@ -95,10 +87,7 @@ POOLINGS = {
 }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in POOLINGS if name != "max and dense"]
-
-
-@pytest.mark.parametrize("name", ["max and dense", *SLOW])
+@pytest.mark.parametrize("name", slow_but(POOLINGS, "max and dense"))
 def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_path: Path) -> None:
     """Width, prompts and layers stay; the layers are learnt; a bundle gives the same vectors."""
     source = as_sentences(bert, tmp_path / "source", *POOLINGS[name])
@@ -115,24 +104,20 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
     layers = [[*torch.nn.ModuleList(list(each)[2:]).parameters()] for each in (old, new)]
     assert not any(torch.equal(one, other) for one, other in zip(*layers, strict=True))
     unit = _unit(after)
-    assert exported(str(trained), tmp_path) == pytest.approx(unit, abs=1e-5)
+    assert exported(trained, tmp_path, TEXTS) == pytest.approx(unit, abs=1e-5)
     bundle = export(str(trained), "embedded", Store(tmp_path / "store"))
     assert bundle.manifest.embedding is not None
-    assert exported("bundle:embedded", tmp_path / "store") == pytest.approx(unit, abs=1e-4)
+    assert exported("bundle:embedded", tmp_path / "store", TEXTS) == pytest.approx(unit, abs=1e-4)
     rows = [line.rsplit(",", 2) for line in (tmp_path / "pairs.csv").read_text().splitlines()]
     sides = [new.encode([row[n] for row in rows], normalize_embeddings=True) for n in (0, 1)]
     expected = spearmanr((sides[0] * sides[1]).sum(1), [float(row[2]) for row in rows]).statistic
     assert figures["spearman"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_folder_without_modules_has_mean_pooling(bert: Path, tmp_path: Path) -> None:
-    trained = SentenceTransformer(str(run(bert, tmp_path, SHORT + RATES)), device="cpu")
-    assert trained[1].pooling_mode == "mean"
-    assert isinstance(trained[2], Normalize)
-    assert trained.max_seq_length == 32
-
-
-def test_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
+def test_a_folder_without_modules_and_an_encoder_in_one_of_its_own(
+    bert: Path, tmp_path: Path
+) -> None:
+    """Without modules, the pooling is the mean."""
     source = as_sentences(bert, tmp_path / "source", "cls")
     expected = vectors(source)
     (source / "0_Transformer").mkdir()
@@ -141,14 +126,16 @@ def test_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
             file.rename(source / "0_Transformer" / file.name)
     _edit(source / "modules.json", lambda rows: rows[0].update(path="0_Transformer"))
     assert np.array_equal(vectors(source), expected)
+    plain = SentenceTransformer(str(run(bert, tmp_path / "plain", SHORT + RATES)), device="cpu")
+    assert plain[1].pooling_mode == "mean"
+    assert isinstance(plain[2], Normalize)
+    assert plain.max_seq_length == 32
     trained = run(source, tmp_path, SHORT + RATES)
     assert SentenceTransformer(str(trained), device="cpu")[1].pooling_mode == "cls"
-    assert exported(str(trained), tmp_path) == pytest.approx(_unit(vectors(trained)), abs=1e-5)
+    assert exported(trained, tmp_path, TEXTS) == pytest.approx(_unit(vectors(trained)), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.slow][each == "bert" :]) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "bert"))
 def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> None:
     """Contrastive steps and masked text: a folder has the head and the embeddings of its family."""
     source = save_source(family, tmp_path / "source")
@@ -160,7 +147,7 @@ def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> No
     ids, checkpoint = ids_of(network, 9), load_checkpoint(str(trained))
     assert same(ours(checkpoint, "masked_lm", ids), theirs(network.eval(), "masked_lm", ids))
     assert {head.task for head in checkpoint.default_heads} >= {"fill-mask", "embed"}
-    assert exported(str(trained), tmp_path) == pytest.approx(_unit(vectors(trained)), abs=1e-4)
+    assert exported(trained, tmp_path, TEXTS) == pytest.approx(_unit(vectors(trained)), abs=1e-4)
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
@@ -191,9 +178,6 @@ def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
     assert not any(torch.equal(before[name], after[name]) for name in heads)
 
 
-# ---- low-rank matrices
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cls and mean", "max and dense"])
 def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None:
@@ -213,12 +197,11 @@ def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None
     after = vectors(folder)
     assert after.shape == vectors(source).shape
     assert not np.allclose(after, vectors(source), atol=1e-3)
-    assert exported(str(folder), tmp_path) == pytest.approx(_unit(after), abs=1e-5)
+    assert exported(folder, tmp_path, TEXTS) == pytest.approx(_unit(after), abs=1e-5)
     export(str(folder), "merged", Store(tmp_path / "store"))
-    assert exported("bundle:merged", tmp_path / "store") == pytest.approx(_unit(after), abs=1e-4)
-
-
-# ---- a run goes on where it stopped
+    assert exported("bundle:merged", tmp_path / "store", TEXTS) == pytest.approx(
+        _unit(after), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("options", [(), ("--lora", "2")], ids=["all weights", "lora"])
@@ -230,7 +213,7 @@ def test_a_run_that_stops_goes_on_to_the_same_weights(
     )
     source = as_sentences(bert, tmp_path / "source", "cls", ["dense"])
     recipe = SHORT + CONTRASTIVE + TEXT + RATES
-    with stopped_after(7):
+    with fine_tuning.stopped_after(7):
         run(source, tmp_path / "stopped", recipe, *options)
     folders = [run(source, tmp_path / each, recipe, *options) for each in ("whole", "stopped")]
     names = [file.relative_to(folders[0]) for file in folders[0].rglob("*.safetensors")]
@@ -238,9 +221,6 @@ def test_a_run_that_stops_goes_on_to_the_same_weights(
     for name in names:
         one, other = (load_file(folder / name) for folder in folders)
         assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-# ---- the losses are their formulas
 
 
 def some_pairs(bert: Path, scores: list[float]) -> tuple[EmbeddingObjective, SentenceBatch]:
@@ -272,9 +252,6 @@ def test_the_ranking_loss_sums_over_pairs_of_other_scores(bert: Path) -> None:
     total = 1 + sum(math.exp(20 * (cosines[i] - cosines[j])) for i, j in pairs)
     loss, _ = objective.loss(batch)
     assert float(loss) == pytest.approx(math.log(total), rel=1e-4)
-
-
-# ---- what is refused before anything is trained
 
 
 def _edit(file: Path, change: Callable[[Any], None]) -> None:
@@ -309,4 +286,4 @@ def test_bad_folders(
     source = as_sentences(bert, tmp_path / "source", "mean", ["dense"])
     damage(source)
     arguments = ["finetune-embed", source, "--pairs", write_pairs(tmp_path / "pairs.csv")]
-    check_refused(tmp_path, arguments, "tokens = 32\n", message)
+    fine_tuning.check_refused(tmp_path, arguments, "tokens = 32\n", message)

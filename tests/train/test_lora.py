@@ -72,9 +72,6 @@ def test_another_layer_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
     assert "'pooler'" in output
 
 
-# ---- a head alone
-
-
 def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> None:
     base = load_checkpoint(str(bert))
     torch.manual_seed(5)
@@ -131,9 +128,6 @@ def test_a_head_that_cannot_be_shared_is_refused(
     ran = CliRunner().invoke(cli, [*given, *arguments])
     assert ran.exit_code
     assert message in " ".join(ran.output.split())
-
-
-# ---- folders that do not fit
 
 
 @pytest.fixture

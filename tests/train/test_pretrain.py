@@ -46,7 +46,7 @@ from cloze.export.train.recipe import (
 )
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
-from tests.support.fine_tuning import as_sentences, save_source, stopped_after
+from tests.support.fine_tuning import as_sentences, save_source, slow_but, stopped_after
 from tests.support.training import quietly, run_options, tiny_recipe
 from tests.unit.export.families.test_against_transformers import ids_of, save
 
@@ -104,9 +104,6 @@ def trained(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of a run long enough to learn words of the stories."""
     folder = tmp_path_factory.mktemp("trained")
     return pretrain([stories], tiny_recipe(steps=150), run_options(folder))
-
-
-# ---- objectives, against direct computations
 
 
 def bert(kind: Any = BertForPreTraining, seed: int = 0) -> Any:
@@ -257,9 +254,6 @@ def test_distillation_is_the_sum_of_three_losses() -> None:
     torch.testing.assert_close(Distillation(student, teacher, recipe)(batch)[0], expected)
 
 
-# ---- runs from nothing
-
-
 SPANS_OF_WORDS = {"unit": "span", "span_boundary": True, "sentence": "none", "dynamic": False}
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "masked": ({}, BertForPreTraining),
@@ -270,9 +264,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
 """Kinds of runs from nothing, and the class of the result in transformers."""
 
 
-@pytest.mark.parametrize(
-    "name", ["masked", *(pytest.param(name, marks=pytest.mark.slow) for name in [*KINDS][1:])]
-)
+@pytest.mark.parametrize("name", slow_but(KINDS, "masked"))
 def test_it_learns_and_transformers_reads_it(name: str, stories: Path, tmp_path: Path) -> None:
     pretraining, kind = KINDS[name]
     recipe = tiny_recipe(steps=80, **pretraining)
@@ -336,9 +328,6 @@ def test_going_on_equals_not_stopping(
     assert steps == sorted(set(steps))
 
 
-# ---- runs from a model
-
-
 def with_heads(trained: Path, folder: Path, *pooling: Any) -> Path:
     """Save a sentence-transformer whose encoder has the heads of pre-training."""
     sentences = SentenceTransformer(str(as_sentences(trained, folder, *pooling)), device="cpu")
@@ -347,9 +336,7 @@ def with_heads(trained: Path, folder: Path, *pooling: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.slow][each == "bert" :]) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "bert"))
 def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_path: Path) -> None:
     source = save_source(family, tmp_path / "source")
     given = open_folder(str(source))
@@ -455,9 +442,6 @@ def test_a_licence_goes_from_model_to_model(run: str, stories: Path, tmp_path: P
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
     assert license_of("kept") == "mit"
     assert license_of("named", "cc-by-sa-4.0") == "cc-by-sa-4.0"
-
-
-# ---- students
 
 
 def test_half_of_the_layers_are_kept_with_the_first_and_the_last() -> None:

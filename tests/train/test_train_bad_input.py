@@ -157,17 +157,13 @@ def test_a_bad_text(
     assert not (tmp_path / "run/checkpoint").exists()
 
 
-def test_a_text_that_is_no_file(tmp_path: Path) -> None:
-    messages = {
-        (tmp_path,): f"{tmp_path} is a directory; name the files in it",
-        (tmp_path / "gone.txt",): f"{tmp_path / 'gone.txt'}: no such file",
-        (): "there is no text: name a file with --corpus",
-    }
-    for files, message in messages.items():
+def test_no_text_and_no_vocabulary(stories: Path, tmp_path: Path) -> None:
+    for files, message in (
+        ([tmp_path], f"{tmp_path} is a directory; name the files in it"),
+        ([tmp_path / "gone.txt"], f"{tmp_path / 'gone.txt'}: no such file"),
+        ([], "there is no text: name a file with --corpus"),
+    ):
         assert refused(*pretrain_command(tmp_path / "run", RECIPE, *files)) == message
-
-
-def test_a_text_without_a_vocabulary(stories: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     for content, message in (
         (" \n\n \n", "there is no text to learn a vocabulary from"),
@@ -320,16 +316,12 @@ def test_what_does_not_apply_to_a_start_is_said(
         assert line(recipe, *given) == "a phase of 64 tokens exceeds the model's 32 positions"
 
 
-def test_a_folder_that_is_a_file(stories: Path, tmp_path: Path) -> None:
-    file = tmp_path / "run"
+def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> None:
+    before = weights(copy)
+    file, shorter = tmp_path / "file", tmp_path / "shorter.txt"
     file.write_text("")
     assert refused(*pretrain_command(file, RECIPE, stories)) == f"{file} is not a folder"
     assert str(file) in refused("vocab", "--corpus", stories, "--size", "120", "--out", file)
-
-
-def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> None:
-    before = weights(copy)
-    shorter = tmp_path / "shorter.txt"
     shorter.write_bytes(stories.read_bytes()[:-1])
     for what, recipe, text, given in (
         ("of another recipe", RECIPE.replace("steps = 10", "steps = 11"), stories, ()),
@@ -576,21 +568,45 @@ def the_end(process: subprocess.Popen[str], code: int = 1) -> str:
     return the_line(stderr)
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    undisturbed: Path, stories: Path, tmp_path: Path
+ENDS = [signal.SIGKILL, signal.SIGTERM]
+FULL_DISKS = [100, 20_000] if hasattr(resource, "prlimit") else []
+"""Bytes that a file may have: too few for the log, or for the next checkpoint."""
+
+
+@pytest.mark.parametrize("end", ENDS + FULL_DISKS, ids=str)
+def test_a_run_that_ends_early_goes_on_as_if_it_had_not(
+    undisturbed: Path, stories: Path, tmp_path: Path, end: int
 ) -> None:
+    """Killed, interrupted, or on a full disk: its last checkpoint is whole."""
     folder = tmp_path / "run"
+    kept = f"the checkpoint in {folder} is kept"
     with caught_in_the_middle(folder, stories) as process:
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+        if end in FULL_DISKS:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (end, end))
+        else:
+            process.send_signal(end)
+        if end == signal.SIGKILL:
+            assert process.wait() == -signal.SIGKILL
+        else:
+            line = the_end(process)
     step = state(folder)["step"]
-    assert step in (100, 200)
-    (folder / "state.pt.new").write_bytes(b"of a kill while it was written")
+    assert not (folder / "state.pt.new").exists() or end == signal.SIGKILL
+    if end == signal.SIGTERM:
+        assert line == f"interrupted; {kept}, the same command goes on from there"
+        assert 120 <= step == steps_logged(folder)[-1] < 300
+    else:
+        assert step in (100, 200)
+    if end == signal.SIGKILL:
+        (folder / "state.pt.new").write_bytes(b"of a kill while it was written")
+    elif end in FULL_DISKS:
+        full = re.escape(f"cannot be written: File too large; {kept}")
+        assert re.fullmatch(rf"(the run|the checkpoint of step \d+) {full}", line)
     result = train(*pretrain_command(folder, LONG, stories))
     assert result.exit_code == 0, result.output
     assert f"going on after step {step} of 300" in result.stderr
     assert weights(folder) == weights(undisturbed)
-    assert steps_logged(folder) == steps_logged(undisturbed), "no line twice, none missing"
+    logged = [each for each in steps_logged(folder) if each != step]
+    assert logged == [each for each in steps_logged(undisturbed) if each != step]
 
 
 def test_a_second_run_in_a_folder_names_the_first(
@@ -605,41 +621,6 @@ def test_a_second_run_in_a_folder_names_the_first(
         )
         assert {file.name for file in folder.iterdir()} == {"lock", "owner"}
     assert weights(done(folder, RECIPE, stories)) == weights(finished)
-
-
-def test_an_interrupted_run_saves_its_last_step_and_goes_on(
-    undisturbed: Path, stories: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    with caught_in_the_middle(folder, stories) as process:
-        process.send_signal(signal.SIGTERM)
-        assert the_end(process) == (
-            f"interrupted; the checkpoint in {folder} is kept, the same command goes on from there"
-        )
-    assert 120 <= state(folder)["step"] == steps_logged(folder)[-1] < 300
-    assert done(folder, LONG, stories)
-    assert weights(folder) == weights(undisturbed)
-
-
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a running process")
-@pytest.mark.parametrize("free", [100, 20_000])
-def test_a_disk_that_fills_during_a_run(
-    undisturbed: Path, stories: Path, tmp_path: Path, free: int
-) -> None:
-    """It cannot write its log, or its next checkpoint: the last one is whole, and from there the
-    run comes to the same end.
-    """
-    folder = tmp_path / "run"
-    with caught_in_the_middle(folder, stories) as process:
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (free, free))
-        line = the_end(process)
-    what = r"(the run|the checkpoint of step \d+)"
-    end = f"cannot be written: File too large; the checkpoint in {folder} is kept"
-    assert re.fullmatch(f"{what} {re.escape(end)}", line)
-    assert state(folder)["step"] in (100, 200)
-    assert not (folder / "state.pt.new").exists()
-    assert done(folder, LONG, stories)
-    assert weights(folder) == weights(undisturbed)
 
 
 def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from cloze.export.measure.corpus import PreparedCorpus, prepare_corpus
@@ -38,7 +37,7 @@ from cloze.export.train.vocabulary import (
     save_vocabulary,
     train_tokenizer,
 )
-from tests.support.training import STORIES, write_stories
+from tests.support.training import STORIES, quietly, write_stories
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +48,13 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(vocabulary: Folder) -> Tokenizer:
-    return vocabulary.text
-
-
-@pytest.fixture(scope="module")
-def corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+def corpus(vocabulary: Folder, tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     folder = tmp_path_factory.mktemp("corpus")
-    return prepare_corpus(
-        [write_stories(folder / "stories.txt")],
-        tokenizer,
-        folder / "prepared",
-        held_out=0.2,
-        report=lambda _: None,
-    )
+    return prepared(write_stories(folder / "stories.txt"), vocabulary, folder / "prepared")
+
+
+def prepared(text: Path, vocabulary: Folder, folder: Path, report: Any = quietly) -> PreparedCorpus:
+    return prepare_corpus([text], vocabulary.text, folder, held_out=0.2, report=report)
 
 
 # ---- text
@@ -94,12 +86,12 @@ def test_documents_of_every_form_are_the_same(tmp_path: Path) -> None:
     assert [document.text.rstrip("\n") for document in plain] == [story.text for story in STORIES]
 
 
-def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_path: Path) -> None:
+def test_tokens_are_the_texts(vocabulary: Folder, corpus: PreparedCorpus, tmp_path: Path) -> None:
     """Each document's tokens, sentence by sentence, in order, in one part or the other."""
     parts = {True: iter(_documents(corpus.held_out)), False: iter(_documents(corpus.train))}
     for story in read_documents([write_stories(tmp_path / "stories.txt")]):
         expected = [
-            tokenizer.encode(text, add_special_tokens=False).ids
+            vocabulary.text.encode(text, add_special_tokens=False).ids
             for text in split_sentences(story.text)
         ]
         assert next(parts[is_held_out(story.key, 0.2)]) == expected
@@ -107,7 +99,7 @@ def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_
     assert not list(parts[False])
 
 
-def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_text_of_one_title_is_split_by_paragraphs(vocabulary: Folder, tmp_path: Path) -> None:
     """Each paragraph is on one side, a run of neighbours is a document, and it is said."""
     paragraphs = [
         story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}."
@@ -116,9 +108,7 @@ def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_pa
     book = tmp_path / "book.jsonl"
     book.write_text(json.dumps({"title": "One book", "text": "\n".join(paragraphs)}) + "\n")
     said: list[str] = []
-    corpus = prepare_corpus(
-        [book], tokenizer, tmp_path / "prepared", held_out=0.2, report=said.append
-    )
+    corpus = prepared(book, vocabulary, tmp_path / "prepared", said.append)
     assert any("split by paragraphs" in line for line in said)
     for part, is_out in ((corpus.held_out, True), (corpus.train, False)):
         runs = [
@@ -127,7 +117,7 @@ def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_pa
             if side == is_out
         ]
         texts = [text for run in runs for text in run]
-        expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        expected = [vocabulary.text.encode(text, add_special_tokens=False).ids for text in texts]
         assert part.tokens.tolist() == [*chain(*expected)] != []
         assert part.document_count == len(runs)
 

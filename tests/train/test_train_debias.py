@@ -14,12 +14,10 @@ from cloze.cli import cli
 from cloze.export.errors import TrainError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.documents import is_held_out, read_documents
-from cloze.export.measure.evaluate import open_subject
-from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.debias import bias_directions, project
 from cloze.export.train.word_pairs import WordPairs, read_word_pairs, write_counterfactuals
-from cloze.model_store.store import Store
 from tests.support import tiny
+from tests.support.fine_tuning import exported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,13 +72,6 @@ def test_a_copy_is_on_the_side_of_its_original(text: Path, tmp_path: Path) -> No
     assert len(list(read_documents([out]))) == 81, "the old file is whole"
 
 
-def encode(source: Path, texts: list[str]) -> np.ndarray:
-    """The unit vectors of texts by Cloze's own model."""
-    subject = open_subject(str(source), Store(Path()), CPU)
-    ids = [each.ids for each in subject.tokenizer.tokenizer.encode_batch(texts)]
-    return unit_embeddings(subject.scorer, ids)
-
-
 @pytest.mark.parametrize("normalised", [False, True])
 def test_the_directions_of_the_pairs_are_gone(
     source: Path, text: Path, tmp_path: Path, normalised: bool
@@ -96,7 +87,7 @@ def test_the_directions_of_the_pairs_are_gone(
     parts = [part for line in texts[:-1] for part in line.replace(". S", ".\nS").splitlines()]
     (direction,) = bias_directions(model, parts, words, 1)
     sentences = ["he was red .", "the man saw the house .", "his city was old ."]
-    plain, projected = encode(source, sentences), encode(tmp_path / "out", sentences)
+    plain, projected = (exported(each, tmp_path, sentences) for each in (source, tmp_path / "out"))
     expected = plain - np.outer(plain @ direction, direction)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert np.abs(plain @ direction).max() > 0.01
@@ -118,7 +109,7 @@ def test_the_principal_direction_is_that_of_most_difference(source: Path, tmp_pa
     directions = bias_directions(model, sentences, read_word_pairs(), 2)
     assert directions @ directions.T == pytest.approx(np.eye(2), abs=1e-6)
     swapped = [text.replace("he", "she", 1) for text in sentences]
-    differences = encode(source, sentences) - encode(source, swapped)
+    differences = np.subtract(*(exported(source, tmp_path, each) for each in (sentences, swapped)))
     others = np.random.default_rng(0).normal(size=(200, differences.shape[1]))
     others /= np.linalg.norm(others, axis=1, keepdims=True)
     captured = ((differences @ directions.T) ** 2).sum(0)
@@ -163,9 +154,6 @@ def test_a_projection_is_exported(source: Path, text: Path, tmp_path: Path) -> N
     options = ("--corpus", text, "--device", "cpu")
     assert run("train", "debias-embed", source, *options, "--out", out).splitlines()[-1] == str(out)
     run("export", out, "--name", "debiased", "--model-store", tmp_path)
-    rows = [[2, 5, 6, 7, 3], [2, 9, 3]]
-    bundle, checkpoint = (
-        unit_embeddings(open_subject(name, Store(tmp_path), CPU).scorer, rows)
-        for name in ("bundle:debiased", str(out))
-    )
+    texts = ["he was red .", "the city"]
+    bundle, checkpoint = (exported(each, tmp_path, texts) for each in ("bundle:debiased", out))
     assert bundle == pytest.approx(checkpoint, abs=1e-5)

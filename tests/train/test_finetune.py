@@ -249,9 +249,7 @@ def test_tasks_are_drawn_by_the_square_roots_of_their_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", fine_tuning.slow_but(COMMANDS, "label"))
-def test_peft_reads_an_adapter_and_an_export_merges_it(
-    name: str, bert: Path, tmp_path: Path
-) -> None:
+def test_peft_reads_an_adapter_and_exports_merge_it(name: str, bert: Path, tmp_path: Path) -> None:
     case = CASES[name]
     folder = run(name, bert, tmp_path, "--lora", "4", recipe=case.recipe + LORA)
     assert held_out(folder)[case.figure] > 0.6 * case.least
@@ -330,9 +328,7 @@ def test_a_run_with_patience_keeps_its_best_weights(bert: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_two_processes_learn_the_weights_of_one_with_twice_the_batches(
-    bert: Path, tmp_path: Path
-) -> None:
+def test_two_processes_learn_as_one_with_twice_the_batches(bert: Path, tmp_path: Path) -> None:
     data = write("label", tmp_path / "rows.jsonl")
     python, torchrun = [sys.executable, "-m"], ["torch.distributed.run", "--nproc_per_node", "2"]
     for name, start, accumulation in (("one", python, 2), ("two", [*python, *torchrun, "-m"], 1)):
@@ -354,9 +350,7 @@ def test_two_processes_learn_the_weights_of_one_with_twice_the_batches(
     assert logs[1][-1]["loss"] == pytest.approx(logs[0][-1]["loss"], abs=1e-5)
 
 
-def test_the_written_weights_have_the_temperature_of_the_held_out_rows(
-    bert: Path, tmp_path: Path
-) -> None:
+def test_the_weights_have_the_temperature_of_the_held_out_rows(bert: Path, tmp_path: Path) -> None:
     """A second calibration finds nothing to change."""
     draw = random.Random(5)
     rows = [
@@ -392,15 +386,13 @@ BAD_ROWS: list[tuple[Any, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "dev", "recipe", "message"), BAD_ROWS)
-def test_bad_rows(
-    bert: Path, tmp_path: Path, rows: Any, dev: Any, recipe: str, message: str
-) -> None:
+@pytest.mark.parametrize(("rows", "dev", "recipe", "line"), BAD_ROWS)
+def test_bad_rows(bert: Path, tmp_path: Path, rows: Any, dev: Any, recipe: str, line: str) -> None:
     given = ["--labelled", write_rows(tmp_path / "data.jsonl", rows)]
     if dev is not None:
         given += ["--held-out-labelled", write_rows(tmp_path / "dev.jsonl", dev)]
     recipe += "" if "tokens" in recipe else "tokens = 40\n"
-    check_refused(tmp_path, ["finetune-classify", bert, *given], recipe, message)
+    check_refused(tmp_path, ["finetune-classify", bert, *given], recipe, line)
 
 
 def test_bad_tags(bert: Path, tmp_path: Path) -> None:

@@ -114,9 +114,7 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
     assert figures["spearman"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_folder_without_modules_and_an_encoder_in_one_of_its_own(
-    bert: Path, tmp_path: Path
-) -> None:
+def test_no_modules_and_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
     """Without modules, the pooling is the mean."""
     source = as_sentences(bert, tmp_path / "source", "cls")
     expected = vectors(source)
@@ -279,11 +277,9 @@ BAD_FOLDERS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), BAD_FOLDERS)
-def test_bad_folders(
-    damage: Callable[[Path], Any], message: str, bert: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("damage", "line"), BAD_FOLDERS)
+def test_bad_folders(damage: Callable[[Path], Any], line: str, bert: Path, tmp_path: Path) -> None:
     source = as_sentences(bert, tmp_path / "source", "mean", ["dense"])
     damage(source)
     arguments = ["finetune-embed", source, "--pairs", write_pairs(tmp_path / "pairs.csv")]
-    fine_tuning.check_refused(tmp_path, arguments, "tokens = 32\n", message)
+    fine_tuning.check_refused(tmp_path, arguments, "tokens = 32\n", line)

@@ -50,9 +50,7 @@ def save_adapter(base: Path, folder: Path, kind: Any = AutoModel, **settings: An
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_a_foreign_folder_is_merged_and_has_the_usual_labels(
-    use_rslora: bool, tmp_path: Path
-) -> None:
+def test_a_foreign_folder_is_merged_with_the_usual_labels(use_rslora: bool, tmp_path: Path) -> None:
     network = save("bert", HEAD, tmp_path / "base")
     kept = {"modules_to_save": ["classifier", "pooler"], "task_type": "SEQ_CLS"}
     folder, kind = tmp_path / "adapter", AutoModelForSequenceClassification
@@ -152,7 +150,7 @@ def test_an_adapter_of_another_encoder_is_refused(adapter: Path) -> None:
         ({"base_model_name_or_path": "/nowhere"}, "no directory /nowhere"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_what_is_unsupported_is_named(
     settings: dict[str, Any], message: str, adapter: Path
 ) -> None:
     file = adapter / "adapter_config.json"

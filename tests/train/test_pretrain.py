@@ -134,9 +134,7 @@ def tokens() -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_product_with_the_vocabulary_is_of_the_chosen_tokens(
-    family: str, tmp_path: Path
-) -> None:
+def test_the_product_with_the_vocabulary_is_of_chosen_tokens(family: str, tmp_path: Path) -> None:
     network = save(family, "masked_lm", tmp_path, max_position_embeddings=66)
     ids, shapes = ids_of(network, 9), []
     expected = network(ids).logits
@@ -181,11 +179,9 @@ def test_span_boundary() -> None:
     for position, (first, last), label in zip(CHOSEN, SPANS, batch.labels, strict=True):
         place = weights["place.weight"][position - first]
         row = torch.cat([hidden[first - 1], hidden[last + 1], place])
-        for number in (0, 3):
-            row = F.linear(
-                row, weights[f"layers.{number}.weight"], weights[f"layers.{number}.bias"]
-            )
-            norm = (weights[f"layers.{number + 2}.{name}"] for name in ("weight", "bias"))
+        for n in (0, 3):
+            row = F.linear(row, weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"])
+            norm = (weights[f"layers.{n + 2}.{name}"] for name in ("weight", "bias"))
             row = F.layer_norm(F.gelu(row), row.shape, *norm, eps=1e-12)
         logits = network.bert.embeddings.word_embeddings.weight @ row + weights["decoder.bias"]
         losses.append(-logits.log_softmax(0)[label])
@@ -359,9 +355,7 @@ def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_
         assert network(torch.tensor([ids])).logits.isfinite().all()
 
 
-def test_a_head_that_is_missing_is_made_or_refused(
-    trained: Path, stories: Path, tmp_path: Path
-) -> None:
+def test_a_missing_head_is_made_or_refused(trained: Path, stories: Path, tmp_path: Path) -> None:
     said: list[str] = []
     source = tmp_path / "encoder"
     AutoModelForMaskedLM.from_pretrained(trained).bert.save_pretrained(source)

@@ -285,9 +285,7 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     assert "mask token" in refused(*command)
 
 
-def test_what_does_not_apply_to_a_start_is_said(
-    finished: Path, stories: Path, tmp_path: Path
-) -> None:
+def test_what_does_not_apply_is_said(finished: Path, stories: Path, tmp_path: Path) -> None:
     """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the
     checkpoint has, positions that it has not.
     """
@@ -338,7 +336,7 @@ def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> N
         assert line.endswith("; give another folder, or remove it")
 
 
-def test_a_try_that_failed_has_no_claim_on_its_folder(
+def test_a_failed_try_has_no_claim_on_a_folder(
     finished: Path, stories: Path, tmp_path: Path
 ) -> None:
     folder, too_little = tmp_path / "run", tmp_path / "little.txt"
@@ -609,9 +607,7 @@ def test_a_run_that_ends_early_goes_on_as_if_it_had_not(
     assert logged == [each for each in steps_logged(undisturbed) if each != step]
 
 
-def test_a_second_run_in_a_folder_names_the_first(
-    finished: Path, stories: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_names_the_first(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = pretrain_command(folder, RECIPE, stories)
     with locked(folder):

@@ -57,9 +57,6 @@ def prepared(text: Path, vocabulary: Folder, folder: Path, report: Any = quietly
     return prepare_corpus([text], vocabulary.text, folder, held_out=0.2, report=report)
 
 
-# ---- text
-
-
 def test_sentences_keep_their_order_and_lose_nothing() -> None:
     text = 'He said "Go." Then Mr. Smith left. A. B. Jones came (late). "Oh?" 3 men sat.\nA new line. e.g. this'
     assert "|".join(split_sentences(text)) == (
@@ -176,8 +173,6 @@ def test_a_cased_vocabulary_keeps_case() -> None:
     assert cased.encode("The") != cased.encode("the")
 
 
-# ---- masking
-
 V = 50
 CONTINUES = np.arange(V) % 3 == 2
 SPECIAL = np.arange(V) < 5
@@ -246,9 +241,6 @@ def test_span_lengths_are_geometric_and_at_most_10_words() -> None:
     shares = np.bincount(lengths, minlength=11) / len(lengths)
     expected = 0.8 ** np.arange(10) / (0.8 ** np.arange(10)).sum()
     np.testing.assert_allclose(shares[1:11], expected, atol=0.03)
-
-
-# ---- pairs
 
 
 def sequences(
@@ -324,9 +316,6 @@ def test_epochs_differ_and_a_seed_is_one_epoch(vocabulary: Folder, corpus: Prepa
     assert first() != first(seed=4)
 
 
-# ---- batches
-
-
 def text_batches(
     corpus: PreparedCorpus, vocabulary: Folder, recipe: Pretraining, phases: list[Phase]
 ) -> TextBatches:
@@ -399,9 +388,7 @@ def test_a_share_of_examples_is_one_sentence(vocabulary: Folder, corpus: Prepare
             assert not inside & starts, "one sentence, or the part of one that fits"
 
 
-def test_single_sentences_need_no_sentence_objective(
-    vocabulary: Folder, corpus: PreparedCorpus
-) -> None:
+def test_single_sentences_need_no_objective(vocabulary: Folder, corpus: PreparedCorpus) -> None:
     examples = sequences(corpus, vocabulary, SentenceObjective.NONE, single=0.99)
     starts = set(corpus.train.sentences.tolist())
     crossed = 0
@@ -413,9 +400,7 @@ def test_single_sentences_need_no_sentence_objective(
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_static_masking_repeats_itself(
-    vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool
-) -> None:
+def test_static_masking_repeats(vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool) -> None:
     phase = Phase(tokens=40, sequences=1, steps=10_000)
     batches = text_batches(corpus, vocabulary, Pretraining(dynamic=dynamic), [phase])
     (epoch,) = batches.epoch_lengths
@@ -425,9 +410,7 @@ def test_static_masking_repeats_itself(
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1), st.integers(1, 33), st.integers(0, 99))
-def test_shuffled_batches_hold_every_example_once_an_epoch(
-    lengths: list[int], size: int, seed: int
-) -> None:
+def test_batches_hold_every_example_once_an_epoch(lengths: list[int], size: int, seed: int) -> None:
     batch = shuffled_batches(lengths, size, seed)
     count = -(-len(lengths) // size)
     for epoch in range(2):

@@ -76,9 +76,7 @@ def test_sentences_have_the_tokens_of_their_text(kind: Kind, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("splits_first", [True, False])
 @pytest.mark.parametrize("answer", ["bank", "ﬁnance", "Zürich", "für"])
-def test_answers_are_characters_of_the_original_text(
-    kind: Kind, answer: str, splits_first: bool
-) -> None:
+def test_answers_are_characters_of_the_text(kind: Kind, answer: str, splits_first: bool) -> None:
     """The normaliser changes lengths: it decomposes, and removes what it decomposed."""
     tokenizer = Tokenizer.from_str(kind.tokenizer.to_str())
     if kind.mark == "▁":

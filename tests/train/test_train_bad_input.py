@@ -559,10 +559,13 @@ def caught_in_the_middle(folder: Path, text: Path) -> Iterator[subprocess.Popen[
         process.communicate()
 
 
-def the_end(process: subprocess.Popen[str], code: int = 1) -> str:
+def the_end(process: subprocess.Popen[str]) -> str:
     """The line of a process that ends by itself."""
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == code
+    try:
+        _, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 1
     return the_line(stderr)
 
 

@@ -383,6 +383,7 @@ BAD_ROWS: list[tuple[Any, Any, str, str]] = [
     (GOOD, GOOD, "class_weights = {zz = 2.0}\n", "class_weights: no row .* label 'zz'"),
     (GOOD, GOOD, "tokens = 100\n", "sequences of 100 tokens exceed the checkpoint's 66 positions"),
     (GOOD, GOOD, "sise = 1\n", "recipe.toml: unknown key sise"),
+    (GOOD, GOOD, 'tokens = 40\n[lora]\ntargets = ["pooler"]\n', "lora.targets.0: .*'pooler'"),
 ]
 
 
@@ -459,11 +460,3 @@ def test_bad_folders(damage: Callable[[Path], object], message: str, tmp_path: P
     file = write_rows(tmp_path / "data.jsonl", GOOD)
     given = ["finetune-classify", source, "--labelled", file]
     check_refused(tmp_path, given, "tokens = 40\n", message)
-
-
-def test_several_tasks_take_no_adapter(bert: Path, tmp_path: Path) -> None:
-    recipe = write_tasks(tmp_path)
-    given = ["finetune-tasks", recipe, "--from", bert, "--out", tmp_path / "run"]
-    assert "No such option" in invoke(*given, "--lora", "8").output
-    recipe.write_text(recipe.read_text() + "[lora]\nrank = 2\n")
-    assert "unknown key lora" in run_tasks(bert, tmp_path).output

@@ -20,7 +20,6 @@ from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.train import train
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, save, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,15 +58,6 @@ def test_a_foreign_folder_is_merged_with_the_usual_labels(use_rslora: bool, tmp_
     assert merged.options[HEAD].labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert same(ours(merged, HEAD, ids), theirs(adapted, HEAD, ids))
     assert not same(ours(merged, HEAD, ids), theirs(network, HEAD, ids))
-
-
-def test_another_layer_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[lora]\ntargets = ["query", "pooler"]\n')
-    arguments = ["finetune-qa", str(bert), "--questions", "x.json"]
-    arguments += ["--recipe", str(tmp_path / "r.toml"), "--out", str(tmp_path / "run")]
-    output = CliRunner().invoke(train, arguments).output
-    assert "lora.targets.1" in output
-    assert "'pooler'" in output
 
 
 def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> None:

@@ -8,22 +8,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertForPreTraining
 
+from cloze.export.train import recipe as recipes
 from cloze.export.train.loop import train
 from cloze.export.train.optimisation import make_optimizer, schedule_factor
 from cloze.export.train.progress import read_log
-from cloze.export.train.recipe import (
-    RECIPES,
-    DistillRecipe,
-    EmbedRecipe,
-    LabelsRecipe,
-    Optimisation,
-    PretrainRecipe,
-    QuestionsRecipe,
-    Recipe,
-    TagsRecipe,
-    TasksRecipe,
-    load_recipe,
-)
+from cloze.export.train.recipe import RECIPES, Optimisation, Recipe, load_recipe
 from cloze.export.train.run_options import RunOptions, Schedule
 from tests.support.fine_tuning import Stop
 from tests.support.training import quietly
@@ -41,9 +30,10 @@ FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
-    kinds = {"pretrain": PretrainRecipe, "distill": DistillRecipe}
-    special = {"qa": QuestionsRecipe, "embed": EmbedRecipe, "classify": LabelsRecipe}
-    special |= {"tokens": TagsRecipe, "tasks": TasksRecipe}
+    kinds = {"pretrain": recipes.PretrainRecipe, "distill": recipes.DistillRecipe}
+    special = {"qa": recipes.QuestionsRecipe, "embed": recipes.EmbedRecipe}
+    special |= {"classify": recipes.LabelsRecipe, "tokens": recipes.TagsRecipe}
+    special |= {"tasks": recipes.TasksRecipe}
     command, what, *_ = f"{file.stem}-".split("-")
     kind = kinds.get(command) or special[what]
     assert load_recipe(str(file), kind, seed=7).seed == 7

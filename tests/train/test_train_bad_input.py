@@ -118,9 +118,6 @@ def state(folder: Path) -> dict[str, object]:
     return torch.load(folder / "state.pt", weights_only=True)
 
 
-# --- text
-
-
 NO_PAIR = "the text is too short to make a single pair of sentences"
 ALONE = "next-sentence prediction needs at least 2 documents"
 UNKNOWN = "the vocabulary has no word of the text"
@@ -200,9 +197,6 @@ def test_little_text_and_unknown_words_are_learnt_from(
     assert weights(tmp_path / "run")
 
 
-# --- recipes
-
-
 INTEGER = "Input should be a valid integer, got"
 SUM = "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1"
 BOUNDARY = "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'"
@@ -249,9 +243,6 @@ def test_a_model_beyond_the_memory(stories: Path, tmp_path: Path) -> None:
     recipe = RECIPE.replace("hidden_size = 32", "hidden_size = 65536")
     process = start(pretrain_command(tmp_path / "run", recipe, stories), memory=12 << 30)
     assert the_end(process).startswith("there is not enough memory; ")
-
-
-# --- devices, vocabularies, folders
 
 
 def test_a_device_that_cannot_be_used(stories: Path, tmp_path: Path) -> None:
@@ -389,9 +380,6 @@ def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
     assert tokens.read_bytes() == (finished / "corpus/train.tokens").read_bytes()
 
 
-# --- questions, pairs, checkpoints
-
-
 def squad(**changes: object) -> bytes:
     answers = [{"text": "The king", "answer_start": 0}]
     question = {"id": "1", "question": "Who sang?", "answers": answers} | changes
@@ -512,9 +500,6 @@ def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
     ):
         text.write_text(content)
         assert refused(*command, "--corpus", text).startswith(message)
-
-
-# --- runs that end early
 
 
 def start(command: list[str], memory: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:

@@ -17,14 +17,6 @@ from cloze.export.train.recipe import RECIPES
 
 SHORTER = {"steps": 2, "sequences": 4, "epochs": 1}
 
-
-def shortened(recipe: str) -> str:
-    """Return the recipe with two steps per phase, and small batches."""
-    for field, value in SHORTER.items():
-        recipe = re.sub(rf"^{field} = \d+", f"{field} = {value}", recipe, flags=re.MULTILINE)
-    return recipe
-
-
 if __name__ == "__main__":
     log, *arguments = sys.argv[1:]
     with Path(log).open("a") as calls:
@@ -32,11 +24,14 @@ if __name__ == "__main__":
     for name, head in EXPORT_HEADS.items():
         EXPORT_HEADS[name] = replace(head, limits=dict.fromkeys(head.limits, -1.0))
     with tempfile.TemporaryDirectory() as folder:
-        if "--recipe" in arguments or "finetune-tasks" in arguments:
-            position = arguments.index("--recipe" if "--recipe" in arguments else "finetune-tasks")
-            recipe = Path(arguments[position + 1])
-            recipe = recipe if recipe.suffix else RECIPES / f"{recipe}.toml"
-            short = Path(folder) / recipe.name
-            short.write_text(shortened(recipe.read_text()))
-            arguments[position + 1] = str(short)
+        before = "--recipe" if "--recipe" in arguments else "finetune-tasks"
+        if before in arguments:
+            position = arguments.index(before) + 1
+            recipe = Path(arguments[position])
+            text = (recipe if recipe.suffix else RECIPES / f"{recipe}.toml").read_text()
+            for field, value in SHORTER.items():
+                text = re.sub(rf"^{field} = \d+", f"{field} = {value}", text, flags=re.MULTILINE)
+            short = Path(folder) / f"{recipe.stem}.toml"
+            short.write_text(text)
+            arguments[position] = str(short)
         main(arguments)

@@ -30,21 +30,10 @@ def run_options(folder: Path) -> RunOptions:
 
 
 PEOPLE = ["the old king", "a young girl", "her brother", "the captain", "my teacher", "an owl"]
-PLACES = [
-    "in the green house",
-    "by the cold river",
-    "on the long road",
-    "under the big tree",
-    "at the red door",
-]
-ACTS = [
-    "sang a song",
-    "read a book",
-    "ate some bread",
-    "found a coin",
-    "told a story",
-    "saw the moon",
-]
+PLACES = ["in the green house", "by the cold river", "on the long road", "under the big tree"]
+PLACES += ["at the red door"]
+ACTS = ["sang a song", "read a book", "ate some bread", "found a coin", "told a story"]
+ACTS += ["saw the moon"]
 
 
 def _story(number: int) -> Document:
@@ -90,8 +79,7 @@ def write_pairs(file: Path, count: int = 200) -> Path:
     for _ in range(count):
         one, other = rng.choice(PEOPLE, 2)
         texts = [
-            f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}."
-            for person in (one, other)
+            f"{who.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}." for who in (one, other)
         ]
         rows.append(f"{texts[0]},{texts[1]},{5.0 if one == other else 0.0}")
     file.write_text("\n".join(rows) + "\n")

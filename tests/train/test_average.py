@@ -1,7 +1,7 @@
 """The average of folders: of every tensor, of every class, with heads beside the weights."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,9 @@ from cloze.model_store import Store
 from tests.support import tiny
 
 LABELS = {0: "bad", 1: "fair", 2: "good"}
+SEVERAL = {"id2label": LABELS, "problem_type": "multi_label_classification"}
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "bert-one": (
-        BertForSequenceClassification,
-        {"id2label": LABELS, "problem_type": "multi_label_classification"},
-    ),
+    "bert-one": (BertForSequenceClassification, SEVERAL),
     "distilbert-one": (DistilBertForTokenClassification, {"id2label": LABELS}),
     "bert": (tiny.CLASSES["bert"], {}),
 }
@@ -45,9 +43,7 @@ def mean_of(folders: list[Path], folder: Path) -> Path:
 
 
 def check_means(folders: list[Path], mean: Path, file: str = "model.safetensors") -> None:
-    read: Callable[[Path], Any] = load_file
-    if file.endswith(".pt"):
-        read = lambda path: torch.load(path, weights_only=True)  # noqa: E731
+    read = partial(torch.load, weights_only=True) if file.endswith(".pt") else load_file
     one, other, both = (read(each / file) for each in (*folders, mean))
     assert both.keys() == one.keys()
     assert any(not torch.equal(one[name], other[name]) for name in one)
@@ -70,9 +66,8 @@ def test_heads_beside_the_weights_are_averaged(tmp_path: Path) -> None:
     """BGE-M3 has heads in files of their own, and a sentence-transformer has dense layers."""
     folders = two("bert", tmp_path)
     for number, folder in enumerate(folders):
-        heads = {"sparse_linear.pt": (1, 64), "colbert_linear.pt": (32, 64)}
-        for file, shape in heads.items():
-            state = {"weight": torch.full(shape, float(number)), "bias": torch.zeros(shape[0])}
+        for file, size in {"sparse_linear.pt": 1, "colbert_linear.pt": 32}.items():
+            state = {"weight": torch.full((size, 64), float(number)), "bias": torch.zeros(size)}
             torch.save(state, folder / file)
         (folder / "2_Dense").mkdir()
         dense = {"linear.weight": torch.full((8, 64), float(number))}
@@ -107,9 +102,8 @@ def test_only_folders_of_one_kind_have_an_average(tmp_path: Path) -> None:
     one, other = two("bert-one", tmp_path)
     with pytest.raises(TrainError, match="at least two"):
         mean_of([one], tmp_path / "mean")
-    config = json.loads((other / "config.json").read_text())
-    config["id2label"] = {"0": "good", "1": "fair", "2": "bad"}
-    (other / "config.json").write_text(json.dumps(config))
+    swapped = (other / "config.json").read_text().replace("good", "?").replace("bad", "good")
+    (other / "config.json").write_text(swapped.replace("?", "bad"))
     with pytest.raises(TrainError, match="2 has other labels than"):
         mean_of([one, other], tmp_path / "mean")
     (other / "model.safetensors").rename(other / "pytorch_model.bin")
@@ -123,18 +117,14 @@ def test_only_folders_of_one_kind_have_an_average(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("licenses", "given", "expected"),
-    [
-        (("mit", "mit"), None, "mit"),
-        (("mit", "apache-2.0"), None, None),
-        (("mit", "mit"), "cc-by-4.0", "cc-by-4.0"),
-    ],
+    ("other", "given", "expected"),
+    [("mit", None, "mit"), ("apache-2.0", None, None), ("mit", "cc-by-4.0", "cc-by-4.0")],
 )
 def test_an_average_has_the_licence_of_all_or_the_given_one(
-    licenses: tuple[str, str], given: str | None, expected: str | None, tmp_path: Path
+    other: str, given: str | None, expected: str | None, tmp_path: Path
 ) -> None:
     folders = two("bert", tmp_path)
-    for folder, name in zip(folders, licenses, strict=True):
+    for folder, name in zip(folders, ("mit", other), strict=True):
         (folder / "README.md").write_text(f"---\nlicense: {name}\n---\n")
     arguments = ["train", "average", *map(str, folders), "--out", str(tmp_path / "mean")]
     ran = CliRunner().invoke(cli, [*arguments, *(["--license", given] if given else [])])

@@ -5,7 +5,7 @@ The oracles are sentence-transformers and peft, which read what a run leaves, an
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
+from sentence_transformers.sentence_transformer.modules import Normalize
 from transformers import AutoModelForMaskedLM, BertForPreTraining
 
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.publish import export
 from cloze.export.train.batches import padded
 from cloze.export.train.embedding import EmbeddingData, EmbeddingObjective, SentenceBatch
@@ -31,9 +30,17 @@ from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.recipe import EmbedRecipe
 from cloze.model_store import Store
 from cloze.model_store.peft import read_files
-from tests.support import tiny
+from tests.support import fine_tuning, tiny
+from tests.support.fine_tuning import (
+    LORA,
+    as_sentences,
+    exported,
+    held_out,
+    invoke,
+    save_source,
+    slow_but,
+)
 from tests.support.training import ACTS, PEOPLE, PLACES, quietly, write_pairs, write_stories
-from tests.train.test_finetune import LORA, Stop, _kill_at, _refused, held_out, invoke, save_source
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,22 +48,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [f"{PEOPLE[n]} {ACTS[n]} {PLACES[n]}." for n in range(5)] + ["an owl"]
 RATES = '[optimisation]\nlearning_rate = 2e-3\nprecision = "fp32"\n'
 PAIRS = "epochs = 8\nsequences = 16\ntokens = 32\n"
+SHORT = "epochs = 1\ntokens = 32\n"
 CONTRASTIVE = "contrastive_steps = 5\ncontrastive_sequences = 16\ncontrastive_tokens = 24\n"
 TEXT = "text_sequences = 8\nheld_out = 0.1\n"
-
-
-def as_sentences(source: Path, folder: Path, pooling: Any, layers: Sequence[str] = ()) -> Path:
-    """Save an encoder as a sentence-transformer with a pooling and with layers after it."""
-    model = SentenceTransformer(str(source), device="cpu")
-    model[1] = Pooling(model[0].get_embedding_dimension(), pooling)
-    size = model[1].get_embedding_dimension()
-    torch.manual_seed(7)
-    modules = {"dense": Dense(size, 10), "normalize": Normalize()}
-    for name in layers:
-        model.append(modules[name])
-    model.prompts = {"query": "who : "}
-    model.save(str(folder), create_model_card=False)
-    return folder
 
 
 def run(source: Path, folder: Path, recipe: str, *options: str) -> Path:
@@ -78,13 +72,6 @@ def vectors(folder: Path) -> np.ndarray:
     return SentenceTransformer(str(folder), device="cpu").encode(TEXTS, batch_size=1)
 
 
-def exported(source: str, store: Path) -> np.ndarray:
-    """The unit vectors of Cloze: of a folder, or of a bundle's graph."""
-    subject = open_subject(source, Store(store), torch.device("cpu"))
-    ids = [each.ids for each in subject.tokenizer.tokenizer.encode_batch(TEXTS)]
-    return unit_embeddings(subject.scorer, ids)
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_source("bert", tmp_path_factory.mktemp("bert"))
@@ -100,7 +87,7 @@ POOLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", POOLINGS)
+@pytest.mark.parametrize("name", slow_but(POOLINGS, "max and dense"))
 def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_path: Path) -> None:
     """Width, prompts and layers stay; the layers are learnt; a bundle gives the same vectors."""
     source = as_sentences(bert, tmp_path / "source", *POOLINGS[name])
@@ -114,29 +101,21 @@ def test_the_pooling_is_learnt_saved_and_exported(name: str, bert: Path, tmp_pat
     assert [type(module) for module in new] == [type(module) for module in old]
     assert new[1].pooling_mode == old[1].pooling_mode
     assert new.max_seq_length == old.max_seq_length
-    for one, other in zip(list(old)[2:], list(new)[2:], strict=True):
-        assert all(
-            not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
-        )
+    layers = [[*torch.nn.ModuleList(list(each)[2:]).parameters()] for each in (old, new)]
+    assert not any(torch.equal(one, other) for one, other in zip(*layers, strict=True))
     unit = _unit(after)
-    assert exported(str(trained), tmp_path) == pytest.approx(unit, abs=1e-5)
+    assert exported(trained, tmp_path, TEXTS) == pytest.approx(unit, abs=1e-5)
     bundle = export(str(trained), "embedded", Store(tmp_path / "store"))
     assert bundle.manifest.embedding is not None
-    assert exported("bundle:embedded", tmp_path / "store") == pytest.approx(unit, abs=1e-4)
+    assert exported("bundle:embedded", tmp_path / "store", TEXTS) == pytest.approx(unit, abs=1e-4)
     rows = [line.rsplit(",", 2) for line in (tmp_path / "pairs.csv").read_text().splitlines()]
     sides = [new.encode([row[n] for row in rows], normalize_embeddings=True) for n in (0, 1)]
     expected = spearmanr((sides[0] * sides[1]).sum(1), [float(row[2]) for row in rows]).statistic
     assert figures["spearman"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_folder_without_modules_has_mean_pooling(bert: Path, tmp_path: Path) -> None:
-    trained = SentenceTransformer(str(run(bert, tmp_path, PAIRS + RATES)), device="cpu")
-    assert trained[1].pooling_mode == "mean"
-    assert isinstance(trained[2], Normalize)
-    assert trained.max_seq_length == 32
-
-
-def test_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
+def test_no_modules_and_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
+    """Without modules, the pooling is the mean."""
     source = as_sentences(bert, tmp_path / "source", "cls")
     expected = vectors(source)
     (source / "0_Transformer").mkdir()
@@ -145,16 +124,20 @@ def test_an_encoder_in_a_folder_of_its_own(bert: Path, tmp_path: Path) -> None:
             file.rename(source / "0_Transformer" / file.name)
     _edit(source / "modules.json", lambda rows: rows[0].update(path="0_Transformer"))
     assert np.array_equal(vectors(source), expected)
-    trained = run(source, tmp_path, PAIRS + RATES)
+    plain = SentenceTransformer(str(run(bert, tmp_path / "plain", SHORT + RATES)), device="cpu")
+    assert plain[1].pooling_mode == "mean"
+    assert isinstance(plain[2], Normalize)
+    assert plain.max_seq_length == 32
+    trained = run(source, tmp_path, SHORT + RATES)
     assert SentenceTransformer(str(trained), device="cpu")[1].pooling_mode == "cls"
-    assert exported(str(trained), tmp_path) == pytest.approx(_unit(vectors(trained)), abs=1e-5)
+    assert exported(trained, tmp_path, TEXTS) == pytest.approx(_unit(vectors(trained)), abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "bert"))
 def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> None:
     """Contrastive steps and masked text: a folder has the head and the embeddings of its family."""
     source = save_source(family, tmp_path / "source")
-    trained = run(source, tmp_path, f"epochs = 1\ntokens = 32\n{CONTRASTIVE}{TEXT}{RATES}")
+    trained = run(source, tmp_path, f"{SHORT}{CONTRASTIVE}{TEXT}{RATES}")
     network, info = AutoModelForMaskedLM.from_pretrained(
         trained, output_loading_info=True, attn_implementation="eager"
     )
@@ -162,13 +145,14 @@ def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> No
     ids, checkpoint = ids_of(network, 9), load_checkpoint(str(trained))
     assert same(ours(checkpoint, "masked_lm", ids), theirs(network.eval(), "masked_lm", ids))
     assert {head.task for head in checkpoint.default_heads} >= {"fill-mask", "embed"}
-    assert exported(str(trained), tmp_path) == pytest.approx(_unit(vectors(trained)), abs=1e-4)
+    assert exported(trained, tmp_path, TEXTS) == pytest.approx(_unit(vectors(trained)), abs=1e-4)
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
     """With text, the heads for words and for pairs learn; without it, they stay as they are."""
     source = tiny.save_checkpoint(tmp_path / "source", "bert")
@@ -192,9 +176,7 @@ def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
     assert not any(torch.equal(before[name], after[name]) for name in heads)
 
 
-# ---- low-rank matrices
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cls and mean", "max and dense"])
 def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None:
     """sentence-transformers reads it with PEFT; an export merges it with the same vectors."""
@@ -213,12 +195,11 @@ def test_an_adapter_of_embeddings(name: str, bert: Path, tmp_path: Path) -> None
     after = vectors(folder)
     assert after.shape == vectors(source).shape
     assert not np.allclose(after, vectors(source), atol=1e-3)
-    assert exported(str(folder), tmp_path) == pytest.approx(_unit(after), abs=1e-5)
+    assert exported(folder, tmp_path, TEXTS) == pytest.approx(_unit(after), abs=1e-5)
     export(str(folder), "merged", Store(tmp_path / "store"))
-    assert exported("bundle:merged", tmp_path / "store") == pytest.approx(_unit(after), abs=1e-4)
-
-
-# ---- a run goes on where it stopped
+    assert exported("bundle:merged", tmp_path / "store", TEXTS) == pytest.approx(
+        _unit(after), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("options", [(), ("--lora", "2")], ids=["all weights", "lora"])
@@ -229,20 +210,15 @@ def test_a_run_that_stops_goes_on_to_the_same_weights(
         "cloze.export.train.run_options.Schedule.__init__.__defaults__", (2, 3, 4, 600.0)
     )
     source = as_sentences(bert, tmp_path / "source", "cls", ["dense"])
-    recipe = "epochs = 1\ntokens = 32\n" + CONTRASTIVE + TEXT + RATES
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cloze.export.train.loop.Progress.advance", _kill_at(7))
-        with pytest.raises(Stop):
-            run(source, tmp_path / "stopped", recipe, *options)
+    recipe = SHORT + CONTRASTIVE + TEXT + RATES
+    with fine_tuning.stopped_after(7):
+        run(source, tmp_path / "stopped", recipe, *options)
     folders = [run(source, tmp_path / each, recipe, *options) for each in ("whole", "stopped")]
     names = [file.relative_to(folders[0]) for file in folders[0].rglob("*.safetensors")]
     assert len(names) == 2
     for name in names:
         one, other = (load_file(folder / name) for folder in folders)
         assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-# ---- the losses are their formulas
 
 
 def some_pairs(bert: Path, scores: list[float]) -> tuple[EmbeddingObjective, SentenceBatch]:
@@ -270,17 +246,10 @@ def test_the_ranking_loss_sums_over_pairs_of_other_scores(bert: Path) -> None:
     objective, batch = some_pairs(bert, scores)
     rows = objective.embed(batch)
     cosines = F.cosine_similarity(rows[0::2], rows[1::2]).tolist()
-    total = 1 + sum(
-        math.exp(20 * (cosines[i] - cosines[j]))
-        for i in range(4)
-        for j in range(4)
-        if scores[i] < scores[j]
-    )
+    pairs = [(i, j) for i in range(4) for j in range(4) if scores[i] < scores[j]]
+    total = 1 + sum(math.exp(20 * (cosines[i] - cosines[j])) for i, j in pairs)
     loss, _ = objective.loss(batch)
     assert float(loss) == pytest.approx(math.log(total), rel=1e-4)
-
-
-# ---- what is refused before anything is trained
 
 
 def _edit(file: Path, change: Callable[[Any], None]) -> None:
@@ -295,29 +264,22 @@ def _pickle(folder: Path) -> None:
     file.unlink()
 
 
+def _rows(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    return lambda folder: _edit(folder / "modules.json", change)
+
+
 BAD_FOLDERS: list[tuple[Callable[[Path], Any], str]] = [
     (_pickle, "2_Dense/pytorch_model.bin is never loaded, since it can run code"),
-    (
-        lambda each: (each / "2_Dense/model.safetensors").unlink(),
-        "Could not find 'model.safetensors'",
-    ),
+    (lambda each: (each / "2_Dense/model.safetensors").unlink(), "Could not find 'model.safet"),
     (lambda each: (each / "1_Pooling/config.json").write_text("{"), "source cannot be loaded"),
-    (
-        lambda each: _edit(each / "modules.json", lambda rows: rows[2].update(type="own.Layer")),
-        "cannot be loaded: .*'own.Layer'",
-    ),
-    (
-        lambda each: _edit(each / "modules.json", lambda rows: rows.pop(0)),
-        "the first module is no Transformer",
-    ),
+    (_rows(lambda rows: rows[2].update(type="own.Layer")), "cannot be loaded: .*'own.Layer'"),
+    (_rows(lambda rows: rows.pop(0)), "the first module is no Transformer"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), BAD_FOLDERS)
-def test_bad_folders(
-    damage: Callable[[Path], Any], message: str, bert: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("damage", "line"), BAD_FOLDERS)
+def test_bad_folders(damage: Callable[[Path], Any], line: str, bert: Path, tmp_path: Path) -> None:
     source = as_sentences(bert, tmp_path / "source", "mean", ["dense"])
     damage(source)
     arguments = ["finetune-embed", source, "--pairs", write_pairs(tmp_path / "pairs.csv")]
-    _refused(tmp_path, arguments, "tokens = 32\n", message)
+    fine_tuning.check_refused(tmp_path, arguments, "tokens = 32\n", line)

@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from cloze.cli import cli
@@ -21,7 +20,6 @@ from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.train import train
 from tests.unit.export.families.test_against_transformers import ids_of, ours, same, save, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,39 +48,16 @@ def save_adapter(base: Path, folder: Path, kind: Any = AutoModel, **settings: An
     return adapted.eval()
 
 
-def learnt_tensors(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_a_foreign_folder_is_merged_and_has_the_usual_labels(
-    use_rslora: bool, tmp_path: Path
-) -> None:
+def test_a_foreign_folder_is_merged_with_the_usual_labels(use_rslora: bool, tmp_path: Path) -> None:
     network = save("bert", HEAD, tmp_path / "base")
     kept = {"modules_to_save": ["classifier", "pooler"], "task_type": "SEQ_CLS"}
-    adapted = save_adapter(
-        tmp_path / "base",
-        tmp_path / "adapter",
-        AutoModelForSequenceClassification,
-        use_rslora=use_rslora,
-        **kept,
-    )
-    merged, ids = load_checkpoint(str(tmp_path / "adapter")), ids_of(network, 9)
+    folder, kind = tmp_path / "adapter", AutoModelForSequenceClassification
+    adapted = save_adapter(tmp_path / "base", folder, kind, use_rslora=use_rslora, **kept)
+    merged, ids = load_checkpoint(str(folder)), ids_of(network, 9)
     assert merged.options[HEAD].labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert same(ours(merged, HEAD, ids), theirs(adapted, HEAD, ids))
     assert not same(ours(merged, HEAD, ids), theirs(network, HEAD, ids))
-
-
-def test_another_layer_is_refused_by_name(bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[lora]\ntargets = ["query", "pooler"]\n')
-    arguments = ["finetune-qa", str(bert), "--questions", "x.json"]
-    arguments += ["--recipe", str(tmp_path / "r.toml"), "--out", str(tmp_path / "run")]
-    output = CliRunner().invoke(train, arguments).output
-    assert "lora.targets.1" in output
-    assert "'pooler'" in output
-
-
-# ---- a head alone
 
 
 def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> None:
@@ -94,7 +69,6 @@ def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> No
     arguments = ["export", str(tmp_path / "tuned"), "--share", "auto"]
     arguments += ["--out", str(tmp_path / "head"), "--model-store", str(tmp_path / "store")]
     ran = CliRunner().invoke(cli, arguments)
-    assert ran.exit_code == 1
     assert "no bundle has the encoder of tuned" in ran.output
     export(str(bert), "base", Store(tmp_path / "store"))
     ran = CliRunner().invoke(cli, arguments)
@@ -105,7 +79,7 @@ def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> No
     config = json.loads((tmp_path / "head/adapter_config.json").read_text())
     assert config["target_modules"] == "dummy-target-modules"
     assert set(config["modules_to_save"]) == {"classifier", "pooler"}
-    assert {*learnt_tensors(tmp_path / "head")} == {
+    assert {*load_file(tmp_path / "head/adapter_model.safetensors")} == {
         f"{PREFIX}{name}.{kind}"
         for name in ("classifier", "bert.pooler.dense")
         for kind in ("weight", "bias")
@@ -121,35 +95,27 @@ def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> No
     assert head.source.encoder_sha256 == base.source.encoder_sha256
 
 
+DEVICE = ["--device", "cuda", "--again", "--json"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--share", "auto"], "give --name for a bundle, or --share and --out"),
-        (["--share", "auto", "--out", "x", "--precision", "int8"], "leave out --precision"),
-        (["--share", "auto", "--out", "x", "--weights", "fp16"], "leave out --weights"),
-        (["--share", "auto", "--out", "x", "--adapters", "query"], "leave out --adapters"),
-        (
-            ["--share", "auto", "--out", "x", "--device", "cuda", "--again", "--json"],
-            "leave out --device, --again, --json",
-        ),
-        (
-            ["--share", "auto", "--out", "x", "--task", "qa", "--task", "embed"],
-            "one head: give --task once",
-        ),
-        (["--share", "auto", "--out", "x"], "none for labels, tags or answers"),
-        (["--share", "auto", "--out", "x", "--task", "fill-mask"], "fill-mask cannot be shared"),
+        ([], "give --name for a bundle, or --share and --out"),
+        (["--out", "x", "--precision", "int8"], "leave out --precision"),
+        (["--out", "x", *DEVICE], "leave out --device, --again, --json"),
+        (["--out", "x", "--task", "qa", "--task", "embed"], "one head: give --task once"),
+        (["--out", "x"], "none for labels, tags or answers"),
+        (["--out", "x", "--task", "fill-mask"], "fill-mask cannot be shared"),
     ],
 )
 def test_a_head_that_cannot_be_shared_is_refused(
     arguments: list[str], message: str, bert: Path, tmp_path: Path
 ) -> None:
-    store = ["--model-store", str(tmp_path)]
-    ran = CliRunner().invoke(cli, ["export", str(bert), *arguments, *store])
+    given = ["export", str(bert), "--share", "auto", "--model-store", str(tmp_path)]
+    ran = CliRunner().invoke(cli, [*given, *arguments])
     assert ran.exit_code
     assert message in " ".join(ran.output.split())
-
-
-# ---- folders that do not fit
 
 
 @pytest.fixture
@@ -158,7 +124,7 @@ def adapter(bert: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_an_adapter_of_another_encoder_is_refused(adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_encoder_is_refused(adapter: Path) -> None:
     """The metadata may have the digest of the encoder that the adapter was trained on."""
     file = adapter / "adapter_model.safetensors"
     save_file(load_file(file), file, {"cloze_encoder_sha256": "0" * 64})
@@ -166,50 +132,32 @@ def test_an_adapter_of_another_encoder_is_refused(adapter: Path, tmp_path: Path)
         load_checkpoint(str(adapter))
 
 
-def change(folder: Path, **settings: Any) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias"),
-        ({"peft_type": "IA3"}, "peft_type"),
-        ({"alpha_pattern": {".*query": 3}}, "alpha_pattern"),
         ({"r": 0}, "its rank is 0"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),  # it changes the base
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"base_model_name_or_path": "/nowhere"}, "no directory /nowhere"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_what_is_unsupported_is_named(
     settings: dict[str, Any], message: str, adapter: Path
 ) -> None:
-    change(adapter, **settings)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ExportError, match=message):
         load_checkpoint(str(adapter))
 
 
-QUERY = f"{PREFIX}encoder.layer.0.attention.self.query"
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        (f"{QUERY}.lora_A.weight", torch.full((2, 24), torch.nan), "not finite"),
-        (f"{QUERY}.lora_A.weight", torch.zeros(3, 24), r"A \[3, 24\] .* its rank is 2"),
-        (f"{QUERY}.lora_B.weight", torch.zeros(48, 2), r"the base has \[24, 24\]"),
-        (f"{QUERY}.lora_magnitude_vector", torch.zeros(24), "lora_magnitude_vector' is not"),
-        (f"{QUERY.replace('0', '7')}.lora_A.weight", torch.zeros(2, 24), "has lora_A only"),
-        ("encoder.layer.0.lora_A.weight", torch.zeros(2, 24), "does not begin with"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(
-    name: str, tensor: Tensor, message: str, adapter: Path
-) -> None:
+def test_tensors_that_do_not_fit_are_named(adapter: Path) -> None:
     file = adapter / "adapter_model.safetensors"
-    save_file({**load_file(file), name: tensor}, file)
-    with pytest.raises(ExportError, match=message):
-        load_checkpoint(str(adapter))
+    query, tensors = f"{PREFIX}encoder.layer.0.attention.self.query", load_file(file)
+    for name, tensor, message in (
+        (f"{query}.lora_A.weight", torch.full((2, 24), torch.nan), "not finite"),
+        (f"{query}.lora_B.weight", torch.zeros(48, 2), r"the base has \[24, 24\]"),
+        (f"{query}.lora_magnitude_vector", torch.zeros(24), "lora_magnitude_vector' is not"),
+        ("encoder.layer.0.lora_A.weight", torch.zeros(2, 24), "does not begin with"),
+    ):
+        save_file({**tensors, name: tensor}, file)
+        with pytest.raises(ExportError, match=message):
+            load_checkpoint(str(adapter))

@@ -5,9 +5,8 @@ The oracles are transformers and sentence-transformers, and the formulas of the 
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,25 +43,17 @@ from cloze.export.train.recipe import (
     Phase,
     Pretraining,
     PretrainRecipe,
-    Sizes,
-    Vocabulary,
 )
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
+from tests.support.fine_tuning import as_sentences, save_source, slow_but, stopped_after
 from tests.support.training import quietly, run_options, tiny_recipe
-from tests.train.test_finetune import save_source
-from tests.train.test_finetune_embed import as_sentences
 from tests.unit.export.families.test_against_transformers import ids_of, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 66,
-}
+WEIGHTS = "model.safetensors"
+CPU = torch.device("cpu")
 RATES = Optimisation(learning_rate=3e-3, precision="fp32")
 STILL = Optimisation(learning_rate=1e-9, weight_decay=0.0, precision="fp32")
 CHOSEN = torch.tensor([2, 3, 4, 11, 16])
@@ -73,25 +64,32 @@ def phases(steps: int, tokens: int = 32) -> list[Phase]:
     return [Phase(tokens=tokens, sequences=8, steps=steps)]
 
 
+def short(steps: int) -> dict[str, Any]:
+    rates = RATES if steps > 3 else STILL
+    return {"optimisation": rates, "phases": phases(steps), "held_out": 0.1}
+
+
 def further(steps: int, **pretraining: Any) -> PretrainRecipe:
-    return PretrainRecipe(
-        pretraining=Pretraining.model_validate({"sentence": "none", **pretraining}),
-        optimisation=RATES if steps > 3 else STILL,
-        phases=phases(steps),
-        held_out=0.1,
-    )
+    given = Pretraining.model_validate({"sentence": "none", **pretraining})
+    return PretrainRecipe(pretraining=given, **short(steps))
 
 
 def student_recipe(steps: int, **pretraining: Any) -> DistillRecipe:
-    return DistillRecipe.model_validate(
-        {
-            "pretraining": pretraining,
-            "optimisation": RATES if steps > 3 else STILL,
-            "phases": phases(steps),
-            "held_out": 0.1,
-            "dropout": 0.0,
-        }
+    given = {"pretraining": pretraining, "dropout": 0.0, **short(steps)}
+    return DistillRecipe.model_validate(given)
+
+
+def go_on(
+    run: str, source: Path, text: Path, out: Path, steps: int, licence: str = "", **more: Any
+) -> Path:
+    """Train a model further, or a student of it."""
+    given, options = (
+        open_folder(str(source)),
+        RunOptions(out, CPU, quietly, license=licence or None),
     )
+    if run == "further":
+        return pretrain([text], further(steps, **more), options, source=given)
+    return distill(given, [text], student_recipe(steps, **more), options)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +99,11 @@ def trained(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pretrain([stories], tiny_recipe(steps=150), run_options(folder))
 
 
-# ---- objectives, against direct computations
-
-
 def bert(kind: Any = BertForPreTraining, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    network = kind(BertConfig(**SIZES, vocab_size=60)).eval()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(**sizes, intermediate_size=64, max_position_embeddings=66, vocab_size=60)
+    network = kind(config).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return network
@@ -132,9 +129,7 @@ def tokens() -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_product_with_the_vocabulary_is_of_the_chosen_tokens(
-    family: str, tmp_path: Path
-) -> None:
+def test_the_product_with_the_vocabulary_is_of_chosen_tokens(family: str, tmp_path: Path) -> None:
     network = save(family, "masked_lm", tmp_path, max_position_embeddings=66)
     ids, shapes = ids_of(network, 9), []
     expected = network(ids).logits
@@ -179,11 +174,9 @@ def test_span_boundary() -> None:
     for position, (first, last), label in zip(CHOSEN, SPANS, batch.labels, strict=True):
         place = weights["place.weight"][position - first]
         row = torch.cat([hidden[first - 1], hidden[last + 1], place])
-        for number in (0, 3):
-            row = F.linear(
-                row, weights[f"layers.{number}.weight"], weights[f"layers.{number}.bias"]
-            )
-            norm = (weights[f"layers.{number + 2}.{name}"] for name in ("weight", "bias"))
+        for n in (0, 3):
+            row = F.linear(row, weights[f"layers.{n}.weight"], weights[f"layers.{n}.bias"])
+            norm = (weights[f"layers.{n + 2}.{name}"] for name in ("weight", "bias"))
             row = F.layer_norm(F.gelu(row), row.shape, *norm, eps=1e-12)
         logits = network.bert.embeddings.word_embeddings.weight @ row + weights["decoder.bias"]
         losses.append(-logits.log_softmax(0)[label])
@@ -216,10 +209,7 @@ def test_replaced_tokens() -> None:
 def test_kept_embeddings(trained: Path, tmp_path: Path, pooling: Any) -> None:
     """The cosine of sentence-transformers' own embeddings of the first, unmasked texts."""
     source = as_sentences(trained, tmp_path / "sentences", pooling, ["dense"])
-    original, changed = (
-        open_sentences(open_folder(str(source))),
-        open_sentences(open_folder(str(source))),
-    )
+    original, changed = (open_sentences(open_folder(str(source))) for _ in range(2))
     for parameter in changed[0].model.parameters():
         parameter += 0.02 * torch.randn_like(parameter)
     batch = batch_of(tokens())
@@ -245,9 +235,8 @@ def test_distillation_is_the_sum_of_three_losses() -> None:
     recipe = DistillRecipe(
         phases=phases(1), temperature=2.0, soft_weight=5.0, masked_weight=2.0, cosine_weight=3.0
     )
-    outputs = [
-        network(batch.input_ids, output_hidden_states=True) for network in (student, teacher)
-    ]
+    given = {"input_ids": batch.input_ids, "output_hidden_states": True}
+    outputs = [network(**given) for network in (student, teacher)]
     logits, targets = (output.logits.flatten(0, 1)[CHOSEN] for output in outputs)
     hidden = [output.hidden_states[-1].flatten(0, 1) for output in outputs]
     soft = F.kl_div((logits / 2).log_softmax(1), (targets / 2).softmax(1), reduction="batchmean")
@@ -256,80 +245,41 @@ def test_distillation_is_the_sum_of_three_losses() -> None:
     torch.testing.assert_close(Distillation(student, teacher, recipe)(batch)[0], expected)
 
 
-# ---- runs from nothing
-
-
-class Kind(NamedTuple):
-    """A kind of run from nothing.
-
-    Attributes:
-        falls: the losses that fall.
-        result: the class of the result in transformers.
-    """
-
-    pretraining: dict[str, Any]
-    falls: tuple[str, ...]
-    result: Any
-
-
-KINDS = {
-    "masked": Kind({}, ("masked_loss",), BertForPreTraining),
-    "order": Kind({"unit": "whole-word", "sentence": "sop"}, ("masked_loss",), BertForMaskedLM),
-    "spans": Kind(
-        {"unit": "span", "span_boundary": True, "sentence": "none", "dynamic": False},
-        ("masked_loss", "boundary_loss"),
-        BertForMaskedLM,
-    ),
-    "replaced": Kind({"method": "rtd", "sentence": "none"}, ("masked_loss",), BertModel),
+SPANS_OF_WORDS = {"unit": "span", "span_boundary": True, "sentence": "none", "dynamic": False}
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "masked": ({}, BertForPreTraining),
+    "order": ({"unit": "whole-word", "sentence": "sop"}, BertForMaskedLM),
+    "spans": (SPANS_OF_WORDS, BertForMaskedLM),
+    "replaced": ({"method": "rtd", "sentence": "none"}, BertModel),
 }
+"""Kinds of runs from nothing, and the class of the result in transformers."""
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_it_learns_and_transformers_reads_it(kind: Kind, stories: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(steps=80, **kind.pretraining)
+@pytest.mark.parametrize("name", slow_but(KINDS, "masked"))
+def test_it_learns_and_transformers_reads_it(name: str, stories: Path, tmp_path: Path) -> None:
+    pretraining, kind = KINDS[name]
+    recipe = tiny_recipe(steps=80, **pretraining)
     folder = pretrain([stories], recipe, run_options(tmp_path / "run"))
     log = read_log(folder.parent)
-    for name in kind.falls:
-        assert log[-1][name] < 0.9 * log[0][name], name
+    for loss in ("masked_loss", "boundary_loss")[: 1 + (name == "spans")]:
+        assert log[-1][loss] < 0.9 * log[0][loss], loss
     assert log[-1]["step"] == 160
     assert log[-1]["tokens_seen"] > log[0]["tokens_seen"] > 0
     assert (folder.parent / "curves.png").read_bytes().startswith(b"\x89PNG")
     card = (folder / "README.md").read_text()
     assert "stories.txt" in card
     assert '"seed": 1' in card
-    assert json.loads((folder / "config.json").read_text())["architectures"] == [
-        kind.result.__name__
-    ]
-    _, info = kind.result.from_pretrained(folder, output_loading_info=True)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [kind.__name__]
+    _, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not [name for name in info["missing_keys"] if "pooler" not in name]
     assert not info["unexpected_keys"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.model_max_length == 64
     assert tokenizer("The OLD king.").input_ids[1:4] == tokenizer("the old king").input_ids[1:4]
-    positions = load_file(folder / "model.safetensors")
+    positions = load_file(folder / WEIGHTS)
     (table,) = (positions[name] for name in positions if "position_embeddings" in name)
     assert torch.equal(table[40:64], table[1:25]), "no phase reads them: they are copies"
-
-
-class StopAt(RuntimeError):
-    """A stop in the middle of a run."""
-
-
-def stopped(start: Callable[[], Path], after: int) -> None:
-    """As a kill does: whatever was not in a checkpoint is lost."""
-    real, calls = torch.nn.utils.clip_grad_norm_, 0
-
-    def stopping(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise StopAt
-        return real(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", stopping)
-        with pytest.raises(StopAt):
-            start()
 
 
 EVERYTHING = {
@@ -346,47 +296,27 @@ def test_going_on_equals_not_stopping(
     name: str, trained: Path, stories: Path, tmp_path: Path
 ) -> None:
     """Stopped at several steps, between checkpoints and phases; dropout is on."""
-    pretraining = KINDS[name].pretraining if name in KINDS else {"rate": 0.3, "final_rate": 0.15}
+    pretraining = KINDS[name][0] if name in KINDS else {"rate": 0.3, "final_rate": 0.15}
     recipe = tiny_recipe(steps=10, **pretraining)
     if name == "every field":
         optimisation = recipe.optimisation.model_copy(update=EVERYTHING)
         recipe = recipe.model_copy(update={"optimisation": optimisation})
 
     def start(folder: str) -> Path:
-        options = RunOptions(
-            tmp_path / folder, torch.device("cpu"), quietly, Schedule(log=5, checkpoint=7)
-        )
+        options = RunOptions(tmp_path / folder, CPU, quietly, Schedule(log=5, checkpoint=7))
         if name == "student":
             return distill(open_folder(str(trained)), [stories], student_recipe(20), options)
         return pretrain([stories], recipe, options)
 
-    straight = load_file(start("straight") / "model.safetensors")
+    straight = load_file(start("straight") / WEIGHTS)
     for after in (3, 8, 9):
-        stopped(lambda: start("interrupted"), after)
-    resumed = load_file(start("interrupted") / "model.safetensors")
+        with stopped_after(after):
+            start("interrupted")
+    resumed = load_file(start("interrupted") / WEIGHTS)
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     steps = [line["step"] for line in read_log(tmp_path / "interrupted")]
     assert steps == sorted(set(steps))
-
-
-def test_one_seed_gives_one_result(stories: Path, tmp_path: Path) -> None:
-    first, second, other = (
-        load_file(
-            pretrain(
-                [stories],
-                tiny_recipe(steps=6).model_copy(update={"seed": seed}),
-                run_options(tmp_path / name),
-            )
-            / "model.safetensors"
-        )
-        for name, seed in (("first", 1), ("second", 1), ("other", 2))
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
-
-
-# ---- runs from a model
 
 
 def with_heads(trained: Path, folder: Path, *pooling: Any) -> Path:
@@ -397,16 +327,15 @@ def with_heads(trained: Path, folder: Path, *pooling: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "bert"))
 def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    save_source(family, source)
+    source = save_source(family, tmp_path / "source")
     given = open_folder(str(source))
     fast = Optimisation(learning_rate=1e-2, precision="fp32")
     recipe = further(40).model_copy(update={"optimisation": fast})
     results = {
         "further": pretrain([stories], recipe, run_options(tmp_path / "further"), source=given),
-        "student": distill(given, [stories], student_recipe(4), run_options(tmp_path / "student")),
+        "student": go_on("student", source, stories, tmp_path / "student", 4),
     }
     log = read_log(tmp_path / "further")
     assert log[-1]["masked_loss"] < 0.95 * log[0]["masked_loss"]
@@ -421,27 +350,19 @@ def test_every_family_goes_on_and_has_a_student(family: str, stories: Path, tmp_
         assert network(torch.tensor([ids])).logits.isfinite().all()
 
 
-def test_a_head_that_is_missing_is_made_or_refused(
-    trained: Path, stories: Path, tmp_path: Path
-) -> None:
+def test_a_missing_head_is_made_or_refused(trained: Path, stories: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    AutoModelForMaskedLM.from_pretrained(trained).bert.save_pretrained(tmp_path / "encoder")
-    AutoTokenizer.from_pretrained(trained).save_pretrained(tmp_path / "encoder")
-    encoder = open_folder(str(tmp_path / "encoder"))
-    options = RunOptions(tmp_path / "run", torch.device("cpu"), said.append)
-    made = pretrain([stories], further(2, sentence="nsp"), options, source=encoder)
+    source = tmp_path / "encoder"
+    AutoModelForMaskedLM.from_pretrained(trained).bert.save_pretrained(source)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(source)
+    options = RunOptions(tmp_path / "run", CPU, said.append)
+    recipe = further(2, sentence="nsp")
+    made = pretrain([stories], recipe, options, source=open_folder(str(source)))
     assert said[0].startswith("the checkpoint lacks a head of the recipe")
     assert not BertForPreTraining.from_pretrained(made, output_loading_info=True)[1]["missing_keys"]
-    with pytest.raises(TrainError, match="the teacher has no masked-language-model head"):
-        distill(encoder, [stories], student_recipe(2), run_options(tmp_path / "student"))
-    save_source("roberta", tmp_path / "roberta")
+    roberta = save_source("roberta", tmp_path / "roberta")
     with pytest.raises(TrainError, match="a roberta has no head for nsp"):
-        pretrain(
-            [stories],
-            further(2, sentence="nsp"),
-            run_options(tmp_path / "other"),
-            source=open_folder(str(tmp_path / "roberta")),
-        )
+        go_on("further", roberta, stories, tmp_path / "other", 2, sentence="nsp")
 
 
 @pytest.mark.parametrize("run", ["further", "student"])
@@ -449,13 +370,8 @@ def test_a_sentence_transformer_stays_one(
     run: str, trained: Path, stories: Path, tmp_path: Path
 ) -> None:
     """Its pooling of two vectors, its layers after the pooling, and its prompts."""
-    layers = ["dense", "normalize"]
-    source = with_heads(trained, tmp_path / "source", ("cls", "mean"), layers)
-    given, options = open_folder(str(source)), run_options(tmp_path / "run")
-    if run == "further":
-        folder = pretrain([stories], further(2), options, source=given)
-    else:
-        folder = distill(given, [stories], student_recipe(2), options)
+    source = with_heads(trained, tmp_path / "source", ("cls", "mean"), ["dense", "normalize"])
+    folder = go_on(run, source, stories, tmp_path / "run", 2)
     before, after = (SentenceTransformer(str(each), device="cpu") for each in (source, folder))
     assert after.prompts == before.prompts
     assert [type(module) for module in after] == [type(module) for module in before]
@@ -470,61 +386,34 @@ def test_a_sentence_transformer_stays_one(
     assert {"fill-mask", "embed"} <= set(bundle.manifest.tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["further", "student"])
 def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: Path) -> None:
     source = with_heads(trained, tmp_path / "source", "cls")
-    given = open_folder(str(source))
     texts = [line[:60] for line in stories.read_text().split("\n\n")[:20]]
-    target = SentenceTransformer(str(source), device="cpu").encode(texts, normalize_embeddings=True)
-    cosines = {}
-    for keep in (True, False):
-        changes = {"keep_embeddings": keep, "embedding_weight": 50.0}
-        options = run_options(tmp_path / str(keep))
-        if run == "further":
-            folder = pretrain([stories], further(60, **changes), options, source=given)
-        else:
-            folder = distill(given, [stories], student_recipe(60, **changes), options)
-        own = SentenceTransformer(str(folder), device="cpu").encode(
-            texts, normalize_embeddings=True
-        )
-        cosines[keep] = float((own * target).sum(1).mean())
-    assert cosines[True] > cosines[False] + 0.01
-    assert read_log(tmp_path / "True")[-1]["held_out_embedding_cosine"] > 0.9
+
+    def vectors(folder: Path) -> Any:
+        model = SentenceTransformer(str(folder), device="cpu")
+        return model.encode(texts, normalize_embeddings=True)
+
+    def cosine(folder: Path) -> float:
+        return float((vectors(folder) * vectors(source)).sum(1).mean())
+
+    keeping = {"keep_embeddings": True, "embedding_weight": 50.0}
+    kept = go_on(run, source, stories, tmp_path / "kept", 60, **keeping)
+    lost = go_on(run, source, stories, tmp_path / "lost", 60)
+    assert cosine(kept) > cosine(lost) + 0.01
+    assert read_log(tmp_path / "kept")[-1]["held_out_embedding_cosine"] > 0.9
     if run == "further":  # a second run learns the embeddings of the original again
-        folder = pretrain(
-            [stories],
-            further(60, keep_embeddings=True, embedding_weight=50.0),
-            run_options(tmp_path / "back"),
-            source=open_folder(str(tmp_path / "False" / "checkpoint")),
-            embeddings_from=given,
-        )
-        own = SentenceTransformer(str(folder), device="cpu").encode(
-            texts, normalize_embeddings=True
-        )
-        assert float((own * target).sum(1).mean()) > cosines[False] + 0.01
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are"),
-        ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
-        ({"pretraining": Pretraining(method="rtd", sentence="none")}, "not with replaced ones"),
-        ({"phases": phases(3, tokens=65)}, "a phase of 65 tokens exceeds the model's 64 pos"),
-    ],
-)
-def test_what_a_checkpoint_decides_is_not_asked_for(
-    changes: dict[str, Any], line: str, trained: Path, stories: Path, tmp_path: Path
-) -> None:
-    recipe = further(3).model_copy(update=changes)
-    with pytest.raises(TrainError, match=line):
-        pretrain([stories], recipe, run_options(tmp_path / "run"), source=open_folder(str(trained)))
+        lost_folder, original = (open_folder(str(each)) for each in (lost, source))
+        options = run_options(tmp_path / "back")
+        recipe = further(60, **keeping)
+        back = pretrain([stories], recipe, options, source=lost_folder, embeddings_from=original)
+        assert cosine(back) > cosine(lost) + 0.01
 
 
 def test_a_run_goes_on_where_the_other_ended(trained: Path, stories: Path, tmp_path: Path) -> None:
-    folder = pretrain(
-        [stories], further(8), run_options(tmp_path / "run"), source=open_folder(str(trained))
-    )
+    folder = go_on("further", trained, stories, tmp_path / "run", 8)
     first, last = read_log(folder.parent)[0], read_log(trained.parent)[-1]
     assert first["masked_loss"] < last["masked_loss"] + 0.7
     assert (folder / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
@@ -532,20 +421,11 @@ def test_a_run_goes_on_where_the_other_ended(trained: Path, stories: Path, tmp_p
 
 
 @pytest.mark.parametrize("run", ["further", "student"])
-def test_a_licence_goes_from_model_to_model(
-    run: str, trained: Path, stories: Path, tmp_path: Path
-) -> None:
-    source = tmp_path / "source"
-    save_source("bert", source)
+def test_a_licence_goes_from_model_to_model(run: str, stories: Path, tmp_path: Path) -> None:
+    source = save_source("bert", tmp_path / "source")
 
-    def license_of(name: str, given: str | None = None) -> str | None:
-        options = RunOptions(tmp_path / name, torch.device("cpu"), quietly, license=given)
-        folder = open_folder(str(source))
-        if run == "further":
-            result = pretrain([stories], further(1), options, source=folder)
-        else:
-            result = distill(folder, [stories], student_recipe(1), options)
-        return open_folder(str(result)).license
+    def license_of(name: str, given: str = "") -> str | None:
+        return open_folder(str(go_on(run, source, stories, tmp_path / name, 1, given))).license
 
     assert license_of("unknown") is None
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -553,17 +433,9 @@ def test_a_licence_goes_from_model_to_model(
     assert license_of("named", "cc-by-sa-4.0") == "cc-by-sa-4.0"
 
 
-# ---- students
-
-
-@pytest.mark.parametrize(
-    ("layers", "kept"),
-    [(12, [0, 2, 4, 7, 9, 11]), (6, [0, 2, 5]), (4, [0, 3]), (2, [1]), (1, [0])],
-)
-def test_half_of_the_layers_are_kept_with_the_first_and_the_last(
-    layers: int, kept: list[int]
-) -> None:
-    assert kept_layers(layers, max(1, layers // 2)) == kept
+def test_half_of_the_layers_are_kept_with_the_first_and_the_last() -> None:
+    assert kept_layers(12, 6) == [0, 2, 4, 7, 9, 11]
+    assert [kept_layers(n, max(1, n // 2)) for n in (4, 2, 1)] == [[0, 3], [1], [0]]
 
 
 @torch.no_grad()
@@ -578,27 +450,18 @@ def test_the_student_computes_as_the_kept_layers_of_the_teacher(stories: Path) -
 
 
 def test_a_student_agrees(trained: Path, stories: Path, tmp_path: Path) -> None:
-    teacher = open_folder(str(trained))
-    first = distill(teacher, [stories], student_recipe(120), run_options(tmp_path / "first"))
+    first = go_on("student", trained, stories, tmp_path / "first", 120)
     log = read_log(first.parent)
     assert log[-1]["held_out_soft_loss"] < log[0]["soft_loss"]
     assert log[-1]["held_out_agreement"] > 0.6
-    tokenizer = AutoTokenizer.from_pretrained(first)
-    assert "token_type_ids" not in tokenizer("an owl")
+    assert "token_type_ids" not in AutoTokenizer.from_pretrained(first)("an owl")
 
 
 def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
-    used = {
-        "method", "unit", "rate", "final_rate", "dynamic", "short", "sentence",
-        "keep_embeddings", "embedding_weight", "embedding_tokens",
-    }  # fmt: skip
-    for name, field in Pretraining.model_fields.items():
-        given = {name: field.get_default()} | {"sentence": "none"}
-        if name in used:
-            DistillRecipe(pretraining=given, phases=phases(1))
-        else:
-            with pytest.raises(ValidationError, match=f"distillation does not use {name}"):
-                DistillRecipe(pretraining=given, phases=phases(1))
+    DistillRecipe.model_validate({"pretraining": {"final_rate": 0.1}, "phases": phases(1)})
+    for name, value in (("sentence_weight", 1.0), ("span_boundary", False)):
+        with pytest.raises(ValidationError, match=f"distillation does not use {name}"):
+            DistillRecipe.model_validate({"pretraining": {name: value}, "phases": phases(1)})
 
 
 def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(

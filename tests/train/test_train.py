@@ -1,46 +1,27 @@
 """The loop of training: steps, rates, averages, checkpoints, and the recipes of the package."""
 
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import BertConfig, BertForPreTraining
 
+from cloze.export.train import recipe as recipes
 from cloze.export.train.loop import train
 from cloze.export.train.optimisation import make_optimizer, schedule_factor
 from cloze.export.train.progress import read_log
-from cloze.export.train.recipe import (
-    RECIPES,
-    DistillRecipe,
-    EmbedRecipe,
-    LabelsRecipe,
-    Optimisation,
-    PretrainRecipe,
-    QuestionsRecipe,
-    Recipe,
-    TagsRecipe,
-    TasksRecipe,
-    load_recipe,
-)
+from cloze.export.train.recipe import RECIPES, Optimisation, Recipe, load_recipe
 from cloze.export.train.run_options import RunOptions, Schedule
+from tests.support.fine_tuning import Stop
+from tests.support.training import quietly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 
-
-def quietly(_: str) -> None:
-    """Nobody listens."""
-
-
-def run_options(run_dir: Path, schedule: Schedule) -> RunOptions:
-    return RunOptions(run_dir, CPU, quietly, schedule)
-
-
-class StopAt(RuntimeError):
-    """A stop in the middle of a run."""
+def options(run_dir: Path, schedule: Schedule) -> RunOptions:
+    return RunOptions(run_dir, torch.device("cpu"), quietly, schedule)
 
 
 DEFAULT_MODELS = Path(__file__).parents[2] / "scripts/recipes"
@@ -49,112 +30,77 @@ FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
-    kinds = {"pretrain": PretrainRecipe, "distill": DistillRecipe}
-    special = {
-        "finetune-qa": QuestionsRecipe,
-        "finetune-embed": EmbedRecipe,
-        "finetune-classify": LabelsRecipe,
-        "finetune-tokens": TagsRecipe,
-        "finetune-tasks": TasksRecipe,
-    }
-    kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
+    kinds = {"pretrain": recipes.PretrainRecipe, "distill": recipes.DistillRecipe}
+    special = {"qa": recipes.QuestionsRecipe, "embed": recipes.EmbedRecipe}
+    special |= {"classify": recipes.LabelsRecipe, "tokens": recipes.TagsRecipe}
+    special |= {"tasks": recipes.TasksRecipe}
+    command, what, *_ = f"{file.stem}-".split("-")
+    kind = kinds.get(command) or special[what]
     assert load_recipe(str(file), kind, seed=7).seed == 7
 
 
-def test_accumulated_batches_are_one_large_batch() -> None:
-    """The gradient of two halves equals that of the whole."""
-
-    class Line(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(3, 1))
-
-    class Points:
-        tokens = 1
-
-        def __init__(self, x: torch.Tensor) -> None:
-            self.x = x
-
-        def to(self, _: torch.device) -> "Points":
-            return self
-
-    x = torch.arange(24.0).view(8, 3) / 24
-
-    class Fit:
-        steps = 4
-
-        def __init__(self, parts: int) -> None:
-            self.module = Line()
-            self.parts = parts
-
-        def batch(self, _: int, part: int) -> Points:
-            return Points(x.chunk(self.parts)[part])
-
-        def loss(self, batch: Points):
-            return ((batch.x @ self.module.weight - 1) ** 2).mean(), {}
-
-        def evaluate(self, _: int):
-            return {}
-
-    def fitted(parts: int, folder: Path) -> torch.Tensor:
-        objective = Fit(parts)
-        recipe = Optimisation(learning_rate=0.1, accumulation=parts, precision="fp32")
-        train(objective, run_options(folder, Schedule()), Recipe(optimisation=recipe))
-        return objective.module.weight.detach()
-
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        torch.testing.assert_close(fitted(1, Path(one)), fitted(4, Path(two)))
-
-
-class _Walk(torch.nn.Module):
-    """One weight, which the fit below moves by a known gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-
 class _Walking:
-    """An objective whose loss is the weight; it remembers the weight before each step."""
-
-    steps = 10
-
-    def __init__(self) -> None:
-        self.module = _Walk()
-        self.before: list[float] = []
-        self.measured: list[float] = []
-
-    def batch(self, _: int, __: int) -> "_Walking":
-        return self
+    """An objective whose loss moves one weight; it remembers the weight before each step."""
 
     tokens = 1
 
-    def to(self, _: torch.device) -> "_Walking":
+    def __init__(self, steps: int = 10) -> None:
+        self.steps, self.module = steps, torch.nn.Module()
+        self.module.weight = torch.nn.Parameter(torch.zeros(3, 1))
+        self.before: list[float] = []
+
+    @property
+    def weight(self) -> float:
+        return float(self.module.weight.detach().sum())
+
+    def batch(self, _: int, __: int) -> Any:
         return self
 
-    def loss(self, _: "_Walking"):
-        self.before.append(float(self.module.weight.detach()))
+    def to(self, _: torch.device) -> Any:
+        return self
+
+    def loss(self, _: Any) -> Any:
+        self.before.append(self.weight)
         return self.module.weight.sum(), {}
 
-    def evaluate(self, _: int):
-        self.measured.append(float(self.module.weight.detach()))
-        return {"loss": self.measured[-1]}
+    def evaluate(self, _: int) -> dict[str, float]:
+        return {"loss": self.weight}
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
+    """The gradient of four quarters equals that of the whole."""
+    x = torch.arange(24.0).view(8, 3) / 24
+
+    class Fit(_Walking):
+        def batch(self, _: int, part: int) -> Any:
+            self.x = x.chunk(self.parts)[part]
+            return self
+
+        def loss(self, _: Any) -> Any:
+            return ((self.x @ self.module.weight - 1) ** 2).mean(), {}
+
+    def fitted(parts: int) -> torch.Tensor:
+        objective = Fit(steps=4)
+        objective.parts = parts
+        recipe = Optimisation(learning_rate=0.1, accumulation=parts, precision="fp32")
+        train(objective, options(tmp_path / str(parts), Schedule()), Recipe(optimisation=recipe))
+        return objective.module.weight.detach()
+
+    torch.testing.assert_close(fitted(1), fitted(4))
 
 
 def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
     objective = _Walking()
     recipe = Optimisation(learning_rate=0.1, warmup=0.0, average=0.3, precision="fp32")
-    train(objective, run_options(tmp_path, Schedule(log=1)), Recipe(optimisation=recipe))
-    last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"])
+    train(objective, options(tmp_path, Schedule(log=1)), Recipe(optimisation=recipe))
+    last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"].sum())
     expected = np.mean([*objective.before[8:], last])  # after steps 8, 9 and 10
-    assert float(objective.module.weight.detach()) == pytest.approx(expected, rel=1e-5)
+    assert objective.weight == pytest.approx(expected, rel=1e-5)
     assert last < expected, "the weight falls, so its mean lies above"
     assert read_log(tmp_path)[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     again = _Walking()
-    train(again, run_options(tmp_path, Schedule(log=1)), Recipe(optimisation=recipe))
-    assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), (
-        "a finished run gives the same"
-    )
+    train(again, options(tmp_path, Schedule(log=1)), Recipe(optimisation=recipe))
+    assert again.weight == pytest.approx(expected, rel=1e-5), "a finished run gives the same"
 
 
 def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
@@ -163,17 +109,17 @@ def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
     """
 
     class Stopping(_Walking):
-        def loss(self, batch: _Walking):
+        def loss(self, batch: Any) -> Any:
             if len(self.before) == 4:
-                raise StopAt
+                raise Stop
             return super().loss(batch)
 
     recipe = Optimisation(learning_rate=0.1, precision="fp32")
     for seconds, kept in ((0.0, True), (3600.0, False)):
         folder = tmp_path / str(seconds)
         schedule = Schedule(checkpoint=1_000_000, checkpoint_seconds=seconds)
-        with pytest.raises(StopAt):
-            train(Stopping(), run_options(folder, schedule), Recipe(optimisation=recipe))
+        with pytest.raises(Stop):
+            train(Stopping(), options(folder, schedule), Recipe(optimisation=recipe))
         assert (folder / "state.pt").exists() == kept
     assert torch.load(tmp_path / "0.0/state.pt", weights_only=True)["step"] == 4
 
@@ -181,12 +127,8 @@ def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
 def test_embeddings_and_heads_have_their_own_learning_rates() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
     model = BertForPreTraining(BertConfig(**sizes, num_hidden_layers=2, vocab_size=60))
-    recipe = Optimisation(
-        learning_rate=1e-3,
-        embedding_learning_rate=2e-3,
-        head_learning_rate=3e-3,
-        weight_decay=0.1,
-    )
+    rates = {"embedding_learning_rate": 2e-3, "head_learning_rate": 3e-3}
+    recipe = Optimisation(learning_rate=1e-3, weight_decay=0.1, **rates)
     optimizer = make_optimizer(model, recipe)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_rate: dict[tuple[float, float], set[str]] = {}
@@ -221,19 +163,8 @@ def test_the_rate_is_constant_between_warm_up_and_decay() -> None:
     np.testing.assert_allclose(np.diff(rates[801:]), -0.5 / 200, rtol=1e-6)
 
 
-def test_decay_spares_biases_and_layer_norms() -> None:
-    module = torch.nn.Sequential(
-        torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Embedding(3, 4)
-    )
-    decayed, spared = make_optimizer(module, Optimisation(weight_decay=0.1)).param_groups
-    assert decayed["weight_decay"] == 0.1
-    assert spared["weight_decay"] == 0
-    assert {p.shape for p in decayed["params"]} == {(4, 4), (3, 4)}
-    assert len(spared["params"]) == 3
-
-
 def test_the_learning_rate_rises_and_falls_in_straight_lines() -> None:
-    for steps, warmup in ((10, 0.9), (10, 0.5), (30, 0.1), (100, 0.06), (7, 0.0)):
+    for steps, warmup in ((10, 0.9), (30, 0.1), (7, 0.0)):
         recipe = Optimisation(learning_rate=0.5, warmup=warmup)
         assert max(learning_rates(steps, recipe)) <= 0.5
     recipe = Optimisation(learning_rate=0.5, warmup=0.1)

@@ -23,12 +23,17 @@ from click.testing import CliRunner, Result
 
 from cloze.cli import cli
 from cloze.export.train.recipe import RECIPES
+from cloze.export.train.run_dir import locked
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
 
 RECIPE = """
 seed = 1
 held_out = 0.1
-[vocabulary]
-size = 120
+vocabulary = {size = 120}
+pretraining = {sentence = "nsp"}
+optimisation = {learning_rate = 3e-3, precision = "fp32"}
+phases = [{tokens = 16, sequences = 4, steps = 10}]
 [model]
 hidden_size = 32
 layers = 1
@@ -36,30 +41,15 @@ heads = 2
 intermediate_size = 64
 max_tokens = 32
 dropout = 0.1
-[pretraining]
-sentence = "nsp"
-[optimisation]
-learning_rate = 3e-3
-precision = "fp32"
-[[phases]]
-tokens = 16
-sequences = 4
-steps = 10
 """
 LONG = RECIPE.replace("steps = 10", "steps = 300")
 SINGLE = RECIPE.replace('"nsp"', '"none"')
 ORDER = RECIPE.replace('"nsp"', '"sop"')
+FURTHER = RECIPE.partition("[model]")[0].replace("vocabulary = {size = 120}", "")
+DISTILL_RECIPE = FURTHER.replace('"nsp"', '"none"')
 QUESTIONS_RECIPE = "epochs = 1\nsequences = 4\ntokens = 32\nstride = 4\nquestion_tokens = 8\n"
 EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
-DISTILL_RECIPE = 'held_out = 0.1\n[pretraining]\nsentence = "none"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 4\n'
-
 LINE = '{"text": "The old king sang a song."}\n'
-QUESTION = {
-    "id": "1",
-    "question": "Who sang?",
-    "answers": [{"text": "The king", "answer_start": 0}],
-}
-PARAGRAPH = {"context": "The king sang a song.", "qas": [QUESTION]}
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +96,8 @@ def pretrain_command(folder: Path, recipe: str, *text: Path) -> list[str]:
     """The recipe lies beside the run's folder."""
     file = folder.parent / "recipe.toml"
     file.write_text(recipe)
-    return [
-        "pretrain",
-        *(part for name in text for part in ("--corpus", str(name))),
-        *options(file, folder),
-    ]
+    given = [part for name in text for part in ("--corpus", str(name))]
+    return ["pretrain", *given, *options(file, folder)]
 
 
 def options(recipe: Path, folder: Path) -> list[str]:
@@ -131,27 +118,6 @@ def state(folder: Path) -> dict[str, object]:
     return torch.load(folder / "state.pt", weights_only=True)
 
 
-# --- text
-
-
-@pytest.mark.parametrize(
-    ("content", "size", "message"),
-    [
-        (b"", "120", "there is no text to learn a vocabulary from"),
-        (b" \n\n \n", "120", "there is no text to learn a vocabulary from"),
-        (b"king", "120", r"the text allows a vocabulary of \d+ tokens, 120 were asked for"),
-        (b"king", "1_000_000", r"the text allows a vocabulary of \d+ tokens, 1,000,000 were"),
-    ],
-)
-def test_a_text_without_a_vocabulary(
-    tmp_path: Path, content: bytes, size: str, message: str
-) -> None:
-    (tmp_path / "text.txt").write_bytes(content)
-    recipe = RECIPE.replace("120", size)
-    command = pretrain_command(tmp_path / "run", recipe, tmp_path / "text.txt")
-    assert re.match(message, refused(*command))
-
-
 NO_PAIR = "the text is too short to make a single pair of sentences"
 ALONE = "next-sentence prediction needs at least 2 documents"
 UNKNOWN = "the vocabulary has no word of the text"
@@ -159,26 +125,17 @@ PACKED = lzma.compress(LINE.encode() * 999)
 ALL_HELD_OUT = SINGLE.replace("held_out = 0.1", "held_out = 0.999999")
 NONE_HELD_OUT = ORDER.replace("held_out = 0.1", "held_out = 0.0")
 BAD_TEXTS = [
-    ("empty.txt", b"", RECIPE, "there is no text: "),
     ("empty.jsonl", b"\n", RECIPE, "there is no text: "),
     ("one.txt", b"The king sang a song. An owl saw it.\n", RECIPE, ALONE),
     ("letter.txt", b"a", ORDER, NO_PAIR),
-    ("letters.txt", b"a\n\ne\n\no\n\ni\n\nu\n\ns", RECIPE, NO_PAIR),
-    ("foreign.txt", "犬\n\n猫".encode(), SINGLE, UNKNOWN),
     ("mixed.txt", "犬 犬\n\na".encode(), NONE_HELD_OUT, UNKNOWN),
     ("held-out.txt", b"The king sang.\n", ALL_HELD_OUT, "no document is left"),
     ("latin.txt", b"a\n\xe9", RECIPE, "{file}, line 2 is not UTF-8 text"),
     ("zeros.txt", bytes(999), RECIPE, "{file}, line 1 is not text: it holds a zero byte"),
-    ("rubbish.txt.xz", bytes(range(256)) * 9, RECIPE, "{file} is no whole .xz file"),
-    ("empty.txt.xz", b"", RECIPE, "{file} is no whole .xz file"),
     ("cut.jsonl.xz", PACKED[:-20], RECIPE, "{file} is no whole .xz file"),
-    ("not.jsonl", b"\n\nking\n", RECIPE, "{file}, line 3: Invalid JSON: "),
     ("list.jsonl", b"\n[1]\n", RECIPE, "{file}, line 2: Input should be an object, got [1]"),
-    ("key.jsonl", b'\n{"body": "a"}\n', RECIPE, "{file}, line 2: text: Field required"),
     ("type.jsonl", b'{"text": 1}\n', RECIPE, "{file}, line 1: text: Input should be a valid "),
-    ("title.jsonl", b'{"text": "a", "title": 1}', RECIPE, "{file}, line 1: title: Input should "),
     ("deep.jsonl", b"[" * 99_999, RECIPE, "{file}, line 1: Invalid JSON: recursion limit"),
-    ("bytes.jsonl", b'\n{"text": "\xff"}\n', RECIPE, "{file}, line 2 is not UTF-8 text"),
     ("half.jsonl", b'{"text": "a \\ud800"}\n', RECIPE, "{file}, line 1: Invalid JSON: "),
 ]
 
@@ -197,83 +154,64 @@ def test_a_bad_text(
     assert not (tmp_path / "run/checkpoint").exists()
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_text_that_is_no_file(finished: Path, tmp_path: Path, given: bool) -> None:
-    vocabulary = ("--vocab", finished / "vocabulary") if given else ()
-    messages = {
-        (tmp_path,): f"{tmp_path} is a directory; name the files in it",
-        (tmp_path / "gone.txt",): f"{tmp_path / 'gone.txt'}: no such file",
-        (): "there is no text: name a file with --corpus",
-    }
-    for files, message in messages.items():
-        command = pretrain_command(tmp_path / "run", RECIPE, *files)
-        assert refused(*command, *vocabulary) == message
+def test_no_text_and_no_vocabulary(stories: Path, tmp_path: Path) -> None:
+    for files, message in (
+        ([tmp_path], f"{tmp_path} is a directory; name the files in it"),
+        ([tmp_path / "gone.txt"], f"{tmp_path / 'gone.txt'}: no such file"),
+        ([], "there is no text: name a file with --corpus"),
+    ):
+        assert refused(*pretrain_command(tmp_path / "run", RECIPE, *files)) == message
+    text = tmp_path / "text.txt"
+    for content, message in (
+        (" \n\n \n", "there is no text to learn a vocabulary from"),
+        ("king", r"the text allows a vocabulary of \d+ tokens, 120 were asked for"),
+    ):
+        text.write_text(content)
+        assert re.match(message, refused(*pretrain_command(tmp_path / "run", RECIPE, text)))
+    command = ["vocab", "--corpus", stories, "--out", tmp_path / "vocabulary"]
+    assert re.match(r"the text allows .* tokens, 12,000 were asked for", refused(*command))
+    beyond = train(*command, "--size", 10**12)  # more than the library can make room for
+    assert beyond.exit_code == 2
+    assert "1000000000000 is not in the range 32<=x<=1000000" in beyond.stderr
+    assert not (tmp_path / "vocabulary").exists()
 
 
-@pytest.mark.parametrize("text", ["king", "The old king sang a song in the green house."])
-def test_one_document_is_enough_where_no_other_is_needed(
-    finished: Path, tmp_path: Path, text: str
+@pytest.mark.parametrize(
+    ("recipe", "documents"),
+    [
+        (SINGLE.replace("held_out = 0.1", "held_out = 0.0"), ["king"]),
+        (SINGLE, ["The old king sang a song.", "犬 猫 犬 猫 犬"] * 20),
+        (RECIPE, ["The old king sang a song.", "犬 猫 犬 猫 犬"] * 20),
+    ],
+)
+def test_little_text_and_unknown_words_are_learnt_from(
+    finished: Path, tmp_path: Path, recipe: str, documents: list[str]
 ) -> None:
-    file = tmp_path / "one.txt"
-    file.write_text(text)
-    recipe = SINGLE.replace("held_out = 0.1", "held_out = 0.0")
-    result = train(
-        *pretrain_command(tmp_path / "run", recipe, file), "--vocab", finished / "vocabulary"
-    )
+    """One sequence a batch: of unknown words, some batch would have no word to mask."""
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(documents))
+    recipe = recipe.replace("sequences = 4", "sequences = 1")
+    command = pretrain_command(tmp_path / "run", recipe, file)
+    result = train(*command, "--vocab", finished / "vocabulary")
     assert result.exit_code == 0, result.output
     assert weights(tmp_path / "run")
 
 
-@pytest.mark.parametrize("recipe", [SINGLE, RECIPE])
-def test_a_document_of_unknown_words_is_no_loss_of_nothing(
-    finished: Path, tmp_path: Path, recipe: str
-) -> None:
-    """One sequence a batch: some batch would have no word to mask."""
-    file = tmp_path / "mixed.txt"
-    file.write_text("\n\n".join(["The old king sang a song.", "犬 猫 犬 猫 犬"] * 20))
-    command = pretrain_command(
-        tmp_path / "run", recipe.replace("sequences = 4", "sequences = 1"), file
-    )
-    result = train(*command, "--vocab", finished / "vocabulary")
-    assert result.exit_code == 0, result.output
-
-
-# --- recipes
-
-
 INTEGER = "Input should be a valid integer, got"
+SUM = "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1"
+BOUNDARY = "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'"
+REPLACED = '"none", method = "rtd", keep_embeddings = true'
 BAD_RECIPES = [
-    ("seed = 1", "sede = 1", "unknown key sede"),
     ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
-    ("[[phases]]", "[[phase]]", "unknown key phase"),
-    ("steps = 10", "", "phases.0.steps: Field required"),
+    (", steps = 10", "", "phases.0.steps: Field required"),
     ("size = 120", 'size = "120"', f"vocabulary.size: {INTEGER} '120'"),
-    ("layers = 1", "layers = true", f"model.layers: {INTEGER} True"),
-    ("layers = 1", "layers = 1.5", f"model.layers: {INTEGER} 1.5"),
-    ("seed = 1", "seed = [1]", f"seed: {INTEGER} [1]"),
     ("seed = 1", f"seed = {2**32}", "seed: Input should be less than 4294967296, got "),
-    ("size = 120", "size = 31", "vocabulary.size: Input should be greater than or equal to 32, "),
-    ("dropout = 0.1", "dropout = 1.5", "model.dropout: Input should be less than 1, got 1.5"),
     ("= 3e-3", "= nan", "optimisation.learning_rate: Input should be a finite number, got nan"),
-    ("s = 4", "s = 99_999", "phases.0.sequences: Input should be less than or equal to 65536, got"),
-    ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
     ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
     ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
-    (
-        "[optimisation]",
-        "[optimisation]\nwarmup = 0.5\ndecay = 0.6",
-        "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1",
-    ),
-    (
-        '"nsp"',
-        '"none"\nmethod = "rtd"\nkeep_embeddings = true',
-        "pretraining: keep_embeddings needs method = 'mlm'",
-    ),
-    (
-        '"nsp"',
-        '"nsp"\nspan_boundary = true',
-        "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'",
-    ),
+    ("precision", "warmup = 0.5, decay = 0.6, precision", SUM),
+    ('"nsp"', REPLACED, "pretraining: keep_embeddings needs method = 'mlm'"),
+    ('"nsp"', '"nsp", span_boundary = true', BOUNDARY),
 ]
 
 
@@ -285,18 +223,13 @@ def test_a_bad_recipe(stories: Path, tmp_path: Path, old: str, new: str, message
     assert not (tmp_path / "run").exists()
 
 
-def test_a_phase_longer_than_the_model(stories: Path, tmp_path: Path) -> None:
-    command = pretrain_command(tmp_path / "run", RECIPE.replace("= 16", "= 64"), stories)
-    assert refused(*command) == "a phase of 64 tokens exceeds the model's 32 positions"
-
-
 def test_a_recipe_that_is_not_toml_or_not_there(stories: Path, tmp_path: Path) -> None:
     def line(recipe: object) -> str:
         given = ("--recipe", recipe, "--out", tmp_path / "run")
         return refused("pretrain", "--corpus", stories, *given)
 
     recipe = tmp_path / "recipe.toml"
-    for content in (b"seed = ", b"seed = 1\nseed = 2", b"\xff\x00", b"{"):
+    for content in (b"seed = ", b"\xff\x00"):
         recipe.write_bytes(content)
         assert line(recipe).startswith(f"{recipe} is not TOML: ")
     names = ", ".join(sorted(file.stem for file in RECIPES.glob("*.toml")))
@@ -308,31 +241,19 @@ def test_a_recipe_that_is_not_toml_or_not_there(stories: Path, tmp_path: Path) -
 
 def test_a_model_beyond_the_memory(stories: Path, tmp_path: Path) -> None:
     recipe = RECIPE.replace("hidden_size = 32", "hidden_size = 65536")
-    process = start(
-        pretrain_command(tmp_path / "run", recipe, stories), {resource.RLIMIT_AS: 12 << 30}
-    )
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert the_line(stderr).startswith("there is not enough memory; ")
+    process = start(pretrain_command(tmp_path / "run", recipe, stories), memory=12 << 30)
+    assert the_end(process).startswith("there is not enough memory; ")
 
 
-# --- devices, vocabularies, folders
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(stories: Path, tmp_path: Path) -> None:
+def test_a_device_that_cannot_be_used(stories: Path, tmp_path: Path) -> None:
     command = pretrain_command(tmp_path / "run", RECIPE, stories)
-    assert re.match("device 'cuda' cannot be used: .+", refused(*command, "--device", "cuda"))
-    assert re.match("device 'cuda:1' cannot be used: .+", refused(*command, "--device", "cuda:1"))
-
-
-@pytest.mark.parametrize("name", ["", "gpu", "meta", "cpu:1", "mps", "cuda:-1"])
-def test_a_device_that_none_is_called(stories: Path, tmp_path: Path, name: str) -> None:
-    command = pretrain_command(tmp_path / "run", RECIPE, stories)
-    assert (
-        refused(*command, "--device", name)
-        == f"device {name!r} is unknown; auto, cpu, cuda or cuda:N"
-    )
+    for name in ("", "gpu", "meta", "cpu:1", "cuda:-1"):
+        message = f"device {name!r} is unknown; auto, cpu, cuda or cuda:N"
+        assert refused(*command, "--device", name) == message
+    if not torch.cuda.is_available():
+        for name in ("cuda", "cuda:1"):
+            line = refused(*command, "--device", name)
+            assert re.match("device 'cuda.*' cannot be used: .+", line)
 
 
 def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
@@ -342,7 +263,7 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     folder.mkdir()
     assert refused(*command).startswith(f"{folder} cannot be loaded: ")
     whole = (finished / "vocabulary/tokenizer.json").read_bytes()
-    for damaged in (b"", b"{}", whole[:-9], b"\xff" + whole):
+    for damaged in (b"{}", whole[:-9], b"\xff" + whole):
         (folder / "tokenizer.json").write_bytes(damaged)
         assert refused(*command).startswith(f"{folder} cannot be loaded: ")
     shutil.copytree(finished / "vocabulary", folder, dirs_exist_ok=True)
@@ -355,100 +276,70 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     assert "mask token" in refused(*command)
 
 
-FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 2\n'
-
-
-def test_what_does_not_apply_to_a_start_is_said(
-    finished: Path, stories: Path, tmp_path: Path
-) -> None:
+def test_what_does_not_apply_is_said(finished: Path, stories: Path, tmp_path: Path) -> None:
     """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the
-    checkpoint has.
+    checkpoint has, positions that it has not.
     """
-    start_from = ["--from", finished / "checkpoint"]
-    command = pretrain_command(tmp_path / "run", FURTHER, stories)
-    given = ["--vocab", finished / "vocabulary"]
-    assert refused(*command, *start_from, *given).startswith("a vocabulary is given, but sizes")
-    keeping = RECIPE.replace('sentence = "nsp"', 'sentence = "nsp"\nkeep_embeddings = true')
-    assert refused(*pretrain_command(tmp_path / "run", keeping, stories)) == (
+
+    def line(recipe: str, *given: object) -> str:
+        return refused(*pretrain_command(tmp_path / "run", recipe, stories), *given)
+
+    started, originals = ("--from", finished / "checkpoint"), ("--embeddings-from", finished)
+    keeping = FURTHER.replace('"nsp"', '"nsp", keep_embeddings = true')
+    vocabulary = ("--vocab", finished / "vocabulary")
+    assert line(FURTHER, *started, *vocabulary).startswith("a vocabulary is given, but sizes")
+    assert line(RECIPE, *started).startswith("[model] heads, hidden_size, ")
+    assert line(RECIPE.replace('"nsp"', '"nsp", keep_embeddings = true')) == (
         "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
     )
-    keeping = FURTHER.replace("[[phases]]", "keep_embeddings = true\n[[phases]]")
-    originals = {
-        FURTHER: (finished, "--embeddings-from needs keep_embeddings = true in the recipe"),
-        keeping: (tmp_path / "gone", f"no directory {tmp_path / 'gone' / 'checkpoint'}"),
-    }
-    for recipe, (folder, message) in originals.items():
-        command = pretrain_command(tmp_path / "run", recipe, stories)
-        original = ["--embeddings-from", folder / "checkpoint"]
-        assert message in refused(*command, *start_from, *original)
-        assert refused(*command, *original).startswith(
-            (
-                "--embeddings-from needs --from",
-                "keep_embeddings = true needs a checkpoint",
-                "no directory",
-            )
-        )
-    assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories), *start_from).startswith(
-        "[model] heads, hidden_size, "
+    assert line(FURTHER, *started, *originals) == (
+        "--embeddings-from needs keep_embeddings = true in the recipe"
     )
-
-
-def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> None:
-    """Of as many tokens as the command has by default, and by its option."""
-    command = ["vocab", "--corpus", stories, "--out", tmp_path / "vocabulary"]
-    assert re.match(
-        r"the text allows a vocabulary of \d+ tokens, 12,000 were asked for", refused(*command)
-    )
-    assert re.match(
-        r"the text allows a vocabulary of \d+ tokens, 900 were asked for",
-        refused(*command, "--size", 900),
-    )
-    beyond = train(*command, "--size", 10**12)  # more than the library can make room for
-    assert beyond.exit_code == 2
-    assert "1000000000000 is not in the range 32<=x<=1000000" in beyond.stderr
-    assert not (tmp_path / "vocabulary").exists()
-
-
-def test_a_folder_that_is_a_file(stories: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    assert (
-        refused(*pretrain_command(tmp_path / "run", RECIPE, stories))
-        == f"{tmp_path / 'run'} is not a folder"
-    )
-    assert str(tmp_path / "run") in refused(
-        "vocab", "--corpus", stories, "--size", "120", "--out", tmp_path / "run"
-    )
+    assert line(FURTHER, *originals).startswith("--embeddings-from needs --from")
+    gone = ("--embeddings-from", tmp_path / "gone")
+    assert line(keeping, *started, *gone) == f"no directory {tmp_path / 'gone'}"
+    replaced = FURTHER.replace('"nsp"', '"none", method = "rtd"')
+    assert "not with replaced ones" in line(replaced, *started)
+    for recipe, given in ((RECIPE, ()), (FURTHER, started)):
+        recipe = recipe.replace("tokens = 16", "tokens = 64")
+        assert line(recipe, *given) == "a phase of 64 tokens exceeds the model's 32 positions"
 
 
 def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> None:
     before = weights(copy)
-    another = refused(*pretrain_command(copy, RECIPE.replace("steps = 10", "steps = 11"), stories))
-    assert another == f"{copy} holds a run of another recipe; give another folder, or remove it"
-    shorter = tmp_path / "shorter.txt"
+    file, shorter = tmp_path / "file", tmp_path / "shorter.txt"
+    file.write_text("")
+    assert refused(*pretrain_command(file, RECIPE, stories)) == f"{file} is not a folder"
+    assert str(file) in refused("vocab", "--corpus", stories, "--size", "120", "--out", file)
     shorter.write_bytes(stories.read_bytes()[:-1])
-    another = refused(*pretrain_command(copy, RECIPE, shorter))
-    assert another == f"{copy} holds a run with another text; give another folder, or remove it"
-    another = refused(*pretrain_command(copy, RECIPE, stories), "--vocab", copy / "vocabulary")
-    assert (
-        another == f"{copy} holds a run with another vocabulary; give another folder, or remove it"
-    )
+    for what, recipe, text, given in (
+        ("of another recipe", RECIPE.replace("steps = 10", "steps = 11"), stories, ()),
+        ("with another text", RECIPE, shorter, ()),
+        ("with another vocabulary", RECIPE, stories, ("--vocab", copy / "vocabulary")),
+    ):
+        assert refused(*pretrain_command(copy, recipe, text), *given) == (
+            f"{copy} holds a run {what}; give another folder, or remove it"
+        )
     assert weights(copy) == before
+    for content in ("", "[]", '{"recipe": 1}'):
+        (copy / "run.json").write_text(content)
+        line = refused(*pretrain_command(copy, RECIPE, stories))
+        assert line.endswith("; give another folder, or remove it")
 
 
-def test_a_try_that_failed_has_no_claim_on_its_folder(
+def test_a_failed_try_has_no_claim_on_a_folder(
     finished: Path, stories: Path, tmp_path: Path
 ) -> None:
     folder, too_little = tmp_path / "run", tmp_path / "little.txt"
     too_little.write_text("The king sang a song and read a book. " * 9)
-    assert "ask for less or give more text" in refused(
-        *pretrain_command(folder, RECIPE, too_little)
-    )
+    line = refused(*pretrain_command(folder, RECIPE, too_little))
+    assert "ask for less or give more text" in line
     little = RECIPE.replace("size = 120", "size = 32")
     assert "needs at least 2 documents" in refused(*pretrain_command(folder, little, too_little))
     assert weights(done(folder, RECIPE, stories)) == weights(finished)
 
 
-def test_a_damaged_state(copy: Path, finished: Path, stories: Path) -> None:
+def test_a_damaged_state_or_log(copy: Path, finished: Path, stories: Path) -> None:
     file, command = copy / "state.pt", pretrain_command(copy, RECIPE, stories)
     whole, parts = file.read_bytes(), state(copy)
     damages = [whole[:-100], b"", whole[:200] + bytes(200) + whole[400:]]
@@ -460,17 +351,13 @@ def test_a_damaged_state(copy: Path, finished: Path, stories: Path) -> None:
         line = refused(*command)
         assert line.startswith(f"{file} is damaged or of another model (")
         assert line.endswith("); remove it to begin anew")
+    file.write_bytes(whole)
+    log = copy / "log.jsonl"
+    log.write_bytes(b"5\n\xff\n[1]\n{}\n")
+    assert refused(*command).startswith(f"{log} of the finished run is damaged")
     file.unlink()
     assert train(*command).exit_code == 0, "what the line says helps"
     assert weights(copy) == weights(finished)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": 1}'])
-def test_a_damaged_description_of_a_run(copy: Path, stories: Path, content: str) -> None:
-    (copy / "run.json").write_text(content)
-    assert refused(*pretrain_command(copy, RECIPE, stories)).endswith(
-        "; give another folder, or remove it"
-    )
 
 
 def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
@@ -484,28 +371,19 @@ def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
             file.write_bytes(whole[:cut])
             assert refused(*command) == message
         file.write_bytes(whole)
-    (copy / "corpus/train.tokens").unlink()
+    tokens = copy / "corpus/train.tokens"
+    tokens.unlink()
     assert refused(*command) == message
-    for content in ("", "{", "[]"):
+    for content in ("{", "[]"):
         (copy / "corpus/corpus.json").write_text(content)
         assert train(*command).exit_code == 0
-    assert (copy / "corpus/train.tokens").read_bytes() == (
-        finished / "corpus/train.tokens"
-    ).read_bytes()
-
-
-def test_a_damaged_log(copy: Path, stories: Path) -> None:
-    (copy / "log.jsonl").write_bytes(b"5\n\xff\n[1]\n{}\n")
-    assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(
-        f"{copy / 'log.jsonl'} of the finished run is damaged"
-    )
-
-
-# --- questions, pairs, checkpoints
+    assert tokens.read_bytes() == (finished / "corpus/train.tokens").read_bytes()
 
 
 def squad(**changes: object) -> bytes:
-    paragraph = PARAGRAPH | {"qas": [QUESTION | changes]}
+    answers = [{"text": "The king", "answer_start": 0}]
+    question = {"id": "1", "question": "Who sang?", "answers": answers} | changes
+    paragraph = {"context": "The king sang a song.", "qas": [question]}
     return json.dumps({"data": [{"title": "story", "paragraphs": [paragraph]}]}).encode()
 
 
@@ -513,11 +391,8 @@ BAD_QUESTIONS = [
     (None, "{file}: no such file"),
     (b'{"data": []}', "there are no questions in {file}"),
     (b"", "{file} is not in SQuAD's format: JSONDecodeError"),
-    (bytes(range(256)), "{file}, line 1 is not text: it holds a zero byte"),
     (b"\xff", "{file}, line 1 is not UTF-8 text: "),
     (b"[]", "{file} is not in SQuAD's format: TypeError"),
-    (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "{file} is not in SQuAD's format: KeyError"),
-    (squad(question=None), "{file} is not in SQuAD's format: AttributeError"),
     (squad(question="a \ud800"), "{file} is not in SQuAD's format: UnicodeEncodeError"),
     (squad(answers=[{"text": "song"}]), "{file} is not in SQuAD's format: KeyError 'answer_start'"),
     (squad(answers=[{"text": "a", "answer_start": "x"}]), "{file} is not in SQuAD's format: Value"),
@@ -527,10 +402,8 @@ BAD_PAIRS = [
     (b"", "there are no pairs in {file}"),
     (b"a king,a girl,2\nan owl,it,2\n", "all 2 pairs have the score 2: there is nothing to rank"),
     (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl"),
-    (b"an owl,the moon,high\n", "{file}, line 1 is not 'sentence,sentence,score': 'an owl,the"),
     (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
     (b"a" * 200_000 + b",a girl,2.5\n", "{file} cannot be read: field larger than field limit"),
-    (b"\xff,a girl,2.5\n", "{file}, line 1 is not UTF-8 text: "),
 ]
 
 
@@ -551,42 +424,30 @@ def test_bad_questions_and_pairs(
     assert refused(*given).startswith(message.format(file=file))
 
 
-CONTRASTIVE = EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n"
+LENGTH = "contrastive_tokens = "
+CONTRASTIVE = f"{EMBED_RECIPE}contrastive_steps = 2\n{LENGTH}16\n"
+STILL = f"{CONTRASTIVE}dropout = 0.0\n"
+BEYOND = "sentences of 64 tokens exceed the checkpoint's 32 positions"
+BAD_EMBEDDINGS = [
+    (EMBED_RECIPE, None, "there is nothing to learn from: give scored pairs (--pairs), or "),
+    (CONTRASTIVE, None, "the recipe has contrastive_steps, which need text (--corpus); or set"),
+    (STILL, "--corpus", "contrastive_steps compare two dropout"),
+    (CONTRASTIVE, "--corpus", "contrastive_steps learn from sentences of at least 3 tokens"),
+    (EMBED_RECIPE.replace("tokens = 16", "tokens = 64"), "--pairs", BEYOND),
+    (CONTRASTIVE.replace(f"{LENGTH}16", f"{LENGTH}64"), "--corpus", BEYOND),
+]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "given", "message"),
-    [
-        (EMBED_RECIPE, (), "there is nothing to learn from: give scored pairs (--pairs), or "),
-        (CONTRASTIVE, (), "the recipe has contrastive_steps, which need text (--corpus); or set"),
-        (CONTRASTIVE + "dropout = 0.0\n", ("--corpus",), "contrastive_steps compare two dropout"),
-        (CONTRASTIVE, ("--corpus",), "contrastive_steps learn from sentences of at least 3 tokens"),
-        (
-            EMBED_RECIPE.replace("tokens = 16", "tokens = 64"),
-            ("--pairs",),
-            "sentences of 64 tokens exceed the checkpoint's 32 positions",
-        ),
-        (
-            CONTRASTIVE.replace("contrastive_tokens = 16", "contrastive_tokens = 64"),
-            ("--corpus",),
-            "sentences of 64 tokens exceed the checkpoint's 32 positions",
-        ),
-        (
-            CONTRASTIVE.replace("contrastive_tokens = 16", "contrastive_tokens = 7"),
-            ("--corpus",),
-            "recipe.toml: contrastive_tokens: Input should be greater than or equal to 8, got 7",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "given", "message"), BAD_EMBEDDINGS)
 def test_embeddings_that_cannot_be_learnt(
-    finished: Path, tmp_path: Path, recipe: str, given: tuple[str, ...], message: str
+    finished: Path, tmp_path: Path, recipe: str, given: str | None, message: str
 ) -> None:
-    files = {"--pairs": tmp_path / "pairs.csv", "--corpus": tmp_path / "text.txt"}
-    files["--pairs"].write_text("a king,a girl,2.5\nan owl,the moon,1\n")
-    files["--corpus"].write_text("the king\n\nthe moon\n")
+    pairs, text = tmp_path / "pairs.csv", tmp_path / "text.txt"
+    pairs.write_text("a king,a girl,2.5\nan owl,the moon,1\n")
+    text.write_text("the king\n\nthe moon\n")
     (tmp_path / "recipe.toml").write_text(recipe)
-    parts = [part for option in given for part in (option, files[option])]
-    command = ("finetune-embed", finished / "checkpoint", *parts)
+    data = [given, pairs if given == "--pairs" else text] if given else []
+    command = ("finetune-embed", finished / "checkpoint", *data)
     line = refused(*command, *options(tmp_path / "recipe.toml", tmp_path / "run"))
     assert line.startswith(message)
 
@@ -594,22 +455,18 @@ def test_embeddings_that_cannot_be_learnt(
 def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(DISTILL_RECIPE)
-    folder = tmp_path / "folder"
-    folder.mkdir()
     for source, message in {
         tmp_path / "gone": f"no directory {tmp_path / 'gone'}",
-        folder: f"{folder} holds no config.json",
+        tmp_path: f"{tmp_path} holds no config.json",
         stories: f"{stories} is a file; give the directory that holds config.json and the weights",
         "no-such-model": "cannot load no-such-model from the hub (and no directory has that name): ",
     }.items():
-        assert refused(
-            "distill", source, "--corpus", stories, *options(recipe, tmp_path / "run")
-        ).startswith(message)
+        command = ("distill", source, "--corpus", stories, *options(recipe, tmp_path / "run"))
+        assert refused(*command).startswith(message)
         assert refused("evaluate", source, "--corpus", stories).startswith(message)
     store = tmp_path / "store"
-    assert refused("evaluate", "bundle:gone", "--model-store", store).startswith(
-        f"no bundle named 'gone' in {store}"
-    )
+    line = refused("evaluate", "bundle:gone", "--model-store", store)
+    assert line.startswith(f"no bundle named 'gone' in {store}")
 
 
 def test_a_teacher_that_cannot_teach(
@@ -635,30 +492,18 @@ def test_a_teacher_that_cannot_teach(
 
 
 def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
-    assert refused("evaluate", finished / "checkpoint").startswith(
-        "there is nothing to measure: give --corpus, --pairs, "
-    )
-    text = tmp_path / "text.txt"
-    text.write_text("The king sang.\n\nAn owl saw the moon.\n")
-    assert refused("evaluate", finished / "checkpoint", "--corpus", text).startswith(
-        "no held-out document has two sentences"
-    )
-    text.write_text("The king sang.\n")
-    assert refused("evaluate", finished / "checkpoint", "--corpus", text).startswith(
-        "next-sentence prediction needs at least 2"
-    )
+    command, text = ["evaluate", finished / "checkpoint"], tmp_path / "text.txt"
+    assert refused(*command).startswith("there is nothing to measure: give --corpus, --pairs, ")
+    for content, message in (
+        ("The king sang.\n\nAn owl saw the moon.\n", "no held-out document has two sentences"),
+        ("The king sang.\n", "next-sentence prediction needs at least 2"),
+    ):
+        text.write_text(content)
+        assert refused(*command, "--corpus", text).startswith(message)
 
 
-# --- runs that end early
-
-
-def start(command: list[str], limits: dict[int, int] | None = None) -> subprocess.Popen[str]:
+def start(command: list[str], memory: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:
     """The command as a process of its own, on one thread."""
-
-    def set_limits() -> None:
-        for kind, limit in (limits or {}).items():
-            resource.setrlimit(kind, (limit, limit))
-
     # The limits would also break the files of a measurement of coverage.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     return subprocess.Popen(
@@ -666,13 +511,13 @@ def start(command: list[str], limits: dict[int, int] | None = None) -> subproces
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=set_limits,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)),
         env=kept | {"OMP_NUM_THREADS": "1"},
     )
 
 
 def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not reached():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
@@ -681,15 +526,8 @@ def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 
 def steps_logged(folder: Path) -> list[int]:
     file = folder / "log.jsonl"
-    return (
-        [
-            json.loads(line)["step"]
-            for line in file.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
-        if file.exists()
-        else []
-    )
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
 @contextmanager
@@ -703,160 +541,70 @@ def caught_in_the_middle(folder: Path, text: Path) -> Iterator[subprocess.Popen[
         yield process
     finally:
         process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+        process.communicate()
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    undisturbed: Path, stories: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    with caught_in_the_middle(folder, stories) as process:
+def the_end(process: subprocess.Popen[str]) -> str:
+    """The line of a process that ends by itself."""
+    try:
+        _, stderr = process.communicate(timeout=300)
+    finally:
         process.kill()
-        assert process.wait() == -signal.SIGKILL
+    assert process.returncode == 1
+    return the_line(stderr)
+
+
+ENDS = [signal.SIGKILL, signal.SIGTERM]
+FULL_DISKS = [100, 20_000] if hasattr(resource, "prlimit") else []
+"""Bytes that a file may have: too few for the log, or for the next checkpoint."""
+
+
+@pytest.mark.parametrize("end", ENDS + FULL_DISKS, ids=str)
+def test_a_run_that_ends_early_goes_on_as_if_it_had_not(
+    undisturbed: Path, stories: Path, tmp_path: Path, end: int
+) -> None:
+    """Killed, interrupted, or on a full disk: its last checkpoint is whole."""
+    folder = tmp_path / "run"
+    kept = f"the checkpoint in {folder} is kept"
+    with caught_in_the_middle(folder, stories) as process:
+        if end in FULL_DISKS:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (end, end))
+        else:
+            process.send_signal(end)
+        if end == signal.SIGKILL:
+            assert process.wait() == -signal.SIGKILL
+        else:
+            line = the_end(process)
     step = state(folder)["step"]
-    assert step in (100, 200)
-    (folder / "state.pt.new").write_bytes(b"of a kill while it was written")
+    assert not (folder / "state.pt.new").exists() or end == signal.SIGKILL
+    if end == signal.SIGTERM:
+        assert line == f"interrupted; {kept}, the same command goes on from there"
+        assert 120 <= step == steps_logged(folder)[-1] < 300
+    else:
+        assert step in (100, 200)
+    if end == signal.SIGKILL:
+        (folder / "state.pt.new").write_bytes(b"of a kill while it was written")
+    elif end in FULL_DISKS:
+        full = re.escape(f"cannot be written: File too large; {kept}")
+        assert re.fullmatch(rf"(the run|the checkpoint of step \d+) {full}", line)
     result = train(*pretrain_command(folder, LONG, stories))
     assert result.exit_code == 0, result.output
     assert f"going on after step {step} of 300" in result.stderr
     assert weights(folder) == weights(undisturbed)
-    assert steps_logged(folder) == steps_logged(undisturbed), "no line twice, none missing"
+    logged = [each for each in steps_logged(folder) if each != step]
+    assert logged == [each for each in steps_logged(undisturbed) if each != step]
 
 
-def test_a_second_run_in_a_folder_names_the_first(
-    finished: Path, stories: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_names_the_first(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = pretrain_command(folder, RECIPE, stories)
-    holder = f"""
-import sys
-from pathlib import Path
-from cloze.export.train.run_dir import locked
-with locked(Path({str(folder)!r})):
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "locked\n"
+    with locked(folder):
         assert refused(*command) == (
-            f"process {first.pid} on {socket.gethostname()} runs in {folder}; "
+            f"process {os.getpid()} on {socket.gethostname()} runs in {folder}; "
             "end it first, or give another folder"
         )
         assert {file.name for file in folder.iterdir()} == {"lock", "owner"}
-        first.kill()  # the lock of a dead process is taken over
-        first.wait()
-    assert train(*command).exit_code == 0
-    assert weights(folder) == weights(finished)
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_saves_its_last_step_and_goes_on(
-    undisturbed: Path, stories: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    folder = tmp_path / "run"
-    with caught_in_the_middle(folder, stories) as process:
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert (
-        the_line(stderr)
-        == f"interrupted; the checkpoint in {folder} is kept, the same command goes on from there"
-    )
-    assert 120 <= state(folder)["step"] == steps_logged(folder)[-1] < 300
-    assert done(folder, LONG, stories)
-    assert weights(folder) == weights(undisturbed)
-
-
-def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path) -> None:
-    """While the text is read: at once, and nothing half done is taken for done."""
-    long_text = tmp_path / "long.txt"
-    long_text.write_text(stories.read_text() * 100)
-    folder = tmp_path / "run"
-    process = start(pretrain_command(folder, RECIPE, long_text))
-    assert process.stderr is not None
-    assert process.stderr.readline() == "learning a vocabulary of 120 tokens\n"
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert (
-        the_line(stderr)
-        == "interrupted; what is saved is kept, the same command goes on from there"
-    )
-    assert not (folder / "vocabulary/tokenizer.json").exists()
-    assert not (folder / "corpus/corpus.json").exists()
-
-
-@contextmanager
-def full_disk(free: int) -> Iterator[None]:
-    """No file of this process can grow beyond so many bytes: to whoever writes, a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("free", [0, 2_000, 8_000, 50_000])
-def test_a_disk_that_is_full_from_the_start(
-    finished: Path, stories: Path, tmp_path: Path, free: int
-) -> None:
-    """It ends the run at its description, its vocabulary, its tokens or its checkpoint; with room
-    again, the run is as any other.
-    """
-    folder = tmp_path / "run"
-    command = pretrain_command(folder, RECIPE, stories)
-    with full_disk(free):
-        assert "File too large" in refused(*command)
-    assert not (folder / "state.pt").exists()
-    assert not list(folder.glob("state.pt*"))
-    assert train(*command).exit_code == 0
-    assert weights(folder) == weights(finished)
-
-
-@pytest.mark.parametrize("free", [0, 20_000, 62_000])
-def test_a_disk_that_is_full_at_the_end(
-    copy: Path, finished: Path, stories: Path, free: int
-) -> None:
-    """Log, curves or weights cannot be written; those of before stay."""
-    command = pretrain_command(copy, RECIPE, stories)
-    with full_disk(free):
-        assert "File too large" in refused(*command)
-    assert (copy / "state.pt").read_bytes() == (finished / "state.pt").read_bytes()
-    assert weights(copy) == weights(finished)
-    assert train(*command).exit_code == 0
-    assert weights(copy) == weights(finished)
-
-
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a running process")
-@pytest.mark.parametrize("free", [100, 20_000])
-def test_a_disk_that_fills_during_a_run(
-    undisturbed: Path, stories: Path, tmp_path: Path, free: int
-) -> None:
-    """It cannot write its log, or its next checkpoint: the last one is whole, and from there the
-    run comes to the same end.
-    """
-    folder = tmp_path / "run"
-    with caught_in_the_middle(folder, stories) as process:
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (free, free))
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert re.match(
-        r"(the run|the checkpoint of step \d+) cannot be written: File too large; the checkpoint in .*run is kept$",
-        the_line(stderr),
-    )
-    assert state(folder)["step"] in (100, 200)
-    assert not (folder / "state.pt.new").exists()
-    assert done(folder, LONG, stories)
-    assert weights(folder) == weights(undisturbed)
+    assert weights(done(folder, RECIPE, stories)) == weights(finished)
 
 
 def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> None:
@@ -864,7 +612,7 @@ def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> Non
     folder = tmp_path / "run"
     with caught_in_the_middle(folder, stories) as process:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     kept = state(folder)
     for name, tensor in kept["module"].items():
         if "word" in name:

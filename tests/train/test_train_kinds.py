@@ -1,89 +1,33 @@
 """Training with tokenizers that are not WordPiece: byte-level BPE and Unigram.
 
-The oracles are the tokenizers library for ids and characters, and transformers for the numbers of
-the checkpoint that a run leaves.
+The oracle is the tokenizers library.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer, normalizers
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForQuestionAnswering,
-)
 
 from cloze.export.measure.corpus import prepare_corpus
-from cloze.export.measure.examples import SentenceObjective
 from cloze.export.measure.masking import Unit, continuations, make_masking
 from cloze.export.measure.squad import Question
 from cloze.export.measure.windows import make_windows
 from tests.support.tokenizer_kinds import byte_level, unigram
 from tests.support.training import quietly
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 66,
-}
 TEXT = "The captain found a coin by the cold river."
 
 
 class Kind(NamedTuple):
-    """A kind of tokenizer, and a model of transformers that has it.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        config: sizes of the model.
-        model: the model for pre-training.
-        questions: the model for question answering.
-        sentence: the sentence objective that the model has a head for.
-        mark: the mark of tokens with a space before them.
-    """
+    """A kind of tokenizer, with the mark of tokens that have a space before them."""
 
     tokenizer: Tokenizer
-    config: Any
-    model: Any
-    questions: Any
-    sentence: SentenceObjective
     mark: str
 
 
-KINDS = {
-    "byte-level": Kind(
-        byte_level(),
-        RobertaConfig(
-            **SIZES,
-            vocab_size=byte_level().get_vocab_size(),
-            type_vocab_size=1,
-            layer_norm_eps=1e-5,
-        ),
-        RobertaForMaskedLM,
-        RobertaForQuestionAnswering,
-        SentenceObjective.NONE,
-        "Ġ",
-    ),
-    "unigram": Kind(
-        unigram(),
-        BertConfig(**SIZES, vocab_size=unigram().get_vocab_size()),
-        BertForPreTraining,
-        BertForQuestionAnswering,
-        SentenceObjective.NSP,
-        "▁",
-    ),
-}
+KINDS = {"byte-level": Kind(byte_level(), "Ġ"), "unigram": Kind(unigram(), "▁")}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -132,9 +76,7 @@ def test_sentences_have_the_tokens_of_their_text(kind: Kind, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("splits_first", [True, False])
 @pytest.mark.parametrize("answer", ["bank", "ﬁnance", "Zürich", "für"])
-def test_answers_are_characters_of_the_original_text(
-    kind: Kind, answer: str, splits_first: bool
-) -> None:
+def test_answers_are_characters_of_the_text(kind: Kind, answer: str, splits_first: bool) -> None:
     """The normaliser changes lengths: it decomposes, and removes what it decomposed."""
     tokenizer = Tokenizer.from_str(kind.tokenizer.to_str())
     if kind.mark == "▁":
@@ -142,13 +84,7 @@ def test_answers_are_characters_of_the_original_text(
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()])
     context = "In  Zu\u0308rich, the bank für ﬁnance is Zürich's."
     question = Question("1", "", "Which?", context, ((context.index(answer), answer),))
-    windows = make_windows(
-        [question],
-        tokenizer,
-        tokens=64,
-        stride=8,
-        question_tokens=8,
-    )
+    windows = make_windows([question], tokenizer, tokens=64, stride=8, question_tokens=8)
     placed = [window for window in windows if window.start]
     assert placed
     for window in placed:
@@ -163,13 +99,7 @@ def test_answers_are_characters_of_the_original_text(
 def test_windows_have_the_pairs_of_the_tokenizer(kind: Kind) -> None:
     """A window that holds the whole paragraph is the pair that the post-processor makes."""
     question = Question("1", "", "Which bank?", TEXT, ())
-    [window] = make_windows(
-        [question],
-        kind.tokenizer,
-        tokens=64,
-        stride=8,
-        question_tokens=20,
-    )
+    [window] = make_windows([question], kind.tokenizer, tokens=64, stride=8, question_tokens=20)
     expected = kind.tokenizer.encode("Which bank?", TEXT)
     assert window.input_ids.tolist() == expected.ids
     assert window.token_type_ids.tolist() == expected.type_ids

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cloze.export.errors import DataError
 from cloze.export.measure.labelled import LabelledText, TaggedSentence
 from cloze.export.measure.labels import EncodedRow
-from cloze.export.train.label_tasks import LabelRows, TagRows, _balanced, read_rows, tag_targets
+from cloze.export.train.label_tasks import LabelRows, TagRows, read_rows, tag_targets
 from cloze.export.train.recipe import LabelSettings, TagSettings
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
@@ -41,13 +41,6 @@ def test_held_out_rows_are_of_the_kind_that_is_learnt(tmp_path: Path) -> None:
         read_rows([learnt], [held_out], LabelSettings(), TOKENIZER, print)
 
 
-def test_balanced_weights_are_1_per_row_on_average() -> None:
-    counts = np.array([6, 3, 0, 1])
-    weights = _balanced(counts)
-    assert weights[:3].tolist() == pytest.approx([10 / 18, 10 / 9, 10 / 3])
-    assert (counts * weights).sum() / counts.sum() == pytest.approx(1)
-
-
 def test_targets_of_one_label_are_its_number() -> None:
     labels = [("x",), ("z",), ("x",), ("x",)]
     rows = rows_of("single_label_classification", labels)
@@ -55,6 +48,10 @@ def test_targets_of_one_label_are_its_number() -> None:
     assert rows.weights.tolist() == pytest.approx([4 / 6, 2, 2])
     given = rows_of("single_label_classification", labels, {"z": 3.0})
     assert given.weights.tolist() == [1, 1, 3]
+    logits, targets = torch.zeros(4, 3), torch.tensor(np.array(rows.targets))
+    logits[1, 2] = 2.0
+    loss, _ = rows.loss(logits, targets)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets[:, 0], rows.weights))
 
 
 def test_a_label_among_several_weighs_as_the_rows_without_it_by_those_with_it() -> None:
@@ -66,21 +63,14 @@ def test_a_label_among_several_weighs_as_the_rows_without_it_by_those_with_it() 
     assert np.array_equal(numbers.targets, [[2.5]] * 4)
 
 
-@pytest.mark.parametrize(
-    ("all_tokens", "expected"),
-    [
-        (False, [-100, 0, 1, -100, 2, -100, -100]),
-        (True, [-100, 0, 1, 2, 2, 2, -100]),
-    ],
-)
-def test_further_tokens_of_a_word_continue_its_entity(
-    all_tokens: bool, expected: list[int]
-) -> None:
+def test_further_tokens_of_a_word_continue_its_entity() -> None:
     words = np.array([-1, 0, 1, 1, 2, 2, -1])
     row = EncodedRow(np.zeros(7, np.int64), np.zeros(7, np.int64), words)
     sentence = TaggedSentence(("a", "b", "c"), ("O", "B-X", "I-X"), "at")
     number = {"O": 0, "B-X": 1, "I-X": 2}
-    assert tag_targets(row, sentence, number, all_tokens).tolist() == expected
+    first, every = (tag_targets(row, sentence, number, each).tolist() for each in (False, True))
+    assert first == [-100, 0, 1, -100, 2, -100, -100]
+    assert every == [-100, 0, 1, 2, 2, 2, -100]
 
 
 def test_the_loss_of_tags_is_the_weighted_mean_of_labelled_tokens() -> None:

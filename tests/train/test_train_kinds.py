@@ -23,8 +23,7 @@ from transformers import (
 from cloze.export.measure.corpus import prepare_corpus
 from cloze.export.measure.examples import SentenceObjective
 from cloze.export.measure.masking import Unit, continuations, make_masking
-from cloze.export.measure.squad import Question
-from cloze.export.measure.windows import make_windows
+from cloze.export.measure.squad import Question, make_windows
 from tests.support.tokenizer_kinds import byte_level, unigram
 from tests.support.training import quietly
 

@@ -212,7 +212,7 @@ def finetune_tasks(
     Example:
       cloze train finetune-tasks tasks.toml --from my-run/checkpoint --data data --out tasks-run
     """
-    from cloze.export.train.joint import finetune_tasks as run
+    from cloze.export.train.finetune import finetune_tasks as run
 
     return run(source, data, recipe, options)
 

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.measure.documents import Document
 from cloze.export.measure.metrics import squad_answers
-from cloze.export.measure.squad import Question, read_questions
-from cloze.export.measure.windows import (
+from cloze.export.measure.squad import (
+    Question,
     Window,
     answers_of,
     best_guesses,
     best_span,
     make_windows,
+    read_questions,
 )
 from cloze.export.train.vocabulary import train_tokenizer
 from tests.oracles.squad_v4 import GOLDEN, as_squad

@@ -30,7 +30,7 @@ from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.metrics import calibrate
 from cloze.export.publish import export
-from cloze.export.train.joint import draw_tasks
+from cloze.export.train.finetune import draw_tasks
 from cloze.export.train.progress import read_log
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, normalizers
 
 from cloze.export.measure.corpus import prepare_corpus
 from cloze.export.measure.masking import Unit, continuations, make_masking
-from cloze.export.measure.squad import Question
-from cloze.export.measure.windows import make_windows
+from cloze.export.measure.squad import Question, make_windows
 from tests.support.tokenizer_kinds import byte_level, unigram
 from tests.support.training import quietly
 

@@ -111,7 +111,6 @@ class TorchScorer:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        """Return the results of encodings of one length, in order."""
         self._model.eval()
         states = hidden_states(self._model, batch, self._device)
         packed = self._codec.pack(batch)
@@ -186,14 +185,11 @@ class GraphWriter:
     def write(
         self, precision: Precision = Precision.FP32, adapted: Collection[nn.Linear] | None = None
     ) -> Graph:
-        """Write a graph of a precision, and its weights that are not stored yet.
+        """Write a graph of a precision, and its weights that are not stored yet; describe it.
 
         Args:
             adapted: the layers that adapters may change, in the order of the graph's inputs; None:
                 the graph takes no adapters.
-
-        Returns:
-            The manifest's description of the graph.
 
         Raises:
             ExportError: the model's attention heads have no fast kernel in fp16.

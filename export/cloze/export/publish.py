@@ -213,9 +213,7 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
 def _write_graphs(
     job: _Job, folder: Path, report: Report
 ) -> tuple[dict[Precision, Graph], AdapterSupport | None]:
-    """Write each graph; write the tokenizer and the model card to the same folder.
-
-    Graphs that take adapters are compared with torch at once.
+    """Write each graph, the tokenizer and the model card to a folder.
 
     Returns:
         The graphs without adapters, and the manifest's section about those that take adapters.
@@ -255,11 +253,7 @@ def _write_adapted(
 
 
 def _verify(job: _Job, folder: Path, graph: Graph) -> dict[str, Any]:
-    """Compare a graph with torch, and a rounded graph also with the original checkpoint.
-
-    Returns:
-        The fields that a manifest has of the graph.
-    """
+    """Compare a graph with torch, a rounded one also with the checkpoint; return its fields."""
     options = job.options
     session = open_session(folder / graph.file, graph.layout, cuda=options.cuda)
     subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)

@@ -63,7 +63,6 @@ class Embeddings(nn.Module):
         return {name: table for name, table in tables.items() if table is not None}
 
     def products(self) -> dict[str, ProductGroup]:
-        """Return the matrix products, by the name of each group's first layer."""
         if self.projection is None:
             return {}
         return {"projection": ProductGroup((self.projection,), InputKind.NORM)}
@@ -173,11 +172,7 @@ class Encoder(nn.Module):
         }
 
     def write(self, trunk: TrunkGraph) -> list[str]:
-        """Write the trunk's inputs, embeddings and layers.
-
-        Returns:
-            The names of the embeddings and of each layer's output, in the layout's shape.
-        """
+        """Write the trunk; return the names of the embeddings and of each layer's output."""
         states = [self.embeddings.write(trunk)]
         bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
         for name, layer in self.named_layers():

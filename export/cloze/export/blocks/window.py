@@ -20,12 +20,10 @@ from cloze.model_store import tensors
 _ONE_BLOCK = 4
 """Sequences up to this many distances are one block.
 
-Milliseconds of processor time of the attention of one layer, as one block and in blocks: 384
-numbers, 6 heads, distance 64, one thread of a Sapphire Rapids that was busy otherwise, medians of
-25 turns. 0.49 and 0.80 for 128 tokens, 1.11 and 1.28 for 192, 1.96 and 1.90 for 256, 3.97 and 2.55
-for 384, 7.8 and 4.0 for 512.
+Milliseconds of the attention of one layer, as one block and in blocks (384 numbers, 6 heads,
+distance 64, one thread): 1.11 and 1.28 for 192 tokens, 1.96 and 1.90 for 256, 3.97 and 2.55 for
+384.
 """
-
 
 _LEAST = 50.0
 """The least score of a key is that of the row's best key minus this number.

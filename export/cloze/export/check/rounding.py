@@ -38,11 +38,7 @@ _ALPHA = 0.75
 def input_scales(
     model: Model, tokenizer: CheckpointTokenizer, seed: int = 0
 ) -> dict[str, InputScale]:
-    """Return the scales of the inputs that have one step for all tokens.
-
-    Returns:
-        Scales by the name of the first weight that the input meets in the graph.
-    """
+    """Return the scales of the inputs that have one step for all tokens, by `LinearInput.name`."""
     groups = {
         name: group
         for name, group in model.encoder.products().items()
@@ -128,11 +124,7 @@ def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
 
 @torch.no_grad()
 def round_to_int8(encoder: Encoder, scales: Mapping[str, InputScale]) -> set[Tensor]:
-    """Round an encoder's matrices and word embeddings in place to the values of their integers.
-
-    Returns:
-        The rounded matrices.
-    """
+    """Round an encoder's matrices and words in place as int8 stores them; return the matrices."""
     rounded: set[Tensor] = set()
     for name, group in encoder.products().items():
         factors = scales[name].factors if name in scales else None

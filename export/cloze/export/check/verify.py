@@ -162,11 +162,7 @@ def grid(longest: int, window: int | None) -> list[tuple[int, int]]:
 def _compare(
     session: Session, subject: GraphUnderTest, case: _Case, cell: str, worst: dict[str, float]
 ) -> float:
-    """Run a case and update the largest error of each output; raise if an error is too large.
-
-    Returns:
-        The tolerance of the case: that of the precision, unless rounding needs more.
-    """
+    """Run a case, update the largest error of each output, and return the tolerance of the case."""
     outputs = dict(zip(case.expected, session.run(list(case.expected), case.feeds), strict=True))
     tolerance = TOLERANCES[subject.graph.precision]
     errors = output_errors(outputs, case.expected, tolerance)
@@ -260,10 +256,7 @@ def _random_encoding(
 def pass_gate(
     checkpoint: Scorer, graph: Scorer, title: str, heads: Sequence[Head], texts: GateTexts
 ) -> Gate:
-    """Compare a checkpoint with a graph of it.
-
-    Returns:
-        The figures and their limits.
+    """Compare a checkpoint with a graph of it; return the figures and their limits.
 
     Raises:
         ExportError: a figure is below its limit, or is NaN.

@@ -45,7 +45,7 @@ class Rule(Protocol):
     """
 
     @property
-    def theirs(self) -> str: ...  # noqa: D102
+    def theirs(self) -> str: ...
 
     def read(self, name: str) -> list[Target]:
         """Return what a tensor of a checkpoint becomes; nothing if the rule is not about it."""
@@ -59,7 +59,6 @@ class Rename:
     ours: str
 
     def read(self, name: str) -> list[Target]:
-        """See `Rule`."""
         new = _translate(name, self.theirs, self.ours)
         return [Target(new)] if new else []
 
@@ -77,7 +76,6 @@ class Slice:
     first: int
 
     def read(self, name: str) -> list[Target]:
-        """See `Rule`."""
         return [Target(self.ours, lambda rows: rows[self.first :])] if name == self.theirs else []
 
 
@@ -95,7 +93,6 @@ class Split:
     ours: tuple[str, ...]
 
     def read(self, name: str) -> list[Target]:
-        """See `Rule`."""
         parts = enumerate(_translate(name, self.theirs, ours) for ours in self.ours)
         return [Target(ours, partial(self._part, number)) for number, ours in parts if ours]
 
@@ -114,7 +111,6 @@ class Fold:
     into: Rule
 
     def read(self, name: str) -> list[Target]:
-        """See `Rule`."""
         if name == self.theirs:
             return [Target(self.ours, lambda rows: rows[:1], is_added=True)]
         return self.into.read(name)

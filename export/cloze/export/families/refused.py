@@ -11,14 +11,7 @@ from typing import Final, NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why checkpoints of some architectures are not exported.
-
-    Attributes:
-        model_types: their values in ``config.json``.
-        computes: what they compute that no block does.
-        task: whether they have a task of this project.
-        instead: what to use instead.
-    """
+    """Why some architectures are not exported: ``computes`` says what no block computes."""
 
     model_types: Sequence[str]
     computes: str

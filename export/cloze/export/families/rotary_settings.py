@@ -60,7 +60,7 @@ def read_rotary(config: Mapping[str, Any], base: float | None = None) -> tuple[f
         return theta, 1.0
     if kind == "ntk":
         return theta, factor
-    if kind == "linear":  # all frequencies divided by one number, as `write_rotary` writes them
+    if kind == "linear":  # all frequencies divided by one number
         head_size = config["hidden_size"] // config["num_attention_heads"]
         scaled = round(factor ** (head_size / 2), 6)
         return round(theta / scaled, 6), scaled

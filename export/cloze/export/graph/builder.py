@@ -183,11 +183,7 @@ class GraphBuilder:
 
 
 class _WeightsWriter:
-    """Writes larger weights to a file, and refers to the weights that are stored elsewhere.
-
-    Args:
-        file: the file to write; created for the first weight.
-    """
+    """Writes larger weights to a file, and refers to the weights that are stored elsewhere."""
 
     def __init__(self, file: Path, shared: Mapping[str, StoredWeight], files: ExitStack) -> None:
         self._file, self._shared, self._files = file, shared, files

@@ -123,12 +123,7 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
 
 
 def _pooled(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
-    """Write one vector per sequence, [E, S, H] -> [E, H].
-
-    Args:
-        sequences: real tokens, [E, S, H].
-        first: the first position to pool, [E]; "": 0.
-    """
+    """Write one vector per sequence, [E, S, H] -> [E, H], of the positions from ``first`` on."""
     axis = g.weight("axis_1", np.array([1], np.int64))
     match pooling:
         case Pooling.LAST:
@@ -313,10 +308,7 @@ def _sample_layers(rng: np.random.Generator, sizes: SampleSizes) -> LayerEmbeddi
 
 
 def _measure_layers(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the mean cosine of both models' vectors, of the layer that agrees least.
-
-    The embeddings count as a layer.
-    """
+    """Return the mean cosine of both models' vectors, of the state that agrees least."""
     name = layer_embedding.HEAD.name
     states = range(checkpoint.layers + 1)
     request = LayerEmbeddingRequest([{layer: 1.0} for layer in states], Pooling.MEAN)

@@ -241,11 +241,7 @@ def figure(
     rows: Callable[[GateTexts], Sequence[Row]] = GateTexts.sentences,
     request: HeadRequest = _REQUEST,
 ) -> Callable[[Scorer, Scorer, GateTexts], dict[str, float]]:
-    """Return the measurement of one figure: what two models compute of the gate's texts, compared.
-
-    Args:
-        name: the figure's name.
-    """
+    """Return a measurement of one figure, which compares what two models compute of texts."""
 
     def measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
         return {name: compare(compared((checkpoint, graph), head.name, rows(texts), request))}

@@ -167,10 +167,7 @@ MASKED_LM: Final = ExportHead(
 
 
 def _write_sparse(head: MaskedLMHead, graph: HeadGraph) -> None:
-    """Write the maximum of the logits over each sequence, then its weights and the largest ones.
-
-    The weight grows with the logit, so the maximum may come first.
-    """
+    """Write the largest weights of each sequence. A weight grows with its logit."""
     g, vocabulary = graph.g, head.decoder.out_features
     sequences = graph.input(sparse_embedding.SPARSE_ROWS)  # [U, W]
     flat = g.op("Reshape", [sequences, g.weight("shape_flat", np.array([-1], np.int64))])

@@ -19,25 +19,7 @@ from cloze.export.families.refused import reason
 from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, wrong_setting
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.adapter_folder import (
-    add_products,
-    check_base,
-    head_settings,
-    locate_base,
-    read_adapter_files,
-    with_heads,
-)
-from cloze.export.load.parts import (
-    BGE_FILE,
-    LEXICAL_FILE,
-    STANFORD_CLASS,
-    STANFORD_FILE,
-    HeadFiles,
-    read_bge,
-    read_lexical,
-    read_pylate,
-    read_stanford,
-)
+from cloze.export.load import adapter_folder, parts
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.load.source import (
     CheckpointFiles,
@@ -104,8 +86,9 @@ def load_checkpoint(
         ExportError: the checkpoint cannot be loaded completely.
     """
     files = locate(source, revision)
-    adapter = read_adapter_files(files.folder) if (files.folder / CONFIG_FILE).is_file() else None
-    base = files if adapter is None else locate_base(adapter)
+    is_adapter = (files.folder / CONFIG_FILE).is_file()
+    adapter = adapter_folder.read_adapter_files(files.folder) if is_adapter else None
+    base = files if adapter is None else adapter_folder.locate_base(adapter)
     folder = SentenceTransformersFolder.read(base.folder)
     own = folder if adapter is None else SentenceTransformersFolder.read(files.folder)
     family, config, settings, defaults = _read_config(folder.encoder, folder.of_encoder.of_config)
@@ -113,23 +96,23 @@ def load_checkpoint(
         each.check_truncation(config.hidden_size)
     weights = weight_files(folder.encoder)
     tokenizer = _with_types_of(config, settings, _load_tokenizer(folder, config))
-    tensors, parts = read_tensors(weights), dict[str, Any]()
+    tensors, outside = read_tensors(weights), dict[str, Any]()
     recipe = pooling = own.recipe or folder.recipe
     if adapter is not None and adapter.tensors:  # its heads instead of those of its base
-        settings, pooling = head_settings(adapter, settings), own.recipe
-        tensors = with_heads(tensors, adapter, family, config)
+        settings, pooling = adapter_folder.head_settings(adapter, settings), own.recipe
+        tensors = adapter_folder.with_heads(tensors, adapter, family, config)
     else:
         settings = folder.with_activation(settings)
-        of_heads = HeadFiles(folder, settings, tensors, tokenizer, config)
-        parts = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
+        of_heads = parts.HeadFiles(folder, settings, tensors, tokenizer, config)
+        outside = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
     model, notes = load_model(tensors, family, config, settings, tasks)
-    for name, part in parts.items():
+    for name, part in outside.items():
         setattr(model, name, part)
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
     if adapter is not None:
-        check_base(adapter, encoder_sha256(model))
-        add_products(model, adapter)
+        adapter_folder.check_base(adapter, encoder_sha256(model))
+        adapter_folder.add_products(model, adapter)
         weights.append(files.folder / TENSORS_FILE)
     notes += [*defaults, *tokenizer.notes, *_spare_rows(tokenizer, config)]
     heads = _heads_of(model)
@@ -153,17 +136,18 @@ def load_checkpoint(
 
 def _part_readers(
     folder: SentenceTransformersFolder, settings: Mapping[str, Any]
-) -> dict[str, Callable[[HeadFiles], Any]]:
+) -> dict[str, Callable[[parts.HeadFiles], Any]]:
     """Return readers of the heads whose weights lie outside the family's tensors, by name."""
-    readers: dict[str, Callable[[HeadFiles], Any]] = {}
+    readers: dict[str, Callable[[parts.HeadFiles], Any]] = {}
+    is_stanford = parts.STANFORD_CLASS in named_classes(settings)
     if folder.projections_of_tokens:
-        readers[multi_vector.HEAD.name] = read_pylate
-    elif (folder.path / STANFORD_FILE).is_file() or STANFORD_CLASS in named_classes(settings):
-        readers[multi_vector.HEAD.name] = read_stanford
-    elif (folder.path / BGE_FILE).is_file():
-        readers[multi_vector.HEAD.name] = read_bge
-    if (folder.path / LEXICAL_FILE).is_file():
-        readers[lexical.HEAD.name] = read_lexical
+        readers[multi_vector.HEAD.name] = parts.read_pylate
+    elif is_stanford or (folder.path / parts.STANFORD_FILE).is_file():
+        readers[multi_vector.HEAD.name] = parts.read_stanford
+    elif (folder.path / parts.BGE_FILE).is_file():
+        readers[multi_vector.HEAD.name] = parts.read_bge
+    if (folder.path / parts.LEXICAL_FILE).is_file():
+        readers[lexical.HEAD.name] = parts.read_lexical
     return readers
 
 

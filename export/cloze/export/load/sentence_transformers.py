@@ -364,10 +364,7 @@ def read_projection(module: Module, *, of_tokens: bool = False) -> Projection:
 
 
 def _dense_activation(settings: Mapping[str, Any]) -> str:
-    """Return the name of the activation's class, as sentence-transformers reads it.
-
-    Without one it is Tanh, and so is a class outside of torch, which is never loaded.
-    """
+    """Return the name of the activation's class; Tanh without one, and if it is not torch's."""
     path = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = path.rsplit(".", 1)[-1] if path.startswith("torch.") else "Tanh"
     if name not in DENSE_ACTIVATIONS:

@@ -196,11 +196,7 @@ def _download(repository: str, revision: str | None) -> CheckpointFiles:
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Return the files to download.
-
-    Of the weights in each folder, choose safetensors files, or else PyTorch's files, or else
-    those of an adapter.
-    """
+    """Return the files to download; of the weights in each folder, those of the first format."""
     chosen = []
     for folder in {str(Path(name).parent) for name in names if name.count("/") <= 1}:
         files = [name for name in names if str(Path(name).parent) == folder]

@@ -291,11 +291,7 @@ def _usual_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _apply_settings(tokenizer: Tokenizer, files: TokenizerFolder) -> list[str]:
-    """Apply the settings that overrule ``tokenizer.json``, like transformers.
-
-    Returns:
-        Notes on the changed settings, and on those without effect.
-    """
+    """Apply the settings that overrule ``tokenizer.json``, like transformers; return notes."""
     notes = []
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
@@ -354,9 +350,6 @@ def _add_tokens(
 
     Args:
         is_saved: whether the ids of tokens of the vocabulary are those of ``tokenizer.json``.
-
-    Returns:
-        A note on tokens that are left out, because the embeddings have no rows for them.
     """
     settings = files.settings
     tokens = {one.content: one for one in tokenizer.get_added_tokens_decoder().values()}
@@ -380,7 +373,7 @@ def _add_tokens(
         if (one := _added_token(entry, special=is_special)) and str(number).isdigit():
             ids[one.content], tokens[one.content] = int(number), one
     rows = files.rows
-    left_out = []
+    left_out = []  # the embeddings have no rows for them
     for content, number in sorted(
         ids.items(), key=lambda item: math.inf if item[1] is None else item[1]
     ):
@@ -430,9 +423,7 @@ def _token_of(entry: object) -> AddedToken | None:
 def _added_token(entry: object, *, special: bool) -> AddedToken | None:
     """Return a token that a checkpoint lists with its flags; None: the entry names no token.
 
-    Args:
-        entry: the token under ``content``, and its flags.
-        special: whether the token is special even if its flags do not say so.
+    ``special`` says whether the token is special even if its flags do not say so.
     """
     if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
         return None

@@ -131,11 +131,7 @@ def required_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _from_vocabulary(file: Path, files: TokenizerFolder) -> tuple[Tokenizer, list[str]]:
-    """Build the tokenizer of a ``vocab.txt``.
-
-    Returns:
-        The tokenizer, and a note if its case was guessed.
-    """
+    """Return the tokenizer of a ``vocab.txt``, and a note if its case was guessed."""
     kind, settings = wordpiece_kind(files), files.settings
     names = SPECIAL_TOKENS | dict(kind.tokens) | files.given
     vocabulary = _read_vocabulary(file, [names[key] for key in ("unk_token", *_AROUND)])
@@ -211,10 +207,7 @@ def _read_vocabulary(file: Path, needed: list[str]) -> dict[str, int]:
 
 
 def _from_merges(files: TokenizerFolder) -> Tokenizer:
-    """Build the byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``.
-
-    Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
-    """
+    """Return RoBERTa's byte-level BPE tokenizer (Radford et al. 2019, section 2.2)."""
     _check_byte_level_class(files)
     try:
         paths = [str(files.folder / name) for name in _MERGES_FILES]
@@ -242,10 +235,7 @@ def _from_merges(files: TokenizerFolder) -> Tokenizer:
 
 
 def _check_byte_level_class(files: TokenizerFolder) -> None:
-    """Refuse a ``vocab.json`` of another class of tokenizers than those of byte-level BPE.
-
-    ``tokenizer_config.json`` names the class, else ``config.json`` does, else its ``model_type``.
-    """
+    """Refuse a ``vocab.json`` of another class of tokenizers than those of byte-level BPE."""
     name, family = files.kind, files.family
     if name is None:
         if family is not None and family.byte_level_class is None:
@@ -276,11 +266,7 @@ def _is_cased(token: str) -> bool:
 
 
 def _from_sentencepiece(file: Path, files: TokenizerFolder) -> tuple[Tokenizer, list[str]]:
-    """Convert a SentencePiece model.
-
-    Returns:
-        The tokenizer, and a note for the user.
-    """
+    """Return the tokenizer of a SentencePiece model, and a note for the user."""
     kind = files.kind or (files.family and files.family.sentencepiece_class)
     if not isinstance(kind, str):
         raise ExportError(

@@ -121,11 +121,7 @@ def read_head_options(
 
 
 def named_classes(settings: Mapping[str, Any]) -> list[str]:
-    """Return the classes that a ``config.json`` names.
-
-    Raises:
-        ExportError: they are no list of names.
-    """
+    """Return the classes that a ``config.json`` names; raise if they are no list of names."""
     names = settings.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ExportError(
@@ -135,11 +131,7 @@ def named_classes(settings: Mapping[str, Any]) -> list[str]:
 
 
 def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of heads under `HEAD_SECTIONS`.
-
-    Raises:
-        ExportError: they are no object.
-    """
+    """Return the settings of heads under `HEAD_SECTIONS`; raise if they are no object."""
     sections = settings.get(HEAD_SECTIONS, {})
     if not isinstance(sections, dict):
         raise ExportError(f"config.json: {HEAD_SECTIONS} must be an object, got {sections!r:.80}")
@@ -235,9 +227,7 @@ def _why_absent(
 ) -> str | None:
     """Return why a checkpoint lacks a head; None: it has the head.
 
-    Args:
-        model: a model with the head if the checkpoint has any of its tensors.
-        unknown: the names of the tensors that our modules lack.
+    The model has the head if the checkpoint has any of its tensors.
     """
     name = head.head.name
     spec = family.heads.get(name, HeadSpec({}))
@@ -269,11 +259,7 @@ def _why_absent(
 def _undeclared(
     renamed: RenamedTensors, heads: list[str], family: Family, settings: Mapping[str, Any]
 ) -> list[str]:
-    """Return notes on the heads that tensors may belong to, but whose class is not named.
-
-    For example, ``classifier.weight`` is ignored unless ``config.json`` names the architecture of
-    a head with that tensor.
-    """
+    """Return notes on the heads that tensors may belong to, but whose class is not named."""
     undeclared = {
         head.head.name: head
         for head in EXPORT_HEADS.values()

@@ -137,11 +137,7 @@ def read_stereotypes(file: Path) -> list[SentencePair]:
 
 
 def preferences(subject: Subject, pairs: Sequence[SentencePair]) -> Floats64:
-    """Return [N]: 1 if the stereotyping sentence of a pair scores higher, 0 if lower, 0.5 if equal.
-
-    Raises:
-        DataError: the tokenizer has no mask token.
-    """
+    """Return [N]: 1 if the stereotyping sentence of a pair scores higher, 0 if lower, else 0.5."""
     tokenizer = subject.tokenizer
     if tokenizer.mask_id is None:
         raise DataError("the tokenizer has no mask token, which the sentences need")

@@ -55,7 +55,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCorpus:
-    """The two parts of a tokenized text: training documents and held-out documents."""
+    """The two parts of a tokenized text."""
 
     train: Corpus
     held_out: Corpus
@@ -140,12 +140,7 @@ def _split(
 
 
 class _Part:
-    """Appends documents to the files of one part: training, or held out.
-
-    Attributes:
-        sentences: the start of each sentence so far, and the number of tokens.
-        documents: the start of each document so far, and the number of sentences.
-    """
+    """Appends documents to the files of one part; see `Corpus`."""
 
     def __init__(self, file: Path, dtype: Any) -> None:
         self._file, self._dtype = file, dtype
@@ -200,9 +195,7 @@ def _batches(
 ) -> Iterator[list[tuple[bool, list[str]]]]:
     """Group documents, as the sentences of each, so that one call of the tokenizer uses all cores.
 
-    Args:
-        space: put before each sentence, so that its first token has the space before it, as in the
-            middle of a text.
+    A space before each sentence gives its first token the form that it has in the middle of a text.
     """
     batch: list[tuple[bool, list[str]]] = []
     count = 0
@@ -221,11 +214,7 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _open(folder: Path, part: str, dtype: Any) -> Corpus:
-    """Open one part.
-
-    Raises:
-        TrainError: a file is missing, damaged or shorter than the others.
-    """
+    """Open one part; raise if a file is missing, damaged or shorter than the others."""
     damaged = TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder")
     file = folder / f"{part}.tokens"
     try:

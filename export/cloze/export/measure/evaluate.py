@@ -40,8 +40,7 @@ from cloze.export.measure.scorer import (
     row_arrays,
     score_masks,
 )
-from cloze.export.measure.squad import read_questions
-from cloze.export.measure.windows import answers_of, best_guesses, make_windows
+from cloze.export.measure.squad import answers_of, best_guesses, make_windows, read_questions
 from cloze.export.model import TorchScorer
 from cloze.model_store.heads import HEADS, sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet, LabelSets
@@ -264,11 +263,8 @@ def _examples(
 def _measure_masks(
     subject: Subject, corpus: Corpus, unit: Unit, data: EvaluationData
 ) -> dict[str, float]:
-    """Return the accuracy and the perplexity on masked tokens.
-
-    Every chosen token becomes ``[MASK]``, as in a client's text.
-    """
-    tokenizer = subject.tokenizer
+    """Return the accuracy and the perplexity on masked tokens."""
+    tokenizer = subject.tokenizer  # every chosen token becomes [MASK], as in a client's text
     masking = make_masking(tokenizer.tokenizer, tokenizer.mask_id, unit, replace=(1.0, 0.0))
     rows = []
     for example, rng in _examples(subject, corpus, SentenceObjective.NONE, data):
@@ -320,11 +316,7 @@ def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> f
 
 
 def _measure_sentences(subject: Subject, file: Path, name: str, report: Report) -> dict[str, float]:
-    """Report the first word for each sentence of a file.
-
-    Returns:
-        The share of accepted words, and the share of words that repeat one of their sentence.
-    """
+    """Report the first word for each sentence; return the accepted and the repeated shares."""
     sentences = read_sentences(file)
     words = complete(sentences, subject.tokenizer, subject.scorer)
     pairs = list(zip(sentences, words, strict=True))

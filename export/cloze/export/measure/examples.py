@@ -123,10 +123,6 @@ class EpochExamples:
         segment = int(self._order[number])
         return np.random.default_rng([self._options.seed, self._options.epoch, 1 + segment])
 
-    def start(self, number: int) -> int:
-        """Return the position in the corpus' tokens at which an example was cut."""
-        return int(self._segments[self._order[number], 0])
-
     def make(self, number: int, rng: np.random.Generator) -> TrainingExample:
         """Return the example with this number in the epoch's random order."""
         segment = int(self._order[number])
@@ -150,11 +146,7 @@ class EpochExamples:
         return join_texts(special, first, other, NOT_NEXT)
 
     def _split_position(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
-        """Draw a position in ``start`` to ``end``: the start of a sentence whenever there is one.
-
-        Returns:
-            Whether the position is the start of a sentence, and the position.
-        """
+        """Return whether a sentence starts in a range, and a random position, of a start if so."""
         low, high = np.searchsorted(self._corpus.sentences, [start, end])
         if high > low:
             return True, int(self._corpus.sentences[rng.integers(low, high)])

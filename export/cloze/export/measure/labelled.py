@@ -247,14 +247,7 @@ def label_names(
 def check_labels(
     rows: Sequence[Row], known: Iterable[str], lacking: str = "the model lacks"
 ) -> None:
-    """Check that every label of the rows is known.
-
-    Args:
-        lacking: what the error says of another label.
-
-    Raises:
-        DataError: a label is not known.
-    """
+    """Raise if a label of the rows is not known; ``lacking`` is what the error says of it."""
     names = frozenset(known)
     for row in rows:
         for label in row.names:

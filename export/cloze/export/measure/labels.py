@@ -47,11 +47,7 @@ def encode_rows(
 ) -> list[EncodedRow]:
     """Return the sequences of rows of at most ``tokens`` tokens, special tokens included.
 
-    Of a long pair, the longer text is cut.
-
-    Args:
-        text: the tokenizer; it puts the special tokens around the texts.
-        cut: whether a longer text is cut, and no error.
+    Of a long pair, the longer text is cut. Without ``cut``, a longer text is an error.
 
     Raises:
         DataError: a text is too long and must not be cut, or has no token.
@@ -90,11 +86,7 @@ def label_matrix(rows: Sequence[LabelledText], labels: Sequence[str]) -> NDArray
 def measure_labels(
     rows: Sequence[LabelledText], logits: Sequence[Floats], labels: SequenceLabelSet
 ) -> dict[str, float]:
-    """Return the figures of a label set on texts; see `cloze.export.measure.metrics`.
-
-    Args:
-        logits: [L] of each row.
-    """
+    """Return the figures of a label set on texts, from the logits [L] of each."""
     scores = np.stack(logits)
     match labels.problem_type:
         case "regression":

@@ -42,8 +42,6 @@ def classification(logits: NDArray[np.floating], gold: NDArray[np.integer]) -> d
 def multi_label(logits: NDArray[np.floating], gold: NDArray[np.bool_]) -> dict[str, float]:
     """Return the share of rows whose labels are all right, macro and micro F1.
 
-    A label that occurs neither in ``gold`` nor in the predictions has no part in macro F1.
-
     Args:
         logits: [N, L]; a row has the labels whose logits are above 0.
         gold: [N, L], whether each row has each label.

@@ -64,11 +64,7 @@ def _pair(row: list[str], line: str) -> ScoredPair:
 def tokenize_pairs(
     pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int
 ) -> list[tuple[list[int], list[int], float]]:
-    """Tokenize pairs; longer sentences are truncated.
-
-    Returns:
-        For each pair, the ids of both sentences and the score.
-    """
+    """Return the ids of both sentences of each pair, truncated, and its score."""
     texts = [text for pair in pairs for text in (pair.first, pair.second)]
     rows = [each.ids for each in tokenizer.encode_batch(texts)]
     # A cut sequence keeps its last token, which is `[SEP]`.
@@ -80,11 +76,7 @@ def tokenize_pairs(
 def similarity(
     pairs: Sequence[ScoredPair], tokenizer: Tokenizer, scorer: Scorer, tokens: int
 ) -> float:
-    """Return Spearman's rank correlation of cosine and score, in [-1, 1].
-
-    Args:
-        tokens: the longest sequence; longer sentences are truncated.
-    """
+    """Return Spearman's rank correlation of cosine and score, in [-1, 1]; see `tokenize_pairs`."""
     # scipy is of the extra `train`; an export that ranks no pairs does without it.
     from cloze.export.measure.metrics import spearman
 

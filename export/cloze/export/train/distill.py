@@ -24,7 +24,7 @@ from transformers import (
 
 from cloze.export.errors import TrainError
 from cloze.export.measure.documents import fingerprint
-from cloze.export.train.batches import TextBatch
+from cloze.export.train.batches import TextBatch, text_objective
 from cloze.export.train.card import Run, write_run
 from cloze.export.train.folder import Folder, has_token_types, max_tokens, set_dropout
 from cloze.export.train.kept_embeddings import KeptEmbeddings, kept_embeddings, with_modules
@@ -33,7 +33,6 @@ from cloze.export.train.objectives import masked_loss, run_masked
 from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.text_objective import text_objective
 
 _LAYER = re.compile(r"(.*\.layers?\.)(\d+)(\..*)")
 """The name of a tensor of a layer, with the number of the layer."""

@@ -45,6 +45,7 @@ from cloze.export.train.batches import (
     TextBatches,
     padded,
     padded_length,
+    run_corpus,
     shuffled_batches,
 )
 from cloze.export.train.card import Run, write_run
@@ -56,7 +57,6 @@ from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining, TextRecip
 from cloze.export.train.rows import model_inputs, outputs_of
 from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.text_objective import run_corpus
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -83,7 +83,6 @@ class SentenceBatch(PaddedBatch):
 
     @property
     def tokens(self) -> int:
-        """The number of real tokens."""
         return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
 
 
@@ -151,7 +150,6 @@ class EmbeddingObjective:
         self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)
 
     def batch(self, step: int, part: int) -> SentenceBatch:
-        """Return the ``part``-th batch of a step."""
         recipe, data = self._recipe, self._data
         number = step * self._batches_per_step + part
         scores: list[float] = []
@@ -171,7 +169,6 @@ class EmbeddingObjective:
         return F.normalize(self._sentences(inputs)["sentence_embedding"].float(), dim=-1)
 
     def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss and figures of a batch."""
         embeddings = self.embed(batch)
         sides, figures = [embeddings[0::2], embeddings[1::2]], {}
         # The temperature would magnify the rounding errors of bf16.

@@ -90,12 +90,6 @@ class KeptEmbeddings:
 
         In training, the text length is drawn per batch, uniformly on a logarithmic scale, up to
         what the original model can read. Padding tokens are ignored.
-
-        Args:
-            encoder: encoder of transformers, with the hidden size of the original one.
-
-        Returns:
-            A 0-d tensor.
         """
         original: Any = self._original[0].model
         longest = min(batch.input_ids.shape[1], max_tokens(original))

@@ -1,6 +1,6 @@
-"""Labels of texts and tags of words: what is learnt from them, and which rows are held out.
+"""Labels of texts, tags of words, and answers: what is learnt, and which rows are held out.
 
-Sources: Devlin et al. 2019, sections 4.1 and 5.3 (the first token of a word has its tag).
+Sources: Devlin et al. 2019, sections 4.1 to 4.3 and 5.3 (the first token of a word has its tag).
 Shapes: B sequences of S tokens, N held-out rows, L labels of one set.
 """
 
@@ -33,10 +33,20 @@ from cloze.export.measure.labels import (
     measure_labels,
     measure_tags,
 )
-from cloze.export.measure.metrics import Calibration, calibrate
-from cloze.export.train.recipe import LabelSettings, TagSettings
+from cloze.export.measure.metrics import Calibration, calibrate, squad_answers
+from cloze.export.measure.squad import (
+    Question,
+    Window,
+    answers_of,
+    best_guesses,
+    make_windows,
+    read_questions,
+)
+from cloze.export.train.batches import PaddedBatch
+from cloze.export.train.folder import Folder
+from cloze.export.train.recipe import LabelSettings, QuestionsSettings, TagSettings
 from cloze.export.train.rows import IGNORED, Floats, TaskRows
-from cloze.model_store.heads import sequence_classification, token_classification
+from cloze.model_store.heads import sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import ProblemType, SequenceLabelSet
 
@@ -55,14 +65,7 @@ Labels = TypeVar("Labels", bound=LabelSet)
 
 
 class _LabelledRows(TaskRows, Generic[Row, Labels]):
-    """Rows with labels of one set.
-
-    Args:
-        text: the tokenizer.
-
-    Raises:
-        DataError: a row is too long and must not be cut, or has no token.
-    """
+    """Rows with labels of one set; see `encode_rows` for the errors."""
 
     settings: LabelSettings
 
@@ -112,7 +115,6 @@ class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
         return list(matrix.argmax(1)[:, None]), _balanced(counts)
 
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """See `TaskRows`."""
         weights = self.weights.to(logits.device)
         if self.problem == "regression":
             return F.mse_loss(logits, targets), {}
@@ -124,7 +126,6 @@ class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
         return loss, {"accuracy": (logits.argmax(1) == numbers).float().mean()}
 
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
-        """See `TaskRows`."""
         return measure_labels(self._held_out, logits, self.labels)
 
     def calibration(self, logits: Sequence[Floats]) -> Calibration | None:
@@ -154,7 +155,6 @@ class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
         return targets, _balanced(counts)
 
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """See `TaskRows`."""
         weights, labelled = self.weights.to(logits.device), targets != IGNORED
         logits = logits[:, : targets.shape[1]]  # the others are padding
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights, reduction="sum")
@@ -164,7 +164,6 @@ class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
         return loss, {"accuracy": right.sum() / labelled.sum().clamp_min(1)}
 
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
-        """See `TaskRows`."""
         return measure_tags(self._held_out, self.held_out_rows, logits, self.labels)
 
     def calibration(self, logits: Sequence[Floats]) -> Calibration | None:
@@ -215,7 +214,6 @@ def read_rows(
 
     Args:
         held_out_files: files to measure on; empty: a share of the others.
-        text: the tokenizer.
         name: name of the label set; None: it is the only one.
         measured: the most held-out rows, evenly spread; None: all.
 
@@ -269,3 +267,91 @@ def _check_weights(settings: LabelSettings, labels: Sequence[str]) -> None:
         for label in settings.class_weights:
             if label not in labels:
                 raise TrainError(f"class_weights: no row to learn from has the label {label!r}")
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+SPAN: Final = span.HEAD.name
+
+
+class WindowRows(TaskRows):
+    """Questions as windows, in which start and end of the answer are each chosen among S tokens."""
+
+    head, figure = SPAN, "f1"
+
+    def __init__(
+        self,
+        settings: QuestionsSettings,
+        windows: list[Window],
+        held_out_windows: list[Window],
+        held_out: list[Question],
+    ) -> None:
+        super().__init__(settings, windows, held_out_windows)
+        self._held_out = held_out
+        self.targets = [np.array([window.start, window.end]) for window in windows]
+
+    def logits(self, output: Any, batch: PaddedBatch) -> Tensor:
+        """Return the logits of start and end, [B, S, 2]; minus infinity for padding."""
+        logits = torch.stack([output.start_logits, output.end_logits], -1)
+        return logits.masked_fill(~batch.attention_mask[:, :, None], -torch.inf)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the mean cross-entropy of start and end, and the share of correct windows."""
+        right = (logits.argmax(1) == targets).all(1)
+        return F.cross_entropy(logits, targets), {"accuracy": right.float().mean()}
+
+    def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
+        """Return exact match and F1 on held-out articles, in [0, 1]."""
+        questions = self._held_out
+        answers = answers_of(questions, best_guesses(questions, self.held_out_rows, logits))
+        return {name: value / 100 for name, value in squad_answers(answers, questions).items()}
+
+
+def read_windows(
+    files: Sequence[Path],
+    settings: QuestionsSettings,
+    source: Folder,
+    report: Report,
+    *,
+    measured: int | None = None,
+) -> WindowRows:
+    """Read the questions, split them by article, and cut them into windows.
+
+    A question whose answers have no position in the paragraph gives no label, so such a question
+    is only evaluated.
+
+    Args:
+        measured: the most held-out questions, evenly spread; None: all.
+
+    Raises:
+        TrainError: there is no question to learn from, or windows do not fit.
+    """
+    learnt: list[Question] = []
+    held_out: list[Question] = []
+    for question in read_questions(files):
+        if question.impossible and not settings.unanswerable:
+            continue
+        if is_held_out(question.title, settings.held_out):
+            held_out.append(question)
+        elif question.impossible or question.is_placed:
+            learnt.append(question)
+    held_out = held_out[:: max(1, len(held_out) // measured)] if measured else held_out
+    windows, held_out_windows = (
+        make_windows(
+            questions,
+            source.text,
+            tokens=settings.tokens,
+            stride=settings.stride,
+            question_tokens=settings.question_tokens,
+        )
+        for questions in (learnt, held_out)
+    )
+    report(
+        f"{len(learnt):,} questions to learn from in {len(windows):,} windows; "
+        f"{len(held_out):,} held out"
+    )
+    if not windows:
+        raise TrainError(
+            "every question is of a held-out article; lower held_out or give more articles"
+        )
+    return WindowRows(settings, windows, held_out_windows, held_out)

@@ -146,11 +146,7 @@ class _Loop:
                 self.progress.close()
 
     def step(self, step: int, interrupted: threading.Event) -> None:
-        """Run the 0-based ``step``.
-
-        Raises:
-            TrainError: the loss or a weight is not finite, or the run was interrupted.
-        """
+        """Run the 0-based ``step``; see `train` for the errors."""
         stops = self._update(step, interrupted)
         self.kept.add(step)
         finished, schedule, steps = step + 1, self.options.schedule, self.objective.steps

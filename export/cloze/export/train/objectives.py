@@ -196,13 +196,9 @@ class ReplacedTokens(nn.Module):
 
 @torch.no_grad()
 def _sample_tokens(batch: TextBatch, logits: Tensor) -> tuple[TextBatch, Tensor]:
-    """Replace the chosen tokens of a batch with samples.
+    """Return the batch with samples of the logits [M, V] at the chosen tokens.
 
-    Args:
-        logits: float32 [M, V], the generator's logits at the chosen tokens.
-
-    Returns:
-        The batch with the samples; bool [B, S], True where a sample differs from the original.
+    The second result is bool [B, S], True where a sample differs from the original.
     """
     original = batch.input_ids.flatten().clone()
     original[batch.positions] = batch.labels

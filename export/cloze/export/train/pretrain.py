@@ -15,6 +15,7 @@ from transformers import (
 from cloze.export.errors import Report, TrainError
 from cloze.export.measure.documents import fingerprint, is_held_out, read_documents
 from cloze.export.measure.examples import SentenceObjective
+from cloze.export.train.batches import text_objective
 from cloze.export.train.card import Run, write_run
 from cloze.export.train.folder import Folder, max_tokens, open_folder
 from cloze.export.train.kept_embeddings import kept_embeddings, with_modules
@@ -23,7 +24,6 @@ from cloze.export.train.objectives import MaskedText, make_pretraining
 from cloze.export.train.recipe import PretrainRecipe
 from cloze.export.train.run_dir import VOCABULARY, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.text_objective import text_objective
 from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
 
@@ -128,11 +128,7 @@ def _check_starts(
 
 
 def continued_model(source: Folder, recipe: PretrainRecipe, report: Report) -> PreTrainedModel:
-    """Return the model that pre-training goes on with, which has the heads that the recipe trains.
-
-    Raises:
-        TrainError: the family lacks a head.
-    """
+    """Return the model that pre-training goes on with; raise if its family lacks a head."""
     sentence, config = recipe.pretraining.sentence, source.config
     auto_class: Any = AutoModelForMaskedLM
     if sentence is not SentenceObjective.NONE:

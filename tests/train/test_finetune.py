@@ -63,14 +63,14 @@ def tagged(*parts: str) -> dict[str, list[str]]:
     return {"tokens": [word for word, _ in words], "tags": [tag for _, tag in words]}
 
 
-MAKE: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
-    "label": lambda who, act, place: {"text": f"{who} {act} {place}.", "label": who},
-    "labels": lambda who, act, place: {"text": f"{who} {act} {place}.", "labels": [who, act]},
-    "number": lambda *three: {"text": " ".join(three), "label": PEOPLE.index(three[0]) / 5},
-    "pair": lambda who, act, place: {
-        "text": f"{PEOPLE[ACTS.index(act)]} {act}", "text_pair": f"{who} {place}", "label": who
+MAKE: dict[str, Callable[[int, str, str, str], dict[str, Any]]] = {
+    "label": lambda _, who, act, place: {"text": f"{who} {act} {place}.", "label": who},
+    "labels": lambda _, who, act, place: {"text": f"{who} {act} {place}.", "labels": [who, act]},
+    "number": lambda _, *three: {"text": " ".join(three), "label": PEOPLE.index(three[0]) / 5},
+    "pair": lambda n, who, act, place: {
+        "text": f"{PEOPLE[n % 6]} {act}", "text_pair": f"{who} {place}", "label": who
     },
-    "tags": tagged,
+    "tags": lambda _, *three: tagged(*three),
 }  # fmt: skip
 
 
@@ -83,9 +83,9 @@ def write(name: str, file: Path) -> Path:
     """Write what a case of `CASES` learns from."""
     if name == "answers":
         return write_questions(file)
-    draw = random.Random(3)
+    draw = random.Random(4 if name == "pair" else 3)
     three = [[draw.choice(each) for each in (PEOPLE, ACTS, PLACES)] for _ in range(160)]
-    return write_rows(file, [MAKE[name](*each) for each in three])
+    return write_rows(file, [MAKE[name](n, *each) for n, each in enumerate(three)])
 
 
 def write_tasks(folder: Path) -> Path:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from cloze.export.errors import DataError, ExportError, TrainError
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Precision
@@ -160,6 +159,8 @@ def _with_run_options(command: Command, default: str | None) -> Command:
 def required(corpus: tuple[Path, ...]) -> list[Path]:
     """Return the files of text; raise if there is none."""
     if not corpus:
+        from cloze.export.errors import TrainError
+
         raise TrainError("there is no text: name a file with --corpus")
     return list(corpus)
 
@@ -183,15 +184,16 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**arguments: Any) -> None:
         try:
+            from cloze.export.errors import DataError, ExportError
+        except ModuleNotFoundError as error:
+            _fail_for_missing_module(error)
+        try:
             with _sigterm_as_ctrl_c():
                 command(**arguments)
         except (DataError, ExportError, StoreError) as error:
             fail(str(error))
         except ModuleNotFoundError as error:
-            fail(
-                f"training needs {error.name}, which the serving install leaves out; "
-                f"install it with: {install_command('train')}"
-            )
+            _fail_for_missing_module(error)
         except KeyboardInterrupt:
             fail(
                 "interrupted; what is saved is kept, the same command goes on from there", code=130
@@ -209,6 +211,13 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
             )
 
     return run
+
+
+def _fail_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
+    fail(
+        f"training needs {error.name}, which the serving install leaves out; "
+        f"install it with: {install_command('train')}"
+    )
 
 
 @contextmanager

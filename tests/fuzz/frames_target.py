@@ -95,7 +95,11 @@ kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 failures = st.builds(errors.Overloaded, names, numbers) | st.builds(
     lambda kind, message: kind(message),
     st.sampled_from(
-        [each for each in kinds if issubclass(each, ServiceError) and each is not errors.Overloaded]
+        [
+            each
+            for each in kinds
+            if issubclass(each, ServiceError) and not issubclass(each, errors.Overloaded)
+        ]
     ),
     names,
 )

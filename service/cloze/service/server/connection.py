@@ -3,7 +3,7 @@
 uvicorn limits neither the size of headers nor the time in which they arrive, and ends no connection
 that has sent nothing.
 
-No other module imports uvicorn's inner modules. `test_uvicorn.py` finds what is used.
+No other module imports uvicorn's inner modules.
 """
 
 import asyncio

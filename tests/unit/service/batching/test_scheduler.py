@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching import scheduler as scheduler_module
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.batching.scheduler import Scheduler, Watchdog
@@ -485,7 +484,7 @@ def test_a_system_that_forbids_priorities_does_not_matter(monkeypatch: pytest.Mo
     def forbid(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(scheduler_module.os, "setpriority", forbid)
+    monkeypatch.setattr(os, "setpriority", forbid)
     with running(FakeEngine()) as made:
         assert submit(made, [sized(5)], later()).result(20)
 
